@@ -1,0 +1,73 @@
+"""Loading patched checkpoints. Saving is the model's own `save_pretrained` (and `push_to_hub`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedModel
+
+from .config import LinearAttentionConfig
+from .integration.model_class import linear_attention_class, transformers_class
+from .patching import CONFIG_FIELD
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def class_by_name(name: str) -> type:
+    """The patched counterpart of a Transformers class (used by the code file beside a checkpoint)."""
+    return linear_attention_class(transformers_class(name))
+
+
+def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a checkpoint that was saved from a patched model; bit-equal to the model that was saved.
+
+    Args:
+        path_or_repo: a local folder or a repository on the Hub.
+        auto_class: which head to load, as an `AutoModel…` class, a model class, or the name of one of them. By default
+            the class that was saved.
+        kwargs: everything that `from_pretrained` takes: `dtype`, `device_map`, `revision`, `token`, …
+
+    Raises:
+        ValueError: not a patched checkpoint, written by a newer version, or weights that do not match its config.
+        OSError: there is no such folder or repository.
+    """
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    if "config" in kwargs:
+        config = kwargs.pop("config")
+    else:
+        config = AutoConfig.from_pretrained(path_or_repo, trust_remote_code=False, **hub)
+    saved = getattr(config, CONFIG_FIELD, None)
+    if saved is None:
+        raise ValueError(
+            f"{path_or_repo!r} holds no linear attention (its config.json has no {CONFIG_FIELD!r}). Load it with "
+            "AutoModel….from_pretrained() and call patch_model(model, name)."
+        )
+    LinearAttentionConfig.from_dict(saved)
+    cls = _model_class(path_or_repo, config, auto_class)
+    return linear_attention_class(cls).from_pretrained(path_or_repo, config=config, **kwargs)  # type: ignore[attr-defined]
+
+
+def _model_class(path: str, config: Any, auto_class: Any) -> type:
+    if auto_class is None:
+        names = getattr(config, "architectures", None) or []
+        if not names:
+            raise ValueError(
+                f"The config of {path!r} does not say which class was saved. Pass auto_class=AutoModelForCausalLM, …"
+            )
+        return transformers_class(names[0])
+    if isinstance(auto_class, str):
+        import transformers
+
+        found = getattr(transformers, auto_class, None)
+        if found is None:
+            raise ValueError(f"Transformers has no class {auto_class!r}.")
+        auto_class = found
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is None:
+        if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
+            return auto_class
+        raise TypeError(f"auto_class must be an AutoModel… class, a model class, or a name, got {auto_class!r}.")
+    if type(config) not in mapping:
+        raise ValueError(f"{auto_class.__name__} has no class for model type {config.model_type!r}.")
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, (list, tuple)) else found

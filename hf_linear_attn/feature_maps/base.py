@@ -1,0 +1,51 @@
+"""What a feature map is: the φ of kernelized attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.common import Features
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention layer that a mechanism is built for."""
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    value_dim: int
+    #: Place among the model's self-attention layers; random features of different layers differ.
+    layer_index: int = 0
+    #: Longest input of the model, where it has a limit.
+    max_length: int | None = None
+    #: Whether the layer is causal.
+    causal: bool = False
+
+
+class FeatureMap(nn.Module):
+    """`φ_q, φ_k`: queries `[B, H, L, d]` and keys `[B, G, L, d]` to non-negative features of size `num_features`.
+
+    Inputs arrive in float32 (float64 for float64 models); parameters are cast to that dtype before use. `scaling` is
+    τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
+    (see `ops.common.Features`).
+    """
+
+    num_features: int
+
+    def __init__(self, shape: AttentionShape, options: Any) -> None:
+        super().__init__()
+        self.shape = shape
+        self.options = options
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        raise NotImplementedError
+
+    def key(self, x: Tensor, scaling: float) -> Features:
+        return self.query(x, scaling)
+
+    def extra_repr(self) -> str:
+        return f"num_features={self.num_features}"

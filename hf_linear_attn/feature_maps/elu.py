@@ -1,0 +1,48 @@
+"""elu(x) + 1: the feature map of the first linear transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn import functional
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+
+
+@dataclass(frozen=True)
+class EluOptions:
+    alpha: float = field(default=1.0, metadata={"help": "α of the elu; must lie in (0, 1] so that φ stays positive"})
+    split_scaling: bool = field(
+        default=False, metadata={"help": "multiply q and k by √τ first (the paper takes them raw)"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha must lie in (0, 1] for elu(x) + 1 to stay positive, got {self.alpha!r}.")
+
+
+@register_feature_map(
+    "elu",
+    description="elu(x) + 1, nothing learned",
+    paper="Katharopoulos et al. 2020, arXiv:2006.16236",
+    options=EluOptions,
+    learned=False,
+    advice="baseline and training from scratch; converts a pretrained model poorly",
+)
+class EluFeatureMap(FeatureMap):
+    """`φ(x) = elu_α(x) + 1`, elementwise: m = d. Katharopoulos et al. 2020, arXiv:2006.16236.
+
+    `elu_α(x) = x` for x > 0 and `α (eˣ - 1)` otherwise. Nothing is learned; both directions; constant state.
+    """
+
+    def __init__(self, shape: AttentionShape, options: EluOptions) -> None:
+        super().__init__(shape, options)
+        self.num_features = shape.head_dim
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        if self.options.split_scaling:
+            x = x * scaling**0.5
+        return Features(functional.elu(x, alpha=self.options.alpha) + 1)

@@ -1,0 +1,92 @@
+"""Hedgehog: learned softmax features that mimic the spiky, monotone weights of softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+from .favor_plus import gaussian_features
+
+
+@dataclass(frozen=True)
+class HedgehogOptions:
+    feature_dim: int | None = field(
+        default=None, metadata={"help": "rows f of W per head (None: the head size); the map has 2f features"}
+    )
+    activation: Literal["softmax", "exp", "joint"] = field(
+        default="softmax",
+        metadata={
+            "help": "'softmax': [softmax(y), softmax(-y)]; 'exp' (the paper's): [exp(y), exp(-y)]; "
+            "'joint': softmax([2y, -2y])"
+        },
+    )
+    temperature: float | None = field(
+        default=None, metadata={"help": "factor s of the features' logits (None: √(τd), from the second-order match)"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.feature_dim is not None and (not isinstance(self.feature_dim, int) or self.feature_dim < 1):
+            raise ValueError(f"feature_dim must be a positive integer or None, got {self.feature_dim!r}.")
+        if self.activation not in ("softmax", "exp", "joint"):
+            raise ValueError(f"activation must be 'softmax', 'exp' or 'joint', got {self.activation!r}.")
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive or None, got {self.temperature!r}.")
+
+
+@register_feature_map(
+    "hedgehog",
+    description="learned softmax features, one map per head for queries and one for keys",
+    paper="Zhang et al. 2024, arXiv:2402.04347",
+    options=HedgehogOptions,
+    learned=True,
+    advice="the default for converting encoders: a short attention transfer brings it close to softmax",
+)
+class HedgehogFeatureMap(FeatureMap):
+    """`y = s (Wᵀx + b)`, `φ(x) = [softmax(y), softmax(-y)]` over the features: m = 2f. Zhang et al., arXiv:2402.04347.
+
+    `activation="exp"` is the paper's `[exp(y), exp(-y)]`; `"joint"` is one softmax over `[2y, -2y]`.
+    W `[heads, d, f]` starts at the identity and b `[heads, f]` at zero, separately for queries and keys.
+
+    Why s = √(τd): summed over the features, `exp(y_q + y_k) + exp(-y_q - y_k)` is 2d (1 + s²‖q + k‖²/2d) + O(s⁴), so
+    that relative to its mean a weight grows by s²/d per unit of q·k. Softmax grows by τ. The two agree to first order
+    for s² = τd, and the normalisation of each token's features removes the terms in ‖q‖ and ‖k‖, as it should.
+    """
+
+    def __init__(self, shape: AttentionShape, options: HedgehogOptions) -> None:
+        super().__init__(shape, options)
+        rows = options.feature_dim or shape.head_dim
+        self.num_features = 2 * rows
+        start = _initial_rows(shape.head_dim, rows, shape.layer_index)
+        self.query_weight = nn.Parameter(start.expand(shape.num_heads, -1, -1).clone())
+        self.query_bias = nn.Parameter(torch.zeros(shape.num_heads, rows, device="cpu"))
+        self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
+        self.key_bias = nn.Parameter(torch.zeros(shape.num_key_value_heads, rows, device="cpu"))
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        return self._features(x, self.query_weight, self.query_bias, scaling)
+
+    def key(self, x: Tensor, scaling: float) -> Features:
+        return self._features(x, self.key_weight, self.key_bias, scaling)
+
+    def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Features:
+        temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
+        y = (x @ weight.to(x.dtype) + bias.to(x.dtype).unsqueeze(-2)) * temperature
+        if self.options.activation == "softmax":
+            return Features(torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1))
+        if self.options.activation == "joint":
+            return Features(torch.cat([2 * y, -2 * y], dim=-1).softmax(dim=-1))
+        top = y.detach().abs().amax(dim=-1, keepdim=True)
+        return Features(torch.cat([(y - top).exp(), (-y - top).exp()], dim=-1), top.squeeze(-1))
+
+
+def _initial_rows(head_dim: int, rows: int, layer_index: int) -> Tensor:
+    """`[1, head_dim, rows]`: the identity, continued by orthogonal unit rows where more features are asked for."""
+    extra = gaussian_features(max(rows - head_dim, 0), head_dim, seed=layer_index, scaling="constant")
+    stacked = torch.cat([torch.eye(head_dim, device="cpu"), extra / head_dim**0.5])[:rows]
+    return stacked.T.unsqueeze(0)

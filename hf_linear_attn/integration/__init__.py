@@ -1,0 +1,1 @@
+"""The only rooms that know Transformers' internals: attention interface, masks, caches, classes."""

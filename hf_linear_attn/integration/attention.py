@@ -1,0 +1,364 @@
+"""The attention function: one for every architecture that goes through Transformers' attention interface."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
+
+from ..mechanisms.base import LinearAttention
+from ..mechanisms.softmax import softmax_weights
+from ..ops.common import State
+from .cache import LinearStateLayer, adopt, refuse_static, take_layer
+from .mask import exact_mask, full_mask_to_bool, linear_attention_mask
+
+logger = logging.getLogger(__name__)
+
+#: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
+IMPLEMENTATION = "hf_linear_attn"
+#: Name of the submodule that a patched attention module holds. (List it in PEFT's `modules_to_save`.)
+SUBMODULE = "linear_attention"
+#: On an attention module of a patched model: the implementation that computes it exactly.
+EXACT = "_exact_implementation"
+#: On an attention module: sees the inputs and the exact outputs of each call instead of the linear form running.
+OBSERVER = "_attention_observer"
+
+#: Arguments of the interface that change the weights in ways that the mechanisms do not know.
+UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seq_lens_q", "cu_seqlens", "block_indices", "indices")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One self-attention call of a patched model that runs exactly (see `observe_attention`).
+
+    query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, output `[B, H, L, e]` (exact), allowed
+    `[B | 1, 1, L, S]` (keys that a query may see), padding `[B, S]` or None where no token is padding.
+    """
+
+    module: nn.Module
+    mechanism: LinearAttention
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    padding: Tensor | None
+    allowed: Tensor
+    scaling: float
+    causal: bool
+    output: Tensor
+
+    def exact_weights(self) -> Tensor:
+        """Softmax weights `[B, H, L, S]`."""
+        return softmax_weights(self.query, self.key, self.allowed, self.scaling)
+
+    def linear_weights(self) -> Tensor:
+        """The weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
+        return self.mechanism.attention_weights(
+            self.query, self.key, scaling=self.scaling, causal=self.causal, mask=self.padding
+        )
+
+    def linear_output(self) -> Tensor:
+        """The mechanism's output for the same inputs, `[B, H, L, e]`."""
+        out, _ = self.mechanism(
+            self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
+        )
+        return out
+
+
+Observer = Callable[[AttentionCall], None]
+
+
+def linear_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function registered with `AttentionInterface`: query `[B, H, L, d]` -> `[B, L, H, e]` and weights or None."""
+    exact = getattr(module, EXACT, None)
+    if exact is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but holds no linear attention: "
+            "the checkpoint was loaded without it. Load it with hf_linear_attn.load_pretrained(path), or with "
+            "trust_remote_code=True."
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    mechanism = getattr(module, SUBMODULE, None)
+    observer = getattr(module, OBSERVER, None)
+    if mechanism is None or observer is not None:
+        out, weights = _exact(
+            module, exact, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
+        )
+        if mechanism is not None and observer is not None:
+            padding, allowed = _observed_masks(attention_mask, query, key, causal)
+            observer(
+                AttentionCall(
+                    module, mechanism, query, key, value, padding, allowed, scaling, causal, out.transpose(1, 2)
+                )
+            )
+        return out, weights
+    _check_call(module, mechanism, query, key, kwargs)
+    with torch.autocast(device_type=query.device.type, enabled=False):
+        out, weights = _linear(module, mechanism, query, key, value, attention_mask, scaling, causal, kwargs)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _linear(
+    module: nn.Module,
+    mechanism: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    layer = take_layer()
+    wanted = _weights_wanted(kwargs)
+    if mask is not None and mask.dim() == 4:
+        if layer is not None and layer.tokens:
+            raise NotImplementedError(
+                "A 4D attention mask cannot be combined with a state that already holds tokens. Pass a 2D mask."
+            )
+        mask = full_mask_to_bool(mask)
+        if layer is not None:
+            raise NotImplementedError("A 4D attention mask cannot be used with a cache. Pass use_cache=False.")
+        if not getattr(mechanism, "dense_masks", False):
+            raise NotImplementedError(
+                f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
+                "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
+            )
+        _warn_quadratic()
+        out = mechanism.dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
+    else:
+        mask = _new_tokens(mask, layer, key)
+        state = None if layer is None else layer.state_on(query.device)
+        out, after = mechanism(
+            query,
+            key,
+            value,
+            scaling=scaling,
+            causal=causal,
+            mask=mask,
+            state=state,
+            keep_state=layer is not None,
+        )
+        if layer is not None:
+            layer.advance(after, key, value, mask, _replay(mechanism, query, scaling))
+        if wanted and state is not None:
+            raise NotImplementedError(
+                "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
+            )
+    weights = None
+    if wanted:
+        weights = mechanism.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask).to(value.dtype)
+    return out, weights
+
+
+def _replay(mechanism: Any, query: Tensor, scaling: float) -> Callable[..., State | None]:
+    heads, width = query.shape[1], query.shape[3]
+
+    def replay(key: Tensor, value: Tensor, mask: Tensor | None, state: State | None) -> State | None:
+        blank = key.new_zeros(key.shape[0], heads, key.shape[2], width)
+        return mechanism(blank, key, value, scaling=scaling, causal=True, mask=mask, state=state, keep_state=True)[1]
+
+    return replay
+
+
+def _new_tokens(mask: Tensor | None, layer: LinearStateLayer | None, key: Tensor) -> Tensor | None:
+    """The part of the padding mask that belongs to the new keys."""
+    if mask is None:
+        return None
+    start = 0 if layer is None else layer.tokens
+    stop = start + key.shape[2]
+    if mask.dim() != 2 or mask.shape[1] < stop:
+        raise ValueError(
+            f"The attention mask has shape {tuple(mask.shape)}; it must cover all {stop} tokens seen so far "
+            f"({start} in the cache and {key.shape[2]} new ones)."
+        )
+    return mask[:, start:stop]
+
+
+def _check_call(module: nn.Module, mechanism: Any, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name!r} to its attention, which linear attention cannot honour. "
+                "Keep this layer exact ('softmax')."
+            )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys. Linear "
+            "self-attention needs one key per query: cross-attention must stay exact, and a cache must be one that "
+            "generate() or the model made."
+        )
+    shape = mechanism.shape
+    given = (query.shape[1], key.shape[1], query.shape[3])
+    if given != (shape.num_heads, shape.num_key_value_heads, shape.head_dim):
+        raise ValueError(
+            f"{type(module).__name__} has {given[0]} heads, {given[1]} key-value heads of size {given[2]}; its linear "
+            f"attention was built for {shape.num_heads}, {shape.num_key_value_heads} and {shape.head_dim}."
+        )
+
+
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller asked for `output_attentions`."""
+    if kwargs.get("output_attentions"):
+        return True
+    collector = output_capturing._active_collector
+    active = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return active is not None and any("attentions" in name for name in active)
+
+
+_warned: set[str] = set()
+
+
+def _warn_quadratic() -> None:
+    if "quadratic" not in _warned and not torch.compiler.is_compiling():
+        _warned.add("quadratic")
+        logger.warning(
+            "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
+            "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Exact layers
+
+
+def _exact(
+    module: nn.Module,
+    implementation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float,
+    causal: bool,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the model's former implementation, with the mask in the form that it expects."""
+    length, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.dim() == 4:
+        full: Tensor | None = mask
+    elif implementation.startswith("flash"):
+        full = mask
+    elif mask is None and causal and length == keys and implementation != "eager":
+        full = None
+    else:
+        full = exact_mask(None if mask is None else mask[:, :keys], length, keys, causal, query.device)
+    if implementation == "eager":
+        if full is not None and full.dtype == torch.bool:
+            blocked = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
+            full = blocked.masked_fill(~full, torch.finfo(query.dtype).min)
+        function: Any = eager_function(module)
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[implementation]
+    if is_causal is not None:
+        kwargs = {**kwargs, "is_causal": is_causal}
+    if implementation == "eager":
+        kwargs = {name: given for name, given in kwargs.items() if name != "is_causal"}
+    out, weights = function(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
+    if weights is None and _weights_wanted(kwargs):
+        allowed = exact_mask(mask, length, keys, causal, query.device) if mask is None or mask.dim() == 2 else full
+        if allowed is None:
+            allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+        weights = softmax_weights(query, key, full_mask_to_bool(allowed), scaling).to(value.dtype)
+    return out, weights
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager attention of the module's own modeling file."""
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise NotImplementedError(
+        f"The modeling file of {type(module).__name__} has no eager_attention_forward. Load the model with "
+        "attn_implementation='sdpa'."
+    )
+
+
+def _observed_masks(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor | None, Tensor]:
+    length, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.dim() == 4:
+        allowed = full_mask_to_bool(mask)
+        return allowed, allowed
+    allowed_or_none = exact_mask(mask, length, keys, causal, query.device)
+    if allowed_or_none is None:
+        allowed_or_none = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
+    return mask, allowed_or_none
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Hooks and modes
+
+
+def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of every self-attention module of a patched model: puts our state into the cache in use."""
+    take_layer()  # left over where an earlier call raised
+    cache = kwargs.get("past_key_values")
+    index = getattr(module, "layer_idx", None)
+    if cache is None or index is None:
+        return
+    if getattr(module, SUBMODULE, None) is None:
+        refuse_static(cache, index)
+    elif getattr(module, OBSERVER, None) is None:
+        adopt(cache, index).arm()
+
+
+def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The attention modules of a patched model that hold a linear attention."""
+    for module in model.modules():
+        if getattr(module, EXACT, None) is not None and getattr(module, SUBMODULE, None) is not None:
+            yield module
+
+
+@contextmanager
+def observe_attention(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Run a patched model with exact attention, and call `observer` with each patched layer's inputs and exact output.
+
+    Every layer then sees the hidden states of the exact model. Attention transfer and the measures of fidelity are
+    built on this. The model's caches hold keys and values while it lasts: use new ones.
+    """
+    modules = list(attention_modules(model))
+    for module in modules:
+        setattr(module, OBSERVER, observer)
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, OBSERVER)
+
+
+def exact_attention(model: nn.Module) -> Any:
+    """Context manager: the patched model computes exact attention, as before it was patched."""
+    return observe_attention(model, _ignore)
+
+
+def _ignore(call: AttentionCall) -> None:
+    return None
+
+
+def register() -> None:
+    """Make the implementation known to Transformers (done once, on import of the package's patching)."""
+    AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)

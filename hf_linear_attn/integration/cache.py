@@ -1,0 +1,214 @@
+"""The recurrent state as a layer of Transformers' own caches.
+
+A `Cache` is a list of layers. `adopt` replaces the (still empty) layer of a patched attention module by a
+`LinearStateLayer`, so that whatever cache `generate`, a plain forward or the user creates holds our state where the
+layer is linear and keys and values where it is exact.
+
+The attention module calls `cache.update(k, v)` and then the attention function. `update` hands the new keys and values
+back unchanged and leaves the layer for `take_layer`, which the attention function calls next, in the same thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+from ..ops.common import State
+
+Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
+"""Advances a state over recorded keys, values and mask."""
+
+
+class _Handoff(threading.local):
+    layer: LinearStateLayer | None = None
+
+
+_handoff = _Handoff()
+
+
+class LinearStateLayer(CacheLayerMixin):
+    """The recurrent state of one linear attention layer: its size does not depend on the number of tokens seen.
+
+    Everything a cache layer owes is here: `reorder_cache` (beam search), `batch_repeat_interleave`,
+    `batch_select_indices`, `reset`, offloading. A recurrent state cannot be cropped, unless recording was switched on
+    (`activate_past_recording`, as assisted decoding does): then the state before the record and the recorded keys and
+    values are kept until the next `crop`, which replays what remains.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.state: State | None = None
+        self.tokens = 0
+        self.record_past = False
+        self._armed = False
+        self._before: tuple[State | None, int] = (None, 0)
+        self._record: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._replay: Replay | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def arm(self) -> None:
+        """Called just before the attention module of a patched model runs. Without it, `update` refuses."""
+        self._armed = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand the new keys and values on; the attention function takes this layer and advances its state."""
+        if not self._armed:
+            raise RuntimeError(
+                "This cache belongs to a model with linear attention, and was given to one without. "
+                "Start with a new cache."
+            )
+        self._armed = False
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        _handoff.layer = self
+        return key_states, value_states
+
+    def advance(self, state: State | None, key: Tensor, value: Tensor, mask: Tensor | None, replay: Replay) -> None:
+        """Store the state after `key.shape[2]` more tokens."""
+        if self.record_past:
+            if not self._record:
+                self._before = (self.state, self.tokens)
+            self._record.append((key, value, mask))
+            self._replay = replay
+        self.state = state
+        self.tokens += key.shape[2]
+
+    def state_on(self, device: torch.device) -> State | None:
+        """The state, moved to `device` (it may have been offloaded)."""
+        if self.state is not None:
+            self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
+        return self.state
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.tokens + length, 0
+
+    def reset(self) -> None:
+        self.state, self.tokens = None, 0
+        self._record, self._before = [], (None, 0)
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers).
+
+        Raises:
+            ValueError: a positive number, or more tokens than were recorded.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
+        count = -tokens_to_remove
+        if count == 0:
+            self._record = []
+            return
+        recorded = sum(key.shape[2] for key, _, _ in self._record)
+        if count > recorded or self._replay is None:
+            raise ValueError(
+                f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
+                "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
+            )
+        state, tokens = self._before
+        keep = recorded - count
+        for key, value, mask in self._record:
+            size = min(keep, key.shape[2])
+            if size:
+                part = None if mask is None else mask[:, :size]
+                state = self._replay(key[:, :, :size], value[:, :, :size], part, state)
+            keep, tokens = keep - size, tokens + size
+        self.state, self.tokens, self._record = state, tokens, []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_batch(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self._map_batch(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def nbytes(self) -> int:
+        """Bytes that the state takes now."""
+        return sum(tensor.nbytes for tensor in (self.state or {}).values())
+
+    def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
+        def mapped(state: State | None) -> State | None:
+            return None if state is None else {name: function(tensor) for name, tensor in state.items()}
+
+        self.state = mapped(self.state)
+        self._before = (mapped(self._before[0]), self._before[1])
+        self._record = [
+            (function(key), function(value), None if mask is None else function(mask))
+            for key, value, mask in self._record
+        ]
+
+
+def take_layer() -> LinearStateLayer | None:
+    """The layer whose `update` ran just before, if the attention module uses a cache."""
+    layer = _handoff.layer
+    if layer is not None:
+        _handoff.layer = None
+    return layer
+
+
+def adopt(cache: Cache, layer_index: int) -> LinearStateLayer:
+    """Make layer `layer_index` of a cache a `LinearStateLayer`.
+
+    Raises:
+        ValueError: the layer already holds keys and values of exact attention.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    while len(cache.layers) <= layer_index:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer: Any = cache.layers[layer_index]
+    if not isinstance(layer, LinearStateLayer):
+        if layer.is_initialized and int(layer.get_seq_length()) > 0:
+            raise ValueError(
+                f"Layer {layer_index} of the given cache holds {int(layer.get_seq_length())} tokens of exact "
+                "attention, which linear attention cannot continue. Start with a new cache."
+            )
+        record = getattr(layer, "record_past", False)
+        layer = cache.layers[layer_index] = LinearStateLayer()
+        layer.record_past = record
+    return layer
+
+
+def refuse_static(cache: Cache, layer_index: int) -> None:
+    """An exact layer of a mixture reads lengths from its cache, which a preallocated one does not tell."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):
+        raise NotImplementedError(
+            "A static cache cannot serve a mixture of exact and linear layers. Use the default (dynamic) cache: leave "
+            "out cache_implementation."
+        )

@@ -1,0 +1,78 @@
+"""Masks: what the model builds once per forward, and what the layers make of it.
+
+Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is plainly causal or bidirectional,
+so that memory stays O(S). Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is
+returned in full, `[B, 1, L, S]`; a linear layer then either honours it in its quadratic form or refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+
+def linear_attention_mask(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function registered with `AttentionMaskInterface`; arguments as Transformers passes them."""
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        if attention_mask is None:
+            return None
+        mask = attention_mask.to(torch.bool)[:, : kv_offset + kv_length]
+        missing = kv_offset + kv_length - mask.shape[1]
+        if missing > 0:
+            mask = torch.nn.functional.pad(mask, (0, missing), value=False)
+        mask = mask[:, kv_offset:]
+        # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
+        if not torch.compiler.is_compiling() and bool(mask.all()):
+            return None
+        return mask
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def full_mask_to_bool(mask: Tensor) -> Tensor:
+    """A hand-made mask `[B | 1, H | 1, L, S]` as booleans.
+
+    Raises:
+        NotImplementedError: an additive mask that is a bias (anything but 0 and a very negative number).
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return mask != 0
+    blocked = mask <= torch.finfo(torch.float16).min / 2
+    if not torch.compiler.is_compiling() and not bool((blocked | (mask == 0)).all()):
+        raise NotImplementedError(
+            "The attention mask holds values other than 0 and a very negative number. An additive bias cannot be "
+            "expressed by linear attention; keep this layer exact, or pass a boolean mask."
+        )
+    return ~blocked
+
+
+def exact_mask(padding: Tensor | None, length: int, keys: int, causal: bool, device: torch.device) -> Tensor | None:
+    """The boolean mask `[B, 1, L, S]` of exact attention from a padding mask `[B, S]`; None where all keys are seen.
+
+    Query i is token `S - L + i`, as in a cache that grows.
+    """
+    if not causal or length == 1:
+        if padding is None:
+            return None
+        return padding[:, None, None, :].expand(-1, 1, length, -1)
+    allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=device).tril(keys - length)
+    return allowed if padding is None else allowed & padding[:, None, None, :]

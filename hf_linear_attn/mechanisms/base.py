@@ -1,0 +1,88 @@
+"""What an attention mechanism is: a module that turns q, k, v and a mask into outputs, with or without a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps.base import AttentionShape
+from ..ops.common import State
+
+
+class LinearAttention(nn.Module):
+    """Base class of the mechanisms. Subclasses implement `forward` and `attention_weights`.
+
+    Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` (G divides H: grouped-query heads), mask
+    `[B, S]` with True for real tokens. `scaling` is τ, the scale of the model's own softmax. Attention dropout acts on
+    softmax weights, which do not exist here: it is not applied (dropout of the residual stream is, by the model).
+    """
+
+    #: Whether `attention_weights` accepts an arbitrary mask `[B | 1, H | 1, L, S]`.
+    dense_masks = False
+
+    def __init__(self, shape: AttentionShape, options: Any) -> None:
+        super().__init__()
+        self.shape = shape
+        self.options = options
+
+    @classmethod
+    def resolve_options(cls, shape: AttentionShape, options: Any) -> Any:
+        """Fill in what the options leave to the model, so that the saved settings are complete."""
+        return options
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token if `keep_state`.
+
+        With a `state`, query, key, value and mask hold the new tokens only (L = S).
+        """
+        raise NotImplementedError
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        """The implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
+
+        O(L·S): for study, training losses on short inputs, and masks that no linear form can honour. mask is `[B, S]`,
+        or `[B | 1, H | 1, L, S]` where `dense_masks`.
+        """
+        raise NotImplementedError
+
+    def dense_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
+    ) -> Tensor:
+        """`attention_weights` times the values: the quadratic form, for an arbitrary mask `[B | 1, H | 1, L, S]`."""
+        weights = self.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
+        value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
+        return (weights @ value.to(weights.dtype)).to(value.dtype)
+
+    def learned_parameters(self) -> int:
+        """Number of parameters that the mechanism adds."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def state_bytes(self, length: int = 0) -> int:
+        """Bytes of the state of one token stream after `length` tokens; 0 where the mechanism has no state."""
+        return 0
+
+
+def visible(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """`[B | 1, H | 1, L, S]`: which keys a query may see, from a padding mask `[B, S]` or a full mask."""
+    length, keys = query.shape[2], key.shape[2]
+    allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
+    if causal:
+        allowed = allowed.tril(keys - length)
+    if mask is None:
+        return allowed
+    return allowed & (mask[:, None, None, :] if mask.dim() == 2 else mask)

@@ -1,0 +1,104 @@
+"""A causal relative of Linformer: finished blocks are compressed to a few slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ..feature_maps.base import AttentionShape
+from ..ops import linformer as ops
+from ..ops.common import State
+from ..registry import register_attention
+from .base import LinearAttention
+
+
+@dataclass(frozen=True)
+class LinformerCausalOptions:
+    block_size: int = field(default=64, metadata={"help": "c, the tokens of a block"})
+    slots_per_block: int = field(default=4, metadata={"help": "r, the slots that a finished block leaves"})
+    per_head: bool = field(default=False, metadata={"help": "separate projections for each key-value head"})
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "slots_per_block"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+        if self.slots_per_block > self.block_size:
+            raise ValueError(
+                f"slots_per_block={self.slots_per_block} exceeds block_size={self.block_size}: nothing is compressed."
+            )
+
+
+@register_attention(
+    "linformer-causal",
+    description="finished blocks of c tokens compressed to r slots, own block exact, one softmax",
+    paper="after Wang et al. 2020, arXiv:2006.04768 (block-causal form)",
+    options=LinformerCausalOptions,
+    causal=True,
+    bidirectional=False,
+    learned=True,
+    state="growing",
+    cost="O(L·(c + L·r/c)·d) time, O((c + L·r/c)·d) state",
+    advice="decoders where a cache c/r times smaller is enough; quadratic, with a small constant",
+    alternative="linformer",
+)
+class LinformerCausalAttention(LinearAttention):
+    """One softmax over the slots of all finished blocks and the exact tokens <= i of the own block.
+
+    A block of c tokens leaves r slots `E K_block`, `F V_block` with `E, F [r, c]` that start as segment means. Blocks
+    count real tokens, so padding does not move their borders. The state is the slots and the open block: it grows by
+    r slots every c tokens.
+    """
+
+    def __init__(self, shape: AttentionShape, options: LinformerCausalOptions) -> None:
+        super().__init__(shape, options)
+        heads = shape.num_key_value_heads if options.per_head else 1
+        start = ops.segment_means(options.slots_per_block, options.block_size)
+        self.project_key = nn.Parameter(start.repeat(heads, 1, 1))
+        self.project_value = nn.Parameter(start.repeat(heads, 1, 1))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        self._check(causal)
+        return ops.causal_blocks(
+            query,
+            key,
+            value,
+            self.project_key,
+            self.project_value,
+            scaling=scaling,
+            mask=mask,
+            state=state,
+            keep_state=keep_state,
+        )
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        self._check(causal)
+        return ops.dense_block_weights(query, key, self.project_key, self.project_value, scaling=scaling, mask=mask)
+
+    def _check(self, causal: bool) -> None:
+        if not causal:
+            raise NotImplementedError(
+                "linformer-causal sees only the past and would waste half of an encoder. Use 'linformer' on encoders."
+            )
+
+    def state_bytes(self, length: int = 0) -> int:
+        options, shape = self.options, self.shape
+        tokens = options.block_size + length // options.block_size * options.slots_per_block
+        return 4 * shape.num_key_value_heads * tokens * (shape.head_dim + shape.value_dim)
+
+    def extra_repr(self) -> str:
+        return f"block_size={self.options.block_size}, slots_per_block={self.options.slots_per_block}"

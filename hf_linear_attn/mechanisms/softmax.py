@@ -1,0 +1,71 @@
+"""Exact attention, as a name in the registry: a layer that a mixture leaves to the model's own implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.common import State, compute_dtype
+from ..registry import register_attention
+from .base import LinearAttention, visible
+
+EXACT = "softmax"
+
+
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    pass
+
+
+@register_attention(
+    EXACT,
+    description="exact attention, computed by the model's own implementation",
+    paper="Vaswani et al. 2017, arXiv:1706.03762",
+    options=SoftmaxOptions,
+    causal=True,
+    bidirectional=True,
+    learned=False,
+    state="growing",
+    cost="O(L²·d) time, O(L·d) state",
+    advice="layers of a mixture that must stay as they were",
+)
+class SoftmaxAttention(LinearAttention):
+    """`softmax(τ q Kᵀ) V`. `patch_model` never inserts this module: a layer of this name keeps the model's own code.
+
+    It exists for mixtures, and as the exact counterpart in studies of the weights.
+    """
+
+    dense_masks = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        if state is not None or keep_state:
+            raise ValueError("Exact attention keeps its keys and values in the model's own cache, not in a state.")
+        allowed = visible(mask, query, key, causal)
+        return self.dense_forward(query, key, value, scaling=scaling, causal=causal, mask=allowed), None
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        return softmax_weights(query, key, visible(mask, query, key, causal), scaling)
+
+
+def softmax_weights(query: Tensor, key: Tensor, allowed: Tensor, scaling: float) -> Tensor:
+    """Exact weights `[B, H, L, S]`, zeros in a row that sees no key; allowed `[B | 1, H | 1, L, S]`."""
+    dtype = compute_dtype(query)
+    keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling
+    weights = torch.softmax(logits.masked_fill(~allowed, torch.finfo(dtype).min), dim=-1)
+    return weights.masked_fill(~allowed, 0.0)

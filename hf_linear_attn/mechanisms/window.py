@@ -1,0 +1,116 @@
+"""Exact softmax in a window, a feature map outside it, one normaliser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps.base import AttentionShape
+from ..ops import windowed as ops
+from ..ops.common import Features, State, compute_dtype
+from ..registry import FEATURE_MAPS, build_options, register_attention
+from .base import LinearAttention, visible
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    window_size: int = field(default=64, metadata={"help": "tokens with exact weights: the last w, or |i - j| < w"})
+    feature_map: str = field(default="hedgehog", metadata={"help": "feature map outside the window"})
+    feature_map_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of that map"})
+    mix_init: float = field(
+        default=0.0, metadata={"help": "start of the learned log mixing weight g of the part outside the window"}
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window_size, int) or self.window_size < 1:
+            raise ValueError(f"window_size must be a positive integer, got {self.window_size!r}.")
+        build_options(FEATURE_MAPS.get(self.feature_map), dict(self.feature_map_options))
+
+
+@register_attention(
+    "window",
+    description="exact softmax in a window, a learned feature map outside it, one normaliser",
+    paper="Zhang et al. 2024 (LoLCATs), arXiv:2410.10254",
+    options=WindowOptions,
+    causal=True,
+    bidirectional=True,
+    learned=True,
+    state="constant",
+    cost="O(L·(w + m)·d) time, O((w + m)·d) state",
+    advice="the default for converting decoders: local detail stays exact, the rest is a constant-size state",
+)
+class WindowAttention(LinearAttention):
+    """`w_ij = exp(τ q·k - c_i)` in the window, `exp(g) φ(q_i)·φ(k_j)` outside it, one normaliser over both.
+
+    After LoLCATs (Zhang et al. 2024, arXiv:2410.10254): `c_i` is the largest logit of the row's window, g is learned
+    per head. With everything inside the window this is exact attention. The state is S, z and a ring of w keys and
+    values.
+    """
+
+    dense_masks = True
+
+    def __init__(self, shape: AttentionShape, options: WindowOptions) -> None:
+        super().__init__(shape, options)
+        entry = FEATURE_MAPS.get(options.feature_map)
+        self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        self.log_mix = nn.Parameter(torch.full((shape.num_heads,), float(options.mix_init), device="cpu"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        maps = self._feature_functions(scaling)
+        window = self.options.window_size
+        if causal:
+            return ops.windowed_causal(
+                query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask, state=state
+            )
+        if state is not None or keep_state:
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        out = ops.windowed_bidirectional(
+            query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask
+        )
+        return out, None
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        return ops.dense_windowed_weights(
+            query.to(compute_dtype(query)),
+            key,
+            *self._feature_functions(scaling),
+            window=self.options.window_size,
+            causal=causal,
+            scaling=scaling,
+            log_mix=self.log_mix,
+            allowed=visible(mask, query, key, causal),
+        )
+
+    def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
+        def query_features(x: Tensor, start: int) -> Features:
+            return self.feature_map.query(x, scaling)
+
+        def key_features(x: Tensor, start: int) -> Features:
+            return self.feature_map.key(x, scaling)
+
+        return query_features, key_features
+
+    def state_bytes(self, length: int = 0) -> int:
+        shape, window = self.shape, self.options.window_size
+        sums = 4 * shape.num_key_value_heads * self.feature_map.num_features * (shape.value_dim + 1)
+        ring = 4 * shape.num_key_value_heads * window * (shape.head_dim + shape.value_dim)
+        return sums + ring + window
+
+    def extra_repr(self) -> str:
+        return f"window_size={self.options.window_size}"

@@ -1,0 +1,76 @@
+"""Constants and small helpers shared by the operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Smallest value a normaliser may take. It is a floor, not an addend: a query whose keys are all masked gets 0/EPS = 0
+#: and every other query is left unchanged. In float32 the sums it guards are far larger (the largest feature of a key
+#: and of a query is about one after stabilisation).
+DENOMINATOR_EPS = 1e-20
+
+#: Largest number of float elements of one block of features, per batch of heads (about 4 MB in float32: the
+#: temporaries then stay in the cache at any sequence length).
+BLOCK_ELEMENTS = 1 << 20
+
+#: Block lengths are multiples of this.
+BLOCK_QUANTUM = 128
+
+State = dict[str, Tensor]
+"""A recurrent state: named tensors whose first dimension is the batch."""
+
+
+class Features(NamedTuple):
+    """Features of queries or keys, `φ = exp(log_scale) · values`.
+
+    values:    `[B, H, L, m]`
+    log_scale: `[B, H, L]`, or None where it is zero (maps that need no stabiliser).
+    """
+
+    values: Tensor
+    log_scale: Tensor | None = None
+
+
+FeatureFunction = Callable[[Tensor, int], Features]
+"""Maps a block of queries or keys `[B, H, l, d]` that begins at position `start` of the sequence to its features."""
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of features, sums and states: float32, or float64 for float64 inputs."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def block_length(batch: int, heads: int, width: int, length: int) -> int:
+    """Number of tokens whose features fit into `BLOCK_ELEMENTS`. While compiling, all of them: the compiler fuses."""
+    if torch.compiler.is_compiling():
+        return max(length, 1)
+    tokens = BLOCK_ELEMENTS // max(batch * heads * width, 1)
+    return max(tokens // BLOCK_QUANTUM, 1) * BLOCK_QUANTUM
+
+
+def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tensor:
+    """Write `value` at masked tokens of `[B, H, L, …]`. A select, not a product: NaN in padding does not spread."""
+    if mask is None:
+        return tensor
+    shape = (mask.shape[0], 1, mask.shape[1]) + (1,) * (tensor.dim() - 3)
+    return tensor.masked_fill(~mask.view(shape), value)
+
+
+def finite_or_zero(log_scale: Tensor) -> Tensor:
+    """Replace `-inf` (the maximum over no keys) by 0, so that `exp(-inf - log_scale)` is 0 and not NaN."""
+    return log_scale.masked_fill(log_scale == float("-inf"), 0.0)
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """`numerator / denominator[..., None]` with the floor `DENOMINATOR_EPS`."""
+    return numerator / denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
+
+
+def group_heads(tensor: Tensor, groups: int) -> Tensor:
+    """`[B, H, L, m] -> [B, G, R, L, m]` with `H = G·R`: the R query heads that share a key-value head."""
+    batch, heads, length, width = tensor.shape
+    return tensor.view(batch, groups, heads // groups, length, width)

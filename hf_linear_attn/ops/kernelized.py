@@ -1,0 +1,211 @@
+"""Kernelized attention: bidirectional, causal and recurrent forms with bounded temporaries.
+
+Shapes: `B` batch, `H` query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value
+size, `m` features. All sums are kept in float32 (float64 for float64 inputs) whatever the dtype of the inputs.
+
+The state of the recurrence is
+    `kv`        `[B, G, m, e]`   Σ_j φ(k_j) v_jᵀ · exp(-log_scale)
+    `k_sum`     `[B, G, m]`      Σ_j φ(k_j)      · exp(-log_scale)
+    `log_scale` `[B, G]`         running maximum of the log scale of the keys (maps that need a stabiliser only)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import (
+    FeatureFunction,
+    Features,
+    State,
+    block_length,
+    compute_dtype,
+    divide,
+    finite_or_zero,
+    group_heads,
+    mask_tokens,
+)
+
+#: Tokens per chunk of the causal form: within a chunk the weights are explicit, between chunks the state carries on.
+CHUNK = 128
+
+
+def masked_key_features(
+    key_features: FeatureFunction, key: Tensor, start: int, mask: Tensor | None, dtype: torch.dtype
+) -> Features:
+    """Features of one block of keys, with zero features (and log scale `-inf`) for masked keys.
+
+    The keys themselves are zeroed first: NaN in padding reaches neither the sums nor the gradient of a learned map.
+    """
+    values, log_scale = key_features(mask_tokens(key.to(dtype), mask), start)
+    values = mask_tokens(values, mask)
+    return Features(values, None if log_scale is None else mask_tokens(log_scale, mask, float("-inf")))
+
+
+def merge_keys(state: State | None, keys: Features, value: Tensor) -> State:
+    """Add keys `[B, G, l, m]` and values `[B, G, l, e]` to a state. Masked keys must have been zeroed.
+
+    With a log scale, `c' = max(c, max_j s_j)` and both sides are rescaled to `c'`: nothing overflows at any length.
+    The result does not depend on `c`, so no gradient flows through it.
+    """
+    values, log_scale = keys
+    carried = state
+    scales: State = {}
+    if log_scale is not None:
+        top = log_scale.detach().amax(dim=-1)
+        if state is not None:
+            top = torch.maximum(top, state["log_scale"])
+            decay = torch.exp(state["log_scale"] - finite_or_zero(top))
+            carried = {"kv": state["kv"] * decay[..., None, None], "k_sum": state["k_sum"] * decay[..., None]}
+        values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
+        scales = {"log_scale": top}
+    key_value = values.transpose(-1, -2) @ value
+    key_sum = values.sum(dim=-2)
+    if carried is not None:
+        key_value, key_sum = carried["kv"] + key_value, carried["k_sum"] + key_sum
+    return {"kv": key_value, "k_sum": key_sum, **scales}
+
+
+def bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_features: FeatureFunction,
+    key_features: FeatureFunction,
+    *,
+    num_features: int,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j m_j φ(k_j) v_jᵀ`, `z = Σ_j m_j φ(k_j)`.
+
+    query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]` (True = token) -> `[B, H, L, e]` in
+    the dtype of `value`. Time O((L + S)·m·(d + e)); temporaries O(block·m), independent of L and S.
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, _ = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    step = block_length(batch, groups, max(num_features, value.shape[-1]), keys)
+    state: State | None = None
+    for start in range(0, keys, step):
+        stop = min(start + step, keys)
+        part = None if mask is None else mask[:, start:stop]
+        features = masked_key_features(key_features, key[:, :, start:stop], start, part, dtype)
+        state = merge_keys(state, features, mask_tokens(value[:, :, start:stop].to(dtype), part))
+    if state is None:  # no keys at all
+        return value.new_zeros(batch, heads, length, value.shape[-1])
+    step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
+    outputs = []
+    for start in range(0, length, step):
+        block = query_features(query[:, :, start : start + step].to(dtype), start).values
+        rows = block.shape[2]
+        folded = block.reshape(batch, groups, -1, block.shape[-1])
+        out = divide(folded @ state["kv"], (folded @ state["k_sum"].unsqueeze(-1)).squeeze(-1))
+        outputs.append(out.view(batch, heads, rows, -1).to(value.dtype))
+    if not outputs:
+        return value.new_zeros(batch, heads, 0, value.shape[-1])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def chunk_weights(query: Tensor, keys: Features, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Causal weights within one chunk, relative to the running log scale of each row.
+
+    query `[B, G, R, n, m]`, keys `[B, G, n, …]`, carried `[B, G]` (log scale of the state) ->
+    weights `[B, G, R, n, n]` and the log scale `[B, G, n]` that row i is relative to: the maximum over the state and
+    the keys j <= i. A later key never touches an earlier row.
+    """
+    batch, groups, repeats, length, width = query.shape
+    values, log_scale = keys
+    folded = query.reshape(batch, groups, repeats * length, width)
+    weights = (folded @ values.transpose(-1, -2)).view(batch, groups, repeats, length, length)
+    if log_scale is None:
+        return weights.tril(), None
+    running = log_scale.detach().cummax(dim=-1).values
+    if carried is not None:
+        running = torch.maximum(running, carried.unsqueeze(-1))
+    # For j <= i the exponent is at most 0; the clamp only keeps the entries that tril drops from overflowing.
+    gap = (log_scale.unsqueeze(-2) - finite_or_zero(running).unsqueeze(-1)).clamp(max=0.0)
+    return (weights * gap.exp().unsqueeze(2)).tril(), running
+
+
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_features: FeatureFunction,
+    key_features: FeatureFunction,
+    *,
+    num_features: int,
+    mask: Tensor | None = None,
+    state: State | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, State | None]:
+    """The same sums over `j <= i` only, continued from `state`; returns the output and the state after the last token.
+
+    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, mask `[B, L]`, output `[B, H, L, e]` in the dtype
+    of `value`. Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is the recurrent step: O(m·e).
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, _ = query.shape
+    groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
+    step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
+    outputs = []
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        part = None if mask is None else mask[:, start:stop]
+        queries = group_heads(query_features(query[:, :, start:stop].to(dtype), start).values, groups)
+        keys = masked_key_features(key_features, key[:, :, start:stop], start, part, dtype)
+        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
+        for low in range(0, stop - start, chunk):
+            high = min(low + chunk, stop - start)
+            chunk_q, chunk_v = queries[:, :, :, low:high], values[:, :, low:high]
+            chunk_k = Features(
+                keys.values[:, :, low:high], None if keys.log_scale is None else keys.log_scale[:, :, low:high]
+            )
+            out, state = _causal_chunk(chunk_q, chunk_k, chunk_v, state)
+            outputs.append(out.reshape(batch, groups * repeats, high - low, -1).to(value.dtype))
+    if not outputs:
+        return value.new_zeros(batch, heads, 0, value.shape[-1]), state
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+
+
+def _causal_chunk(query: Tensor, keys: Features, value: Tensor, state: State | None) -> tuple[Tensor, State]:
+    batch, groups, repeats, length, _ = query.shape
+    carried = None if state is None else state.get("log_scale")
+    weights, running = chunk_weights(query, keys, carried)
+    folded_weights = weights.view(batch, groups, repeats * length, length)
+    numerator = (folded_weights @ value).view(batch, groups, repeats, length, -1)
+    denominator = weights.sum(dim=-1)
+    if state is not None:
+        past, past_sum = read_state(query, state)
+        if carried is not None and running is not None:
+            decay = torch.exp(carried.unsqueeze(-1) - finite_or_zero(running)).unsqueeze(2)
+            past, past_sum = past * decay.unsqueeze(-1), past_sum * decay
+        numerator, denominator = numerator + past, denominator + past_sum
+    return divide(numerator, denominator), merge_keys(state, keys, value)
+
+
+def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """`(φ(q)ᵀ S, φ(q)ᵀ z)` for query features `[B, G, R, n, m]`: `[B, G, R, n, e]` and `[B, G, R, n]`."""
+    batch, groups, repeats, length, width = query.shape
+    folded = query.reshape(batch, groups, repeats * length, width)
+    numerator = (folded @ state["kv"]).view(batch, groups, repeats, length, -1)
+    denominator = (folded @ state["k_sum"].unsqueeze(-1)).view(batch, groups, repeats, length)
+    return numerator, denominator
+
+
+def dense_weights(query: Features, keys: Features, allowed: Tensor) -> Tensor:
+    """Explicit normalised weights, for study and for masks that no recurrence can honour. O(L·S) time and memory.
+
+    query features `[B, H, L, m]`, key features `[B, G, S, m]`, allowed `[B | 1, H | 1, L, S]` -> `[B, H, L, S]`.
+    Masked entries are selected away before anything is summed.
+    """
+    groups = keys.values.shape[1]
+    grouped = group_heads(query.values, groups)
+    weights = (grouped @ keys.values.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    if keys.log_scale is not None:
+        repeats = weights.shape[1] // groups
+        scales = keys.log_scale.repeat_interleave(repeats, dim=1).unsqueeze(-2)
+        top = scales.detach().expand(weights.shape).masked_fill(~allowed, float("-inf")).amax(dim=-1, keepdim=True)
+        weights = weights * (scales - finite_or_zero(top)).clamp(max=0.0).exp()
+    weights = weights.masked_fill(~allowed, 0.0)
+    return divide(weights, weights.sum(dim=-1))

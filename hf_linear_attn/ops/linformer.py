@@ -1,0 +1,206 @@
+"""Low-rank attention: keys and values are projected along the sequence to a few slots.
+
+Bidirectional (Linformer): `o = softmax(τ q (E K)ᵀ) (F V)` with `E, F [k, S]`. A projection is learned for `n`
+positions; `resample_projection` fits it to the true length of each row, so that a short or padded sequence still meets
+every slot.
+
+Causal (blocks): a finished block of `c` tokens is compressed to `r` slots; a query sees, in one softmax, the slots of
+all finished blocks and the exact tokens up to itself in its own block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import State, compute_dtype, mask_tokens
+
+
+def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`[slots, length]`: row r averages the r-th of `slots` equal segments of the sequence. Rows sum to 1.
+
+    Where a segment's border falls inside a token, the token is shared in proportion.
+    """
+    edges = torch.arange(slots + 1, dtype=torch.float64, device="cpu") * (length / slots)
+    tokens = torch.arange(length, dtype=torch.float64, device="cpu")
+    overlap = torch.minimum(edges[1:, None], tokens + 1) - torch.maximum(edges[:-1, None], tokens)
+    return (overlap.clamp_min(0) * (slots / length)).to(dtype)
+
+
+def token_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of each real token among the real tokens of its row `[B, S]`, and their number `[B]`."""
+    return mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
+
+
+def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+    """Columns of `projection [h, k, n]` for tokens at `positions [B, S]` of rows with `lengths [B]`: `[B, h, k, S]`.
+
+    Column p of a row of length l is the integral of the (piecewise constant) projection over the token's share
+    `[p·n/l, (p+1)·n/l)` of the n positions. Row sums are kept, every slot meets the sequence at any length, and for
+    l = n the columns are those of `projection`.
+    """
+    n = projection.shape[-1]
+    total = torch.nn.functional.pad(projection.cumsum(dim=-1), (1, 0))  # [h, k, n + 1]
+    share = (n / lengths.clamp_min(1)).to(projection.dtype).unsqueeze(-1)  # [B, 1]
+    places = positions.clamp_min(0).to(projection.dtype)
+
+    def integral(at: Tensor) -> Tensor:  # [B, S] -> [h, k, B, S]
+        at = at.clamp(0, n)
+        low = at.floor().clamp(max=n - 1)
+        left, right = total[..., low.long()], total[..., low.long() + 1]
+        return left + (right - left) * (at - low)
+
+    return (integral((places + 1) * share) - integral(places * share)).permute(2, 0, 1, 3)
+
+
+def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool) -> Tensor:
+    """The projection fitted to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
+    n = projection.shape[-1]
+    if mask is None:
+        if length == n or not resample:
+            return projection[..., :length].unsqueeze(0)
+        positions = torch.arange(length, device=projection.device).unsqueeze(0)
+        return resample_projection(projection, positions, torch.tensor([length], device=projection.device))
+    positions, lengths = token_positions(mask)
+    if resample:
+        fitted = resample_projection(projection, positions, lengths)
+    else:
+        fitted = projection[..., positions.clamp_min(0)].permute(2, 0, 1, 3)
+    return fitted.masked_fill(~mask[:, None, None, :], 0.0)
+
+
+def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """`softmax(τ q Kᵀ) V` with grouped heads: query `[B, H, L, d]`, key `[B, G, k, d]`, value `[B, G, k, e]`.
+
+    Returns the output `[B, H, L, e]` and the probabilities `[B, H, L, k]`.
+    """
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    folded = (query * scaling).reshape(batch, groups, -1, width)
+    weights = torch.softmax(folded @ key.transpose(-1, -2), dim=-1)
+    return (weights @ value).view(batch, heads, length, -1), weights.view(batch, heads, length, -1)
+
+
+def causal_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    project_key: Tensor,
+    project_value: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+    state: State | None = None,
+    keep_state: bool = False,
+) -> tuple[Tensor, State | None]:
+    """Block-causal compressed attention, continued from `state`.
+
+    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, projections `[h, r, c]` with h = G or 1, mask
+    `[B, L]`. Blocks count real tokens only, so padding on either side changes nothing. The state (returned where
+    `keep_state`) holds the slots of finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number
+    `slot_count [B]`, and the open block `open_key [B, G, c, d]`, `open_value`, `open_count [B]`.
+    Time O(L·(c + L·r/c)·d), state O(L·r/c).
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, width = query.shape
+    groups, block, slots = key.shape[1], project_key.shape[-1], project_key.shape[1]
+    if mask is None:
+        mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
+    past = state if state is not None else _empty_blocks(key, value, block, dtype)
+    index = past["open_count"][:, None] + token_positions(mask)[0]  # place of each token, counted from the open block
+    blocks = -(-(length + block - 1) // block)  # room for the open tokens (at most block - 1) and the new ones
+    room = blocks * block
+    index = torch.where(mask, index, room)  # padding goes to one spare place, dropped below
+    keys = _place(past["open_key"], mask_tokens(key.to(dtype), mask), index, room).unflatten(2, (blocks, block))
+    values = _place(past["open_value"], mask_tokens(value.to(dtype), mask), index, room).unflatten(2, (blocks, block))
+    queries = _place(query.new_zeros(batch, heads, 0, width, dtype=dtype), query.to(dtype) * scaling, index, room)
+    slot_keys, slot_values = _compress(project_key, keys), _compress(project_value, values)
+
+    known = torch.arange(past["slot_key"].shape[2], device=key.device) < past["slot_count"][:, None]
+    future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
+    outputs = []
+    for number in range(blocks):
+        rows = queries[:, :, number * block : (number + 1) * block].reshape(batch, groups, -1, width)
+        done_key = torch.cat([past["slot_key"], slot_keys[:, :, : number * slots]], dim=2)
+        done_value = torch.cat([past["slot_value"], slot_values[:, :, : number * slots]], dim=2)
+        shown = torch.nn.functional.pad(known, (0, number * slots), value=True)[:, None, None, :]
+        far = (rows @ done_key.transpose(-1, -2)).masked_fill(~shown, float("-inf"))
+        near = (rows @ keys[:, :, number].transpose(-1, -2)).view(batch, groups, -1, block, block)
+        near = near.masked_fill(future, float("-inf")).view(batch, groups, -1, block)
+        weights = torch.softmax(torch.cat([far, near], dim=-1), dim=-1)
+        out = weights[..., : far.shape[-1]] @ done_value + weights[..., far.shape[-1] :] @ values[:, :, number]
+        outputs.append(out.view(batch, heads, block, -1))
+    compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the spare place reads zeros
+    out = compact.gather(2, index[:, None, :, None].expand(batch, heads, length, compact.shape[-1])).to(value.dtype)
+    if not keep_state:
+        return out, None
+    counts = past["open_count"] + mask.sum(dim=1)
+    return out, _close_blocks(past, keys, values, slot_keys, slot_values, counts)
+
+
+def _empty_blocks(key: Tensor, value: Tensor, block: int, dtype: torch.dtype) -> State:
+    batch, groups, _, width = key.shape
+    count = torch.zeros(batch, dtype=torch.long, device=key.device)
+    return {
+        "slot_key": key.new_zeros(batch, groups, 0, width, dtype=dtype),
+        "slot_value": value.new_zeros(batch, groups, 0, value.shape[-1], dtype=dtype),
+        "slot_count": count,
+        "open_key": key.new_zeros(batch, groups, block, width, dtype=dtype),
+        "open_value": value.new_zeros(batch, groups, block, value.shape[-1], dtype=dtype),
+        "open_count": count,
+    }
+
+
+def _place(opened: Tensor, new: Tensor, index: Tensor, room: int) -> Tensor:
+    """Write new tokens `[B, G, L, d]` at their places after the open block: `[B, G, room, d]`."""
+    target = torch.nn.functional.pad(opened, (0, 0, 0, room + 1 - opened.shape[2]))
+    places = index[:, None, :, None].expand(new.shape)
+    return target.scatter(2, places, new)[:, :, :room]
+
+
+def _compress(projection: Tensor, blocks: Tensor) -> Tensor:
+    """`[h, r, c] x [B, G, n, c, d] -> [B, G, n·r, d]`."""
+    return (projection.to(blocks.dtype).unsqueeze(1) @ blocks).flatten(2, 3)
+
+
+def _close_blocks(
+    past: State, keys: Tensor, values: Tensor, slot_keys: Tensor, slot_values: Tensor, counts: Tensor
+) -> State:
+    """Move the finished blocks of each row to its slots and keep the open one. Rows may be at different places."""
+    blocks, block = keys.shape[2], keys.shape[3]
+    slots = slot_keys.shape[2] // blocks
+    finished, opened = counts // block, counts % block
+    slot_count = past["slot_count"] + finished * slots
+    capacity = max(int(slot_count.max()), past["slot_key"].shape[2]) if slot_count.numel() else 0
+    order = torch.arange(blocks * slots, device=keys.device)
+    target = torch.where(order < finished[:, None] * slots, past["slot_count"][:, None] + order, capacity)
+    last = finished.clamp(max=blocks - 1)[:, None, None, None, None]
+    inside = torch.arange(block, device=keys.device)[None, None, :, None] < opened[:, None, None, None]
+
+    def open_block(tokens: Tensor) -> Tensor:
+        picked = tokens.gather(2, last.expand(-1, tokens.shape[1], 1, block, tokens.shape[-1])).squeeze(2)
+        return picked.masked_fill(~inside, 0.0)
+
+    return {
+        "slot_key": _place(past["slot_key"], slot_keys, target, capacity),
+        "slot_value": _place(past["slot_value"], slot_values, target, capacity),
+        "slot_count": slot_count,
+        "open_key": open_block(keys),
+        "open_value": open_block(values),
+        "open_count": opened,
+    }
+
+
+def dense_block_weights(
+    query: Tensor,
+    key: Tensor,
+    project_key: Tensor,
+    project_value: Tensor,
+    *,
+    scaling: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The weights over tokens `[B, H, L, L]` that `causal_blocks` implies: attention to an identity of values."""
+    batch, groups, length, _ = key.shape
+    identity = torch.eye(length, dtype=compute_dtype(query), device=key.device).expand(batch, groups, length, length)
+    return causal_blocks(query, key, identity, project_key, project_value, scaling=scaling, mask=mask)[0]

@@ -1,0 +1,339 @@
+"""`patch_model` and `unpatch_model`: in place, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from . import feature_maps, mechanisms  # noqa: F401  (their import fills the registries)
+from .config import LayerConfig, LinearAttentionConfig
+from .integration import attention
+from .integration.attention import EXACT, IMPLEMENTATION, SUBMODULE, before_attention
+from .integration.discovery import AttentionLayer, attention_shape, find_attention, longest_input, self_attention
+from .integration.model_class import AUTO_MAP_MARK, auto_map, base_class, linear_attention_class
+from .mechanisms.base import LinearAttention
+from .mechanisms.softmax import EXACT as SOFTMAX
+from .registry import ATTENTIONS, AttentionEntry, build_options
+
+attention.register()
+
+#: Names of the fields that a patched model's config carries into `config.json`.
+CONFIG_FIELD = "linear_attention"
+IMPLEMENTATION_FIELD = "attn_implementation"
+
+
+def patch_model(
+    model: PreTrainedModel,
+    attention: str | Mapping[str, Any] | LinearAttentionConfig = "hedgehog",
+    *,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Replace self-attention by a linear-time mechanism, in place, and return the model.
+
+    The model stays what it was: same class name, same `generate`, `pipeline`, `Trainer`, `save_pretrained`. The learned
+    parts live in a submodule `linear_attention` of each attention module. Cross-attention, and layers that attend to a
+    sliding window only, stay exact.
+
+    Args:
+        model: any `PreTrainedModel` whose attention goes through Transformers' attention interface.
+        attention: a registered name (see `list_attentions()`), a dict per layer such as
+            `{"default": "hedgehog", "0": "softmax", "-1": "softmax"}` (values may be dicts with options, keys may be
+            indices, module names or patterns on them), or a `LinearAttentionConfig`.
+        layers: with a name, the indices of the self-attention layers to patch (all by default; negative ones count
+            from the end).
+        options: with a name, the mechanism's options, e.g. `num_features=256, seed=0`.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`, or a value has the wrong type.
+        ValueError: unknown mechanism or option, layer out of range, nothing to patch, already patched.
+        NotImplementedError: the architecture, a layer, or the direction cannot be served. Nothing is changed then.
+    """
+    check_model(model)
+    if is_patched(model):
+        raise ValueError(
+            f"This {type(model).__name__} is already patched ({_summary(model)}). Call unpatch_model(model) first."
+        )
+    config = LinearAttentionConfig.parse(attention, layers, options)
+    planned = _plan(model, config)
+    built = [(layer, settings, _build(model, layer, index, settings)) for index, layer, settings in planned]
+    _apply(model, [(layer, module) for layer, _, module in built], _resolved(built, planned), auto_map(model))
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Take linear attention out again, in place: outputs are bit-equal to those before `patch_model`.
+
+    The learned parts are dropped. Raises a ValueError if the model is not patched.
+    """
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched.")
+    implementations = {}
+    for module in model.modules():
+        implementation = getattr(module, EXACT, None)
+        if implementation is None:
+            continue
+        implementations[id(getattr(module, "config", None))] = implementation
+        if hasattr(module, SUBMODULE):
+            delattr(module, SUBMODULE)
+        delattr(module, EXACT)
+        _remove_hook(module)
+    for config in _configs(model):
+        if config._attn_implementation == IMPLEMENTATION:
+            config._attn_implementation_internal = implementations.get(id(config), _any(implementations))
+    for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
+        if name in vars(model.config):
+            delattr(model.config, name)
+    if getattr(model.config, "auto_map", None) and AUTO_MAP_MARK in str(model.config.auto_map):
+        del model.config.auto_map
+    model.__class__ = base_class(type(model))
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` has been applied to this model."""
+    return any(getattr(module, EXACT, None) is not None for module in model.modules())
+
+
+def check_model(model: object) -> None:
+    """Raise a TypeError, with the remedy, unless `model` is a `PreTrainedModel`."""
+    if isinstance(model, PreTrainedModel):
+        return
+    if isinstance(model, str):
+        remedy = "Load it first, for example with AutoModel.from_pretrained(name)."
+    elif type(model).__module__.partition(".")[0] == "peft":
+        remedy = "Patch the base model before wrapping it with PEFT, or pass model.get_base_model()."
+    elif isinstance(model, nn.Module) and any(isinstance(part, PreTrainedModel) for part in model.modules()):
+        remedy = "Pass the Transformers model inside it."
+    else:
+        remedy = "Pass a model loaded with from_pretrained()."
+    raise TypeError(f"Expected a transformers.PreTrainedModel, got {type(model).__name__}. {remedy}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+def _plan(model: PreTrainedModel, config: LinearAttentionConfig) -> list[tuple[int, AttentionLayer, LayerConfig]]:
+    """The layers to patch, checked: nothing is built or changed yet."""
+    found = self_attention(model)
+    resolved = config.resolve([layer.name for layer in found])
+    named = set(config.layers)
+    planned = []
+    skipped = []
+    for index, (layer, settings) in enumerate(zip(found, resolved, strict=True)):
+        if settings is None or settings.attention == SOFTMAX:
+            continue
+        asked = settings is not config.default and bool(named)
+        if layer.span != "full":
+            if asked:
+                raise NotImplementedError(
+                    f"Layer {index} ({layer.name}) attends to a part of the sequence only ({layer.span}); it is not "
+                    "quadratic and stays exact. Leave it out."
+                )
+            skipped.append(f"{index} ({layer.span})")
+            continue
+        if layer.obstacle:
+            raise NotImplementedError(
+                f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
+                f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
+            )
+        _check_direction(ATTENTIONS.get(settings.attention), layer, index)
+        planned.append((index, layer, settings))
+    if not planned:
+        reason = f" Left exact: {', '.join(skipped)}." if skipped else " Every layer is 'softmax'."
+        raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(found)} self-attention layers).{reason}")
+    return planned
+
+
+def _check_direction(entry: AttentionEntry, layer: AttentionLayer, index: int) -> None:
+    if entry.causal if layer.causal else entry.bidirectional:
+        return
+    direction = "causal" if layer.causal else "bidirectional"
+    alternative = f" Use {entry.alternative!r}." if entry.alternative else ""
+    raise NotImplementedError(
+        f"{entry.name!r} cannot be {direction}, and layer {index} ({layer.name}) is.{alternative}"
+    )
+
+
+def _build(model: PreTrainedModel, layer: AttentionLayer, index: int, settings: LayerConfig) -> LinearAttention:
+    entry = ATTENTIONS.get(settings.attention)
+    shape = attention_shape(layer, index, longest_input(model))
+    options = build_options(entry, dict(settings.options))
+    options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
+    module = entry.factory(shape, options)
+    weights = [tensor for tensor in layer.module.parameters() if tensor.is_floating_point()]
+    place = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters(), None))
+    if place is not None and place.device.type != "meta":
+        module.to(device=place.device)
+    if place is not None and place.dtype.itemsize > 1:
+        module.to(dtype=place.dtype)
+    return module.train(model.training)
+
+
+def _resolved(
+    built: list[tuple[AttentionLayer, LayerConfig, LinearAttention]],
+    planned: list[tuple[int, AttentionLayer, LayerConfig]],
+) -> dict[str, Any]:
+    """The saved form: every patched layer by index, with all of its options written out."""
+    layers = {
+        str(index): LayerConfig(settings.attention, asdict(module.options))
+        for (index, _, settings), (_, _, module) in zip(planned, built, strict=True)
+    }
+    return LinearAttentionConfig(None, layers).to_dict()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Applying: only assignments, nothing that can fail half-way
+
+
+def _apply(
+    model: PreTrainedModel,
+    built: list[tuple[AttentionLayer, LinearAttention]],
+    saved: dict[str, Any],
+    classes: dict[str, str],
+) -> None:
+    _own_configs(model)
+    modules = {id(layer.module): module for layer, module in built}
+    owners = {id(layer.config) for layer, _ in built}
+    # Every module that reads one of these configs goes through our function from now on, exact ones too.
+    for layer in find_attention(model):
+        if id(layer.config) not in owners:
+            continue
+        setattr(layer.module, EXACT, layer.config._attn_implementation or "eager")
+        if id(layer.module) in modules:
+            layer.module.add_module(SUBMODULE, modules[id(layer.module)])
+        if not layer.cross:
+            layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+    for config in _configs(model):
+        if id(config) in owners:
+            config._attn_implementation_internal = IMPLEMENTATION
+    setattr(model.config, CONFIG_FIELD, saved)
+    setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
+    model.config.auto_map = classes
+    model.__class__ = linear_attention_class(base_class(type(model)))
+
+
+def _own_configs(model: PreTrainedModel) -> None:
+    """Give the model copies of its configs: another model may share them."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, held in list(vars(module).items()):
+            if isinstance(held, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(held, memo))
+
+
+def _configs(model: nn.Module) -> list[PretrainedConfig]:
+    found = {}
+    for module in model.modules():
+        for held in vars(module).values():
+            if isinstance(held, PretrainedConfig):
+                found[id(held)] = held
+    return list(found.values())
+
+
+def _any(implementations: dict[int, str]) -> str:
+    return next(iter(implementations.values()))
+
+
+def _remove_hook(module: nn.Module) -> None:
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if hook is before_attention:
+            del module._forward_pre_hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One self-attention layer. state_bytes: of one token stream after 1,024 tokens (0: no state)."""
+
+    index: int
+    name: str
+    attention: str
+    options: dict[str, Any]
+    parameters: int
+    state_bytes: int
+    state: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was patched, with what, at which cost. `print(report)` shows it as a table."""
+
+    model: str
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters added."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one token stream, all patched layers together (after 1,024 tokens if they grow)."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    def __str__(self) -> str:
+        width = max([len(layer.name) for layer in self.layers] + [5])
+        kind = max([len(layer.attention) for layer in self.layers] + [9])
+        lines = [
+            f"{self.model}: {sum(layer.attention != SOFTMAX for layer in self.layers)} of {len(self.layers)} "
+            f"self-attention layers are linear, {self.parameters:,} parameters added"
+        ]
+        lines.append(f"{'':>5}  {'layer':<{width}}  {'attention':<{kind}}  {'parameters':>10}  {'state bytes':>11}")
+        for layer in self.layers:
+            size = "cache" if layer.attention == SOFTMAX else f"{layer.state_bytes:,}"
+            note = " (growing)" if layer.state == "growing" and layer.attention != SOFTMAX else ""
+            lines.append(
+                f"{layer.index:>5}  {layer.name:<{width}}  {layer.attention:<{kind}}  {layer.parameters:>10,}  "
+                f"{size:>11}{note}"
+            )
+        return "\n".join(lines)
+
+
+def patch_report(model: PreTrainedModel) -> PatchReport:
+    """What `patch_model` did to this model. Raises a ValueError if it is not patched.
+
+    State sizes are in bytes for one token stream (batch of one); growing states are given after 1,024 tokens.
+    """
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    saved = getattr(model.config, CONFIG_FIELD)["layers"]
+    rows = []
+    for index, layer in enumerate(self_attention(model)):
+        settings = saved.get(str(index))
+        module = getattr(layer.module, SUBMODULE, None)
+        if settings is None or module is None:
+            rows.append(LayerReport(index, layer.name, SOFTMAX, {}, 0, 0, "growing" if layer.causal else "none"))
+            continue
+        entry = ATTENTIONS.get(settings["attention"])
+        causal_bytes = module.state_bytes(1024) if layer.causal else 0
+        rows.append(
+            LayerReport(
+                index,
+                layer.name,
+                entry.name,
+                dict(settings["options"]),
+                module.learned_parameters(),
+                causal_bytes,
+                entry.state if layer.causal else "none",
+            )
+        )
+    return PatchReport(base_class(type(model)).__name__, tuple(rows))
+
+
+def _summary(model: PreTrainedModel) -> str:
+    saved = getattr(model.config, CONFIG_FIELD, None) or {"layers": {}}
+    names = sorted({layer["attention"] for layer in saved["layers"].values()})
+    return f"{', '.join(names)} in {len(saved['layers'])} layers"
