@@ -55,6 +55,13 @@ class AttentionCall:
     causal: bool
     output: Tensor
 
+    def real_queries(self) -> Tensor:
+        """`[B, H, L]`: queries that are real tokens and see a key; what padding computes for itself does not count."""
+        seen = self.allowed.any(dim=-1).expand(self.query.shape[:3])
+        if self.padding is None or self.padding.dim() != 2:
+            return seen
+        return seen & self.padding[:, None, -self.query.shape[2] :]
+
     def exact_weights(self) -> Tensor:
         """Softmax weights `[B, H, L, S]`."""
         return softmax_weights(self.query, self.key, self.allowed, self.scaling)

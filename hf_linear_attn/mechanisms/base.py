@@ -21,6 +21,8 @@ class LinearAttention(nn.Module):
 
     #: Whether `attention_weights` accepts an arbitrary mask `[B | 1, H | 1, L, S]`.
     dense_masks = False
+    #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
+    distribution = True
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()
@@ -59,6 +61,16 @@ class LinearAttention(nn.Module):
         or `[B | 1, H | 1, L, S]` where `dense_masks`.
         """
         raise NotImplementedError
+
+    def branch_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """For hybrids: the linear branch by itself, so that it can be trained where the exact branch would hide it.
+
+        Weights `[B, H, L, S]` over the keys outside the exact part, rows summing to 1, and where these keys are
+        (boolean, broadcastable to the weights). None for mechanisms of one branch.
+        """
+        return None
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor

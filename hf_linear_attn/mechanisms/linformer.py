@@ -68,6 +68,8 @@ class LinformerAttention(LinearAttention):
     row's result independent of the padding around it. Inputs longer than n_max raise a ValueError.
     """
 
+    distribution = False  # trained projections may be negative
+
     def __init__(self, shape: AttentionShape, options: LinformerOptions) -> None:
         super().__init__(shape, options)
         if options.max_length is None:

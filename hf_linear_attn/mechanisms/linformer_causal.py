@@ -51,6 +51,8 @@ class LinformerCausalAttention(LinearAttention):
     r slots every c tokens.
     """
 
+    distribution = False  # trained projections may be negative
+
     def __init__(self, shape: AttentionShape, options: LinformerCausalOptions) -> None:
         super().__init__(shape, options)
         heads = shape.num_key_value_heads if options.per_head else 1

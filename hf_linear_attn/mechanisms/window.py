@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..feature_maps.base import AttentionShape
 from ..ops import windowed as ops
 from ..ops.common import Features, State, compute_dtype
+from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import LinearAttention, visible
 
@@ -96,6 +97,17 @@ class WindowAttention(LinearAttention):
             log_mix=self.log_mix,
             allowed=visible(mask, query, key, causal),
         )
+
+    def branch_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(query)
+        length, keys = query.shape[2], key.shape[2]
+        places = torch.arange(keys, device=key.device)
+        distance = (places[keys - length :].unsqueeze(-1) - places).abs()
+        outside = visible(mask, query, key, causal) & (distance >= self.options.window_size)
+        features = self.feature_map.query(query.to(dtype), scaling), self.feature_map.key(key.to(dtype), scaling)
+        return dense_weights(*features, outside), outside
 
     def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
         def query_features(x: Tensor, start: int) -> Features:

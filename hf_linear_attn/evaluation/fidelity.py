@@ -1,0 +1,126 @@
+"""How near a patched model is to exact attention, without labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..integration.attention import SUBMODULE, AttentionCall, observe_attention
+from ..integration.discovery import self_attention
+from ..patching import CONFIG_FIELD, check_model, is_patched
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """One patched layer, a number per head.
+
+    kl: mean over real queries of `Σ_j p_ij log(p_ij / w_ij)` in nats (None where the implied weights are no
+    distribution). output_error: `‖o - ô‖ / ‖o‖` over real queries, both from the exact model's q, k, v.
+    """
+
+    index: int
+    name: str
+    attention: str
+    kl: list[float] | None
+    output_error: list[float]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Fidelity of a model on some text. final_cosine: mean cosine between the final hidden states of real tokens with
+    linear and with exact attention (errors of all layers together); the rest is layer by layer on exact inputs."""
+
+    layers: list[LayerFidelity]
+    final_cosine: float
+    tokens: int
+
+    @property
+    def kl(self) -> float | None:
+        """Mean over heads and layers, in nats."""
+        values = [value for layer in self.layers if layer.kl is not None for value in layer.kl]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def output_error(self) -> float:
+        """Mean over heads and layers."""
+        values = [value for layer in self.layers for value in layer.output_error]
+        return sum(values) / len(values)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.kl: Tensor | None = None
+        self.rows = torch.zeros((), dtype=torch.float64)
+        self.error = torch.zeros((), dtype=torch.float64)
+        self.norm = torch.zeros((), dtype=torch.float64)
+
+    def add(self, call: AttentionCall) -> None:
+        rows = call.real_queries()
+        if call.mechanism.distribution:
+            exact, linear = call.exact_weights().double(), call.linear_weights().double()
+            terms = exact * (exact.clamp_min(1e-300).log() - linear.clamp_min(1e-30).log())
+            kl = terms.sum(dim=-1).masked_fill(~rows, 0.0).sum(dim=(0, 2)).cpu()
+            self.kl = kl if self.kl is None else self.kl + kl
+        self.rows = self.rows + rows.sum(dim=(0, 2)).cpu()
+        exact_out = call.output.double().masked_fill(~rows.unsqueeze(-1), 0.0)
+        linear_out = call.linear_output().double().masked_fill(~rows.unsqueeze(-1), 0.0)
+        self.error = self.error + (exact_out - linear_out).square().sum(dim=(0, 2, 3)).cpu()
+        self.norm = self.norm + exact_out.square().sum(dim=(0, 2, 3)).cpu()
+
+
+@torch.no_grad()
+def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
+    """Measure a patched model on batches as the tokenizer gives them. O(L²) in the length of the batches.
+
+    Raises:
+        ValueError: the model is not patched, or there are no batches.
+    """
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    backbone = model if model.config.is_encoder_decoder else model.base_model
+    accepted = set(inspect.signature(backbone.forward).parameters)
+    sums: dict[int, _Sums] = {}
+
+    def observer(call: AttentionCall) -> None:
+        sums.setdefault(id(call.module), _Sums()).add(call)
+
+    training = model.training
+    model.eval()
+    cosine, tokens = 0.0, 0
+    try:
+        for batch in batches:
+            inputs: dict[str, Any] = {name: held.to(model.device) for name, held in batch.items() if name in accepted}
+            if "use_cache" in accepted:
+                inputs["use_cache"] = False
+            with observe_attention(model, observer):
+                exact = backbone(**inputs)[0]
+            linear = backbone(**inputs)[0]
+            similarity = torch.nn.functional.cosine_similarity(exact.double(), linear.double(), dim=-1)
+            real = inputs.get("attention_mask", torch.ones_like(similarity)).bool()
+            cosine += float(similarity[real].sum())
+            tokens += int(real.sum())
+    finally:
+        model.train(training)
+    if not tokens:
+        raise ValueError("No batches to measure on.")
+    return Fidelity(_layers(model, sums), cosine / tokens, tokens)
+
+
+def _layers(model: PreTrainedModel, sums: dict[int, _Sums]) -> list[LayerFidelity]:
+    saved = getattr(model.config, CONFIG_FIELD)["layers"]
+    rows = []
+    for index, layer in enumerate(self_attention(model)):
+        if getattr(layer.module, SUBMODULE, None) is None or id(layer.module) not in sums:
+            continue
+        held = sums[id(layer.module)]
+        kl = None if held.kl is None else (held.kl / held.rows.clamp_min(1)).tolist()
+        error = (held.error / held.norm.clamp_min(1e-300)).sqrt().tolist()
+        rows.append(LayerFidelity(index, layer.name, saved[str(index)]["attention"], kl, error))
+    return rows

@@ -1,0 +1,1 @@
+"""Winning quality back after a conversion."""
