@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from .feature_maps.base import FeatureMap
+    from .feature_maps.base import AttentionShape, FeatureMap
     from .mechanisms.base import LinearAttention
 
 ENTRY_POINT_GROUP = "hf_linear_attn"
@@ -173,17 +174,14 @@ def register_feature_map(
     _check_options(options, name)
 
     def decorate(cls: type) -> type:
-        from functools import partial
-
         from .feature_maps.base import FeatureMap
-        from .mechanisms.kernelized import KernelizedAttention
 
         if not issubclass(cls, FeatureMap):
             raise TypeError(f"register_feature_map({name!r}) decorates subclasses of FeatureMap, got {cls!r}.")
         if name in ATTENTIONS:
             raise ValueError(f"Attention mechanism {name!r} is already registered. Choose another name.")
         FEATURE_MAPS.add(name, FeatureMapEntry(name, cls, options, description, paper, learned))
-        factory = partial(KernelizedAttention, feature_map=cls)
+        factory = partial(_kernelized, feature_map=cls)
         ATTENTIONS.add(
             name,
             AttentionEntry(name, factory, options, description, paper, True, True, learned, "constant", cost, advice),
@@ -191,6 +189,12 @@ def register_feature_map(
         return cls
 
     return decorate
+
+
+def _kernelized(shape: AttentionShape, options: Any, feature_map: type[FeatureMap]) -> LinearAttention:
+    from .mechanisms.kernelized import KernelizedAttention
+
+    return KernelizedAttention(shape, options, feature_map)
 
 
 def _check_options(options: type, name: str) -> None:

@@ -122,7 +122,7 @@ class _Run:
     def losses(self, batch: Batch) -> Tensor:
         """Loss of each layer `[layers]`, with gradients for the learned parts only."""
         self._losses = []
-        inputs = {
+        inputs: dict[str, Any] = {
             name: tensor.to(self.model.device) if isinstance(tensor, Tensor) else tensor
             for name, tensor in batch.items()
             if name in self._accepted
@@ -131,12 +131,8 @@ class _Run:
             inputs["use_cache"] = False
         with observe_attention(self.model, self._observe), torch.no_grad():
             self.backbone(**inputs)
-        first = next(iter(inputs.values()))
-        self.tokens += (
-            int(inputs["attention_mask"].sum())
-            if "attention_mask" in inputs
-            else first[..., 0].numel() * (first.shape[1] if first.dim() > 1 else 1)
-        )
+        mask = inputs.get("attention_mask")
+        self.tokens += int(mask.sum()) if mask is not None else int(next(iter(inputs.values())).shape[:2].numel())
         return torch.stack(self._losses)
 
     def _observe(self, call: AttentionCall) -> None:
