@@ -23,6 +23,8 @@ class LinearAttention(nn.Module):
     dense_masks = False
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
+    #: Learning rate that suits the learned parts in attention transfer.
+    transfer_lr = 1e-2
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()

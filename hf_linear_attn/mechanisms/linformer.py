@@ -69,6 +69,7 @@ class LinformerAttention(LinearAttention):
     """
 
     distribution = False  # trained projections may be negative
+    transfer_lr = 1e-3
 
     def __init__(self, shape: AttentionShape, options: LinformerOptions) -> None:
         super().__init__(shape, options)

@@ -52,6 +52,7 @@ class LinformerCausalAttention(LinearAttention):
     """
 
     distribution = False  # trained projections may be negative
+    transfer_lr = 1e-3
 
     def __init__(self, shape: AttentionShape, options: LinformerCausalOptions) -> None:
         super().__init__(shape, options)

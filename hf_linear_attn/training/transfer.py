@@ -46,7 +46,7 @@ def transfer_attention(
     batches: Iterable[Batch],
     *,
     steps: int = 200,
-    lr: float = 1e-2,
+    lr: float | None = None,
     loss: str = "auto",
     held_out: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
@@ -66,9 +66,10 @@ def transfer_attention(
         model: a patched model; its learned parts are found by themselves and trained in float32.
         batches: what the tokenizer gives, as dicts of tensors; a list or a DataLoader is repeated as often as needed.
         steps: optimizer steps (AdamW without decay, one warm-up tenth, then cosine to a tenth).
-        lr: peak learning rate.
-        held_out: batches to evaluate on every `evaluate_every` steps; the best parameters are kept, and training stops
-            early after `patience` evaluations without a better one.
+        lr: peak learning rate (None: what suits each mechanism, 1e-2 for feature maps, 1e-3 for projections).
+        held_out: batches to evaluate on before the first step and after every `evaluate_every` steps; the best parameters
+            are kept (those of the start where nothing was better), and training stops early after `patience`
+            evaluations without a better one.
         progress: called as `progress(step, steps, loss)` after each step.
 
     Raises:
@@ -91,7 +92,8 @@ def transfer_attention(
         model.eval().requires_grad_(False)
         for module in modules:
             module.float().requires_grad_(True)
-        result = _optimise(run, parameters, source, kept, steps, lr, evaluate_every, patience, progress)
+        groups = [{"params": list(module.parameters()), "lr": lr or module.transfer_lr} for module in modules]
+        result = _optimise(run, groups, source, kept, steps, evaluate_every, patience, progress)
     except FloatingPointError:
         for parameter, value in zip(parameters, start_values, strict=True):
             parameter.data.copy_(value)
@@ -181,25 +183,38 @@ def _kl(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
 
 def _optimise(
     run: _Run,
-    parameters: list[nn.Parameter],
+    groups: list[dict[str, Any]],
     source: Iterator[Batch],
     held_out: list[Batch] | None,
     steps: int,
-    lr: float,
     evaluate_every: int,
     patience: int | None,
     progress: Progress | None,
 ) -> tuple[list[float], list[tuple[int, float]], int | None]:
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, steps))
     losses: list[float] = []
     evaluations: list[tuple[int, float]] = []
     best: tuple[float, int, list[Tensor]] | None = None
+
+    def evaluate(step: int) -> None:
+        nonlocal best
+        with torch.no_grad():
+            score = sum(float(run.losses(batch).mean()) for batch in held_out or ()) / max(len(held_out or ()), 1)
+        evaluations.append((step, score))
+        if best is None or score < best[0]:
+            best = (score, step, [parameter.detach().clone() for parameter in parameters])
+
+    if held_out:
+        evaluate(0)
     for step in range(1, steps + 1):
         layers = run.losses(next(source))
         value = float(layers.detach().mean())
         if not math.isfinite(value):
-            raise FloatingPointError(f"The transfer loss became {value} at step {step}. Lower lr (now {lr}).")
+            raise FloatingPointError(
+                f"The transfer loss became {value} at step {step}. Lower lr (now {groups[0]['lr']})."
+            )
         optimizer.zero_grad()
         layers.sum().backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
@@ -208,13 +223,9 @@ def _optimise(
         losses.append(value)
         if progress is not None:
             progress(step, steps, value)
-        if held_out is not None and (step % evaluate_every == 0 or step == steps):
-            with torch.no_grad():
-                score = sum(float(run.losses(batch).mean()) for batch in held_out) / max(len(held_out), 1)
-            evaluations.append((step, score))
-            if best is None or score < best[0]:
-                best = (score, step, [parameter.detach().clone() for parameter in parameters])
-            elif patience is not None and len(evaluations) - 1 - _place(evaluations, best[1]) >= patience:
+        if held_out and (step % evaluate_every == 0 or step == steps):
+            evaluate(step)
+            if best is not None and patience is not None and step - best[1] >= patience * evaluate_every:
                 break
     if best is None:
         return losses, evaluations, None
@@ -222,10 +233,6 @@ def _optimise(
         for parameter, value_ in zip(parameters, best[2], strict=True):
             parameter.copy_(value_)
     return losses, evaluations, best[1]
-
-
-def _place(evaluations: list[tuple[int, float]], step: int) -> int:
-    return next(index for index, (when, _) in enumerate(evaluations) if when == step)
 
 
 def _lr_factor(step: int, steps: int) -> float:
@@ -266,10 +273,10 @@ def _repeat(batches: Iterable[Batch]) -> Iterator[Batch]:
     return forever()
 
 
-def _check_settings(steps: int, lr: float, loss: str, evaluate_every: int, patience: int | None) -> None:
+def _check_settings(steps: int, lr: float | None, loss: str, evaluate_every: int, patience: int | None) -> None:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, got {steps!r}.")
-    if not lr > 0:
+    if lr is not None and not lr > 0:
         raise ValueError(f"lr must be positive, got {lr!r}.")
     if loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(map(repr, LOSSES))}, got {loss!r}.")
