@@ -1,0 +1,420 @@
+"""The command line, end to end on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+import hf_linear_attn as hla
+from hf_linear_attn import cli, cli_checkpoints
+from hf_linear_attn.cli import main
+from hf_linear_attn.cli_fields import add_flags, from_arguments
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 checkpoint with files that stand for its tokenizer."""
+    folder = tmp_path_factory.mktemp("source") / "gpt2"
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=3, n_head=2, n_embd=16, n_positions=64, vocab_size=50, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).eval().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "README.md").write_text("the card of the original\n")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line of an expected error, exit code 1."""
+    assert run(*arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The frame
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"hf-linear-attn {hla.__version__}\n"
+
+
+def test_nothing_given_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 2
+    assert "examples:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["list", "patch", "info", "env"])
+def test_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert run(verb, "--help") == 0
+    assert f"hf-linear-attn {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["lst"], "invalid choice"),
+        (["patch", "a", "b"], "--attention"),
+        (["patch", "a", "b", "--attention", "elu", "--plan", "p.json"], "not allowed with"),
+        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], "expected layer indices such as 0,1,-1"),
+        (["patch", "a", "b", "--attention", "elu", "--option", "alpha"], "expected KEY=VALUE"),
+        (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], "invalid choice"),
+        (["info"], "CHECKPOINT"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
+    assert run(*arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_linear_attn.registry.list_attentions", interrupt)
+    assert run("list") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_traceback_on_request(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        run("info", tmp_path, "--traceback")
+
+
+def test_a_fresh_process_is_light_and_errors_are_plain() -> None:
+    """`list` must not load any modeling file, and `python -m` is the same command."""
+    code = (
+        "import sys; from hf_linear_attn.cli import main\n"
+        "assert main(['--version']) == 0 and 'torch' not in sys.modules\n"
+        "assert main(['list']) == 0\n"
+        "assert not [name for name in sys.modules if name.startswith('transformers.models')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_linear_attn", "list", "hegdehog"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: Unknown attention mechanism 'hegdehog'. Did you mean 'hedgehog'")
+    assert "Traceback" not in done.stderr
+
+
+def test_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m hf_linear_attn list --json | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# list and env
+
+
+def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run("list") == 0
+    shown = capsys.readouterr().out
+    for name, entry in hla.list_attentions().items():
+        assert f" {name} " in shown
+        assert entry["paper"] in shown
+
+
+def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == hla.list_attentions()
+    assert run("list", "favor+", "--json") == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["favor+"]
+
+
+@pytest.mark.parametrize("name", sorted(hla.list_attentions()))
+def test_list_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert run("list", name) == 0
+    shown = capsys.readouterr().out
+    for option in hla.list_attentions()[name]["options"]:
+        assert f"  {option} = " in shown
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("env") == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["hf-linear-attn"] == hla.__version__
+    assert shown["torch"].startswith(torch.__version__.partition("+")[0])
+    assert {"python", "transformers", "accelerate", "peft", "platform", "cpu", "threads", "cuda"} <= set(shown)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# patch
+
+
+def test_patch_equals_patch_model(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "new" / "out"
+    arguments = ("--attention", "favor+", "--layers", "-1,0", "--option", "num_features=8", "--option", "seed=3")
+    assert run("patch", gpt2, target, *arguments) == 0
+    assert "2 of 3 self-attention layers are linear" in capsys.readouterr().out
+
+    expected = hla.patch_model(
+        AutoModelForCausalLM.from_pretrained(gpt2), "favor+", layers=[-1, 0], num_features=8, seed=3
+    )
+    reloaded = hla.load_pretrained(str(target))
+    tokens = torch.arange(20).reshape(2, 10)
+    assert torch.equal(reloaded(tokens).logits, expected(tokens).logits)
+    for name in ("tokenizer.json", "merges.txt", "1_Pooling/config.json"):
+        assert (target / name).read_bytes() == (gpt2 / name).read_bytes()
+    assert not (target / "README.md").exists(), "the card of the original does not describe the patched model"
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+    assert (target.stat().st_mode & 0o777) == (target.parent.stat().st_mode & 0o777)
+
+
+def test_patch_plan_and_dtype(gpt2: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"default": "elu", "0": "softmax", "-1": {"attention": "window", "window_size": 4}}))
+    assert run("patch", gpt2, tmp_path / "out", "--plan", plan, "--dtype", "bfloat16") == 0
+    reloaded = hla.load_pretrained(str(tmp_path / "out"))
+    assert reloaded.dtype == torch.bfloat16
+    assert [layer.attention for layer in hla.patch_report(reloaded).layers] == ["softmax", "elu", "window"]
+
+
+def test_patch_auto_class(gpt2: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert run("patch", gpt2, target, "--attention", "elu", "--auto-class", "AutoModel") == 0
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["GPT2Model"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--attention", "hedghog"], "Did you mean 'hedgehog'"),
+        (["--attention", "elu", "--option", "alpa=1"], "Did you mean 'alpha'"),
+        (["--attention", "elu", "--option", "alpha=7"], "alpha must lie in (0, 1]"),
+        (["--attention", "elu", "--option", "alpha=1", "--option", "alpha=0.5"], "twice"),
+        (["--attention", "elu", "--layers", "0,9"], "out of range: the model has 3"),
+        (["--attention", "linformer"], "Use 'linformer-causal'"),
+        (["--attention", "elu", "--auto-class", "AutoModelForLM"], "no class 'AutoModelForLM'"),
+        (["--plan", "missing.json"], "there is no such file"),
+        (["--plan", "list.json"], "must hold an object"),
+        (["--plan", "broken.json"], "is not JSON"),
+        (["--plan", "wrong.json"], "'wrong.json': 'decoder.x' matches no"),
+        (["--plan", "good.json", "--layers", "0"], "write them into the file"),
+    ],
+)
+def test_patch_refuses(
+    gpt2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    complaint: str,
+) -> None:
+    """Nothing appears at DST, and no weight is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[]")
+    Path("broken.json").write_text("{")
+    Path("wrong.json").write_text('{"decoder.x": "elu"}')
+    Path("good.json").write_text('{"0": "elu"}')
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(GPT2LMHeadModel, "from_pretrained", None)
+    expected = complaint.removeprefix("'wrong.json': ")
+    assert expected in error_of(capsys, "patch", gpt2, "out", *flags)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_patch_sources_that_cannot_be(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(source: Path | str) -> str:
+        return error_of(capsys, "patch", source, tmp_path / "out", "--attention", "elu")
+
+    assert "There is no folder './nowhere'" in refusal("./nowhere")
+    assert "'org/model' is no local folder, and could not be loaded from the Hub" in refusal("org/model")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds no config.json" in refusal(empty)
+    patched = tmp_path / "patched"
+    assert run("patch", gpt2, patched, "--attention", "elu") == 0
+    capsys.readouterr()
+    assert "is patched already" in refusal(patched)
+    nameless = tmp_path / "nameless"
+    GPT2Config(n_layer=1, n_head=2, n_embd=16).save_pretrained(nameless)
+    assert "Pass --auto-class" in refusal(nameless)
+    assert not (tmp_path / "out").exists()
+
+
+def test_truncated_weights(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((gpt2 / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:2000])
+    assert "truncated or corrupt" in error_of(capsys, "patch", broken, tmp_path / "out", "--attention", "elu")
+
+
+def test_target_in_use(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(target: Path, *flags: str) -> str:
+        return error_of(capsys, "patch", gpt2, target, "--attention", "elu", *flags)
+
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert "is a file" in refusal(file)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "diary.txt").write_text("mine")
+    assert "pass --force" in refusal(notes)
+    assert "it is no checkpoint" in refusal(notes, "--force")
+    assert (notes / "diary.txt").read_text() == "mine"
+    weights = (gpt2 / "model.safetensors").read_bytes()
+    assert "would be lost" in refusal(gpt2, "--force")
+    assert "would be lost" in refusal(gpt2.parent, "--force")
+    assert (gpt2 / "model.safetensors").read_bytes() == weights
+
+
+def test_force_replaces_the_whole_folder(gpt2: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert run("patch", gpt2, target, "--attention", "hedgehog") == 0
+    (target / "left-over.txt").write_text("old")
+    assert run("patch", gpt2, target, "--attention", "elu", "--force") == 0
+    assert not (target / "left-over.txt").exists()
+    assert not [name for name in load_file(target / "model.safetensors") if "linear_attention" in name]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError("No space left on device")])
+def test_a_save_that_fails_leaves_nothing(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    target = tmp_path / "out"
+    assert run("patch", gpt2, target, "--attention", "hedgehog") == 0
+    before = (target / "model.safetensors").read_bytes()
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(cli_checkpoints, "_copy_companions", fail)
+    code = run("patch", gpt2, target, "--attention", "elu", "--force")
+    assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# info
+
+
+def test_info(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    assert run("patch", gpt2, target, "--attention", "hedgehog", "--layers", "1") == 0
+    report = hla.patch_report(hla.load_pretrained(str(target)))
+    (target / "model.safetensors").unlink()  # the weights are not needed
+    capsys.readouterr()
+    assert run("info", target) == 0
+    shown = capsys.readouterr().out
+    assert str(report) in shown
+    assert f"format 1, written by hf-linear-attn {hla.__version__}" in shown
+    assert run("info", target, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["patched"]
+    assert told["added_parameters"] == report.parameters
+    assert told["state_bytes"] == report.state_bytes > 0
+    assert [layer["attention"] for layer in told["layers"]] == ["softmax", "hedgehog", "softmax"]
+
+
+def test_info_without_linear_attention(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", gpt2) == 0
+    assert "GPT2LMHeadModel without linear attention" in capsys.readouterr().out
+    assert run("info", gpt2, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["patched"] is False
+
+
+def test_info_of_a_newer_format(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out"
+    assert run("patch", gpt2, target, "--attention", "elu") == 0
+    config = json.loads((target / "config.json").read_text())
+    config["linear_attention"]["format_version"] = 99
+    (target / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert "pip install -U hf-linear-attn" in error_of(capsys, "info", target)
+
+
+def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = BertConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=16, vocab_size=50)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    assert run("patch", tmp_path / "bert", tmp_path / "out", "--attention", "linformer", "--option", "num_slots=4") == 0
+    assert run("info", tmp_path / "out") == 0
+    assert "2 of 2 self-attention layers are linear" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# demo: flags from a dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    output: Path = field(default=Path("report"), metadata={"help": "folder, 100 % yours"})
+    steps: int = field(default=10, metadata={"help": "steps"})
+    rate: float | None = field(default=None, metadata={"help": "rate"})
+    quick: bool = field(default=False, metadata={"help": "quick"})
+    plots: bool = field(default=True, metadata={"help": "plots"})
+    mode: Literal["a", "b"] = field(default="a", metadata={"help": "mode"})
+    lengths: tuple[int, ...] = field(default=(1, 2), metadata={"help": "lengths"})
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be positive, got {self.steps}.")
+
+
+def test_flags_from_a_dataclass() -> None:
+    parser = cli.argparse.ArgumentParser(formatter_class=cli.argparse.ArgumentDefaultsHelpFormatter)
+    add_flags(parser, Options)
+    assert "100 % yours" in parser.format_help()
+    assert from_arguments(Options, parser.parse_args([])) == Options()
+    given = [
+        "--output",
+        "x",
+        "--steps",
+        "3",
+        "--rate",
+        "0.5",
+        "--quick",
+        "--no-plots",
+        "--mode",
+        "b",
+        "--lengths",
+        "4",
+        "5",
+        "6",
+    ]
+    expected = Options(Path("x"), 3, 0.5, True, False, "b", (4, 5, 6))
+    assert from_arguments(Options, parser.parse_args(given)) == expected
+    with pytest.raises(ValueError, match="steps must be positive"):
+        from_arguments(Options, parser.parse_args(["--steps", "0"]))
+
+
+def test_demo_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = pytest.importorskip("hf_linear_attn.demo")
+    seen = []
+    monkeypatch.setattr(demo, "run_demo", seen.append)
+    assert run("demo") == 0
+    assert seen == [demo.DemoOptions()]
+    assert run("demo", "--help") == 0
+    shown = capsys.readouterr().out
+    for option in cli_fields_of(demo.DemoOptions):
+        assert f"--{option.replace('_', '-')}" in shown
+
+
+def cli_fields_of(options: type) -> list[str]:
+    return [name for name, entry in options.__dataclass_fields__.items() if entry.init]
