@@ -1,6 +1,11 @@
-"""Feature maps: one paper, one file, one class, one registration. Importing this package registers them all."""
+"""Feature maps: one paper, one file, one class, one registration. Importing this package registers every file in it."""
 
-from . import elu, favor_plus, hedgehog
+import importlib
+import pkgutil
+
 from .base import AttentionShape, FeatureMap
 
-__all__ = ["AttentionShape", "FeatureMap", "elu", "favor_plus", "hedgehog"]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f".{_module.name}", __name__)
+
+__all__ = ["AttentionShape", "FeatureMap"]

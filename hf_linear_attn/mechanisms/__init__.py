@@ -1,6 +1,11 @@
-"""Attention mechanisms: modules (q, k, v, mask, state) -> output. Importing this package registers them all."""
+"""Attention mechanisms: modules (q, k, v, mask, state) -> output. Importing this package registers every file in it."""
 
-from . import kernelized, linformer, linformer_causal, softmax, window
+import importlib
+import pkgutil
+
 from .base import LinearAttention
 
-__all__ = ["LinearAttention", "kernelized", "linformer", "linformer_causal", "softmax", "window"]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f".{_module.name}", __name__)
+
+__all__ = ["LinearAttention"]

@@ -67,9 +67,9 @@ def transfer_attention(
         batches: what the tokenizer gives, as dicts of tensors; a list or a DataLoader is repeated as often as needed.
         steps: optimizer steps (AdamW without decay, one warm-up tenth, then cosine to a tenth).
         lr: peak learning rate (None: what suits each mechanism, 1e-2 for feature maps, 1e-3 for projections).
-        held_out: batches to evaluate on before the first step and after every `evaluate_every` steps; the best parameters
-            are kept (those of the start where nothing was better), and training stops early after `patience`
-            evaluations without a better one.
+        held_out: batches to evaluate on before the first step and after every `evaluate_every` steps; the best
+            parameters are kept (those of the start where nothing was better), and training stops early after
+            `patience` evaluations without a better one.
         progress: called as `progress(step, steps, loss)` after each step.
 
     Raises:
