@@ -1,0 +1,23 @@
+"""Settings of every test: offline, one thread, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck), database=None
+)
+settings.load_profile("suite")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

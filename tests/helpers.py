@@ -1,0 +1,285 @@
+"""Tiny models by family, the registry as test cases, one tolerance table, and comparisons."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps import AttentionShape, FeatureMap
+from hf_linear_attn.mechanisms import LinearAttention
+from hf_linear_attn.mechanisms.softmax import EXACT
+from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, build_options
+
+#: Largest relative error `max|a - b| / max|b|` that two ways to the same number may differ by.
+TOLERANCE = {
+    torch.float64: 1e-10,  # 2^-53 = 1e-16, times some 1e3 additions, exponentials and a division by small sums
+    torch.float32: 2e-5,  # 2^-24 = 6e-8, times the same: the fast forms add in another order than the definition
+    torch.float16: 5e-3,  # 2^-11 = 5e-4 for each rounded tensor between the layers; sums are kept in float32
+    torch.bfloat16: 4e-2,  # 2^-8 = 4e-3 for each rounded tensor between the layers; sums are kept in float32
+}
+#: Gradients pass every operation twice and cancel more.
+GRADIENT_FACTOR = 10.0
+
+#: Options that make a mechanism approximate on a handful of tokens, by option name: whatever has one gets it.
+SMALL_OPTIONS: dict[str, Any] = {
+    "num_features": 24,
+    "window_size": 4,
+    "block_size": 4,
+    "slots_per_block": 2,
+    "num_slots": 5,
+}
+
+VOCABULARY = 61
+MAX_LENGTH = 96
+
+
+@dataclass(frozen=True)
+class Family:
+    """One tiny architecture of the test matrix."""
+
+    name: str
+    causal: bool
+    build: Callable[[], PreTrainedModel]
+    projections: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# initializer_range is ten times the usual: with 0.02 every attention is uniform and the tests would prove nothing.
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.25}
+
+
+def bert_config(**changes: Any) -> BertConfig:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**{**SIZES, **sizes, **dropout, "max_position_embeddings": MAX_LENGTH, **changes})
+
+
+def gpt2_config(**changes: Any) -> GPT2Config:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    return GPT2Config(**{**SIZES, **sizes, **dropout, **tokens, **changes})
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"intermediate_size": 40, "max_position_embeddings": MAX_LENGTH, "attention_bias": True}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaConfig(**{**SIZES, **sizes, **rest, **tokens, **changes})
+
+
+BERT = Family("bert", False, lambda: BertForMaskedLM(bert_config()).eval(), ("query", "value"))
+GPT2 = Family("gpt2", True, lambda: GPT2LMHeadModel(gpt2_config()).eval(), ("c_attn",))
+LLAMA = Family("llama", True, lambda: LlamaForCausalLM(llama_config()).eval(), ("q_proj", "v_proj"))
+FAMILIES = (BERT, GPT2, LLAMA)
+DECODERS = (GPT2, LLAMA)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The registry as test cases
+
+
+def entries() -> list[AttentionEntry]:
+    """Every registered mechanism that is not exact attention itself."""
+    hla.list_attentions()
+    return [entry for name, entry in sorted(ATTENTIONS) if name != EXACT]
+
+
+def serves(entry: AttentionEntry, causal: bool) -> bool:
+    return entry.causal if causal else entry.bidirectional
+
+
+def _pairs(families: tuple[Family, ...], supported: bool) -> list[Any]:
+    found = [(entry.name, family) for entry in entries() for family in families]
+    kept = [(name, family) for name, family in found if serves(ATTENTIONS.get(name), family.causal) is supported]
+    return [pytest.param(name, family, id=f"{name}-{family}") for name, family in kept]
+
+
+def every_pair(families: tuple[Family, ...] = FAMILIES) -> Any:
+    """Parametrize a test over `name, family` for every mechanism and every family that it serves."""
+    return pytest.mark.parametrize(("name", "family"), _pairs(families, True))
+
+
+def every_refused_pair() -> Any:
+    return pytest.mark.parametrize(("name", "family"), _pairs(FAMILIES, False))
+
+
+def every_mechanism(*, causal: bool) -> Any:
+    """Parametrize a test over the `name` of every mechanism that serves the direction."""
+    return pytest.mark.parametrize("name", [entry.name for entry in entries() if serves(entry, causal)])
+
+
+def every_direction() -> Any:
+    """Parametrize a test over `name, causal` for every mechanism and direction."""
+    cases = [(entry.name, causal) for entry in entries() for causal in (False, True) if serves(entry, causal)]
+    return pytest.mark.parametrize(
+        ("name", "causal"), cases, ids=[f"{n}-{'causal' if c else 'both'}" for n, c in cases]
+    )
+
+
+def every_feature_map() -> Any:
+    hla.list_attentions()
+    return pytest.mark.parametrize("name", sorted(name for name, _ in FEATURE_MAPS))
+
+
+def small_options(options: type) -> dict[str, Any]:
+    return {field.name: SMALL_OPTIONS[field.name] for field in fields(options) if field.name in SMALL_OPTIONS}
+
+
+def patched(name: str, family: Family, **options: Any) -> PreTrainedModel:
+    """A tiny model of the family, patched with small options."""
+    return patch_small(family.build(), name, **options)
+
+
+def patch_small(model: PreTrainedModel, name: str, **options: Any) -> PreTrainedModel:
+    chosen = {**small_options(ATTENTIONS.get(name).options), **options}
+    return randomize_learned(hla.patch_model(model, name, **chosen))
+
+
+def randomize_learned(model: nn.Module) -> Any:
+    """Move learned parameters off their symmetric start (equal heads, zero biases), in place."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "linear_attention" in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
+    return model
+
+
+def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
+    """A mechanism by itself, with small options, in float32; float64 by `.double()`."""
+    hla.list_attentions()
+    entry = ATTENTIONS.get(name)
+    shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=64, causal=causal)
+    options = build_options(entry, small_options(entry.options))
+    options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
+    module: LinearAttention = entry.factory(shape, options)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return module
+
+
+def feature_map(name: str, heads: int = 4, groups: int = 2, dim: int = 6, **options: Any) -> FeatureMap:
+    hla.list_attentions()
+    entry = FEATURE_MAPS.get(name)
+    chosen = build_options(entry, {**small_options(entry.options), **options})
+    built = entry.cls(AttentionShape(heads, groups, dim, dim, layer_index=1, max_length=64, causal=True), chosen)
+    for parameter in built.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    return built
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inputs and comparisons
+
+
+def token_ids(batch: int = 2, length: int = 21, seed: int = 0) -> Tensor:
+    """Random tokens without the pad token 0 and the begin token 1."""
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(
+    length: int, batch: int = 2, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, dim), (groups, dim), (groups, value_dim))
+    q, k, v = (torch.randn(batch, count, length, width, generator=generator) for count, width in shapes)
+    return q, k, v
+
+
+def padding_mask(lengths: list[int], total: int, side: str) -> Tensor:
+    """`[B, total]`, True for real tokens."""
+    column = torch.arange(total)
+    rows = [column < n if side == "right" else column >= total - n for n in lengths]
+    return torch.stack(rows)
+
+
+def padded_batch(rows: list[Tensor], side: str) -> dict[str, Tensor]:
+    """Rows of different lengths as one batch, with the mask and the positions that generate() would pass."""
+    total = max(len(row) for row in rows)
+    mask = padding_mask([len(row) for row in rows], total, side)
+    ids = torch.zeros(len(rows), total, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, mask[row]] = tokens
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids, **kwargs).logits
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """`max|a - b| / max|b|`; infinite where `a` is not finite."""
+    if not actual.numel():
+        return 0.0
+    if not bool(torch.isfinite(actual).all()):
+        return float("inf")
+    difference = (actual.double() - expected.double()).abs().max().item()
+    return difference / max(expected.double().abs().max().item(), 1e-12)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> None:
+    assert actual.shape == expected.shape
+    error, limit = relative_error(actual, expected), TOLERANCE[dtype] * factor
+    assert error <= limit, f"relative error {error:.2e} exceeds {limit:.2e}"
+
+
+def config_dict(model: PreTrainedModel) -> dict[str, Any]:
+    return {**model.config.to_dict(), "_attn_implementation": model.config._attn_implementation}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a failed call must leave as it was."""
+
+    cls: type
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+    modules: list[str]
+    hooks: int
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, **inputs: Any) -> Snapshot:
+        with torch.no_grad():
+            outputs = model(**(inputs or {"input_ids": token_ids()}))[0]
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+        names = [f"{name}:{type(module).__name__}" for name, module in model.named_modules()]
+        return cls(type(model), copy.deepcopy(config_dict(model)), state, names, hooks, outputs)
+
+    def assert_same(self, model: PreTrainedModel, **inputs: Any) -> None:
+        now = Snapshot.of(model, **inputs)
+        assert now.cls is self.cls
+        assert now.config == self.config
+        assert now.modules == self.modules
+        assert now.hooks == self.hooks
+        assert list(now.state) == list(self.state)
+        assert all(torch.equal(now.state[name], self.state[name]) for name in self.state)
+        assert torch.equal(now.outputs, self.outputs)
+
+
+def saved_and_loaded(model: PreTrainedModel, folder: Path, **kwargs: Any) -> Any:
+    model.save_pretrained(folder)
+    return hla.load_pretrained(str(folder), **kwargs)

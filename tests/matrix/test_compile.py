@@ -1,0 +1,64 @@
+"""torch.compile of patched models, without graph breaks."""
+
+import pytest
+import torch
+from transformers import BertForMaskedLM, GPT2LMHeadModel
+
+from tests.helpers import (
+    Family,
+    assert_close,
+    bert_config,
+    every_pair,
+    gpt2_config,
+    logits,
+    padded_batch,
+    patched,
+    token_ids,
+)
+
+# One layer: compiling takes seconds a layer.
+BERT = Family("bert", False, lambda: BertForMaskedLM(bert_config(num_hidden_layers=1)).eval(), ())
+GPT2 = Family("gpt2", True, lambda: GPT2LMHeadModel(gpt2_config(n_layer=1)).eval(), ())
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled_logits(model, backend, ids, **inputs):
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        return compiled(ids, **inputs).logits
+
+
+@every_pair((BERT, GPT2))
+def test_a_padded_batch_compiles_without_graph_breaks(name, family):
+    model = patched(name, family)
+    batch = padded_batch([token_ids(1, 13)[0], token_ids(1, 6)[0]], "right")
+    ids, extra = batch.pop("input_ids"), {"use_cache": False} if family.causal else {}
+    assert_close(compiled_logits(model, "aot_eager", ids, **batch, **extra), logits(model, ids, **batch))
+
+
+def test_inductor():
+    model = patched("hedgehog", BERT)
+    assert_close(compiled_logits(model, "inductor", token_ids()), logits(model, token_ids()))
+
+
+@pytest.mark.parametrize("family", [BERT, GPT2], ids=str)
+def test_gradients_of_a_compiled_model(family):
+    model = patched("hedgehog", family)
+    model(token_ids()).logits.square().mean().backward()
+    eager = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    extra = {"use_cache": False} if family.causal else {}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(token_ids(), **extra).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if name in eager:
+            assert_close(parameter.grad, eager[name], factor=10)

@@ -1,0 +1,193 @@
+"""Every mechanism in every family: gradients, precision, gradient checkpointing, weights, mixtures."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.attention import attention_modules
+from hf_linear_attn.integration.discovery import self_attention
+from hf_linear_attn.registry import ATTENTIONS
+from tests.helpers import (
+    DECODERS,
+    GRADIENT_FACTOR,
+    TOLERANCE,
+    assert_close,
+    every_pair,
+    logits,
+    padded_batch,
+    patched,
+    randomize_learned,
+    relative_error,
+    small_options,
+    token_ids,
+)
+
+
+def gradients(model, **inputs):
+    """Gradients of a loss that reaches every parameter, by name."""
+    model.zero_grad()
+    out = model(**inputs).logits
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def mixture(name):
+    return {"default": {"attention": name, **small_options(ATTENTIONS.get(name).options)}, "0": "softmax"}
+
+
+def attention_output(model, layer, ids, **kwargs):
+    """What the self-attention module of one layer returned."""
+    seen = []
+    module = self_attention(model)[layer].module
+    handle = module.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    logits(model, ids, **kwargs)
+    handle.remove()
+    return seen[0]
+
+
+@every_pair()
+def test_every_parameter_has_a_finite_gradient(name, family):
+    model = patched(name, family).train()
+    found = gradients(model, input_ids=token_ids())
+    unused = {key for key, _ in model.named_parameters()} - set(found)
+    assert not {key for key in unused if "linear_attention" in key}
+    assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
+    learned = [grad for key, grad in found.items() if "linear_attention" in key]
+    assert bool(learned) is ATTENTIONS.get(name).learned
+    assert all(float(grad.abs().max()) > 0 for grad in learned)
+
+
+@every_pair()
+def test_gradients_are_finite_beside_a_fully_padded_row(name, family):
+    model = patched(name, family)
+    mask = torch.tensor([[1] * 9, [0] * 9])
+    found = gradients(model, input_ids=token_ids(2, 9), attention_mask=mask)
+    assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@every_pair()
+def test_gradient_checkpointing_gives_the_same_gradients(name, family):
+    model = patched(name, family).train()
+    plain = gradients(model, input_ids=token_ids())
+    model.gradient_checkpointing_enable()
+    again = gradients(model, input_ids=token_ids())
+    for key, grad in plain.items():
+        assert_close(again[key], grad, factor=GRADIENT_FACTOR)
+
+
+@every_pair()
+def test_float64_model(name, family):
+    model = patched(name, family)
+    single = logits(model, token_ids())
+    double = logits(model.double(), token_ids())
+    assert double.dtype == torch.float64
+    assert_close(single, double)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@every_pair()
+def test_half_precision_is_near_float32(name, family, dtype):
+    model = patched(name, family)
+    batch = padded_batch([token_ids(1, 19)[0], token_ids(1, 7)[0]], "left")
+    real = batch["attention_mask"].bool()
+    ids = batch.pop("input_ids")
+    expected = logits(model, ids, **batch)[real]
+    half = logits(copy.deepcopy(model).to(dtype), ids, **batch)
+    assert half.dtype == dtype
+    assert bool(torch.isfinite(half).all())
+    # An exact model of this depth loses about as much: the factor is for two layers with large weights.
+    assert relative_error(half[real], expected) < 4 * TOLERANCE[dtype]
+
+
+@every_pair()
+def test_autocast_is_near_float32_and_keeps_the_sums_in_float32(name, family):
+    model = patched(name, family).train()
+    expected = model(token_ids()).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(token_ids()).logits
+    out.float().square().sum().backward()
+    assert relative_error(out, expected) < 4 * TOLERANCE[torch.bfloat16]
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+
+
+@every_pair(DECODERS)
+def test_decoding_in_bfloat16_keeps_a_float32_state(name, family):
+    model = patched(name, family).bfloat16()
+    with torch.no_grad():
+        cache = model(token_ids(), use_cache=True).past_key_values
+    states = [layer.state for layer in cache.layers]
+    sums = [tensor for state in states for key, tensor in state.items() if "ring" not in key]
+    assert all(tensor.dtype == torch.float32 for tensor in sums if tensor.is_floating_point())
+
+
+@every_pair()
+def test_output_attentions_are_the_weights_of_the_output(name, family):
+    model, calls = patched(name, family), []
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[1, -4:] = 0
+    extra = {"use_cache": False} if family.causal else {}
+    with torch.no_grad():
+        given = model(token_ids(), attention_mask=mask, output_attentions=True, **extra)
+    assert [weights.shape for weights in given.attentions] == [(2, 4, 21, 21)] * 2
+    with hla.observe_attention(model, calls.append), torch.no_grad():
+        model(token_ids(), attention_mask=mask)
+    assert_close(given.attentions[0], calls[0].linear_weights())
+    for call in calls:
+        weights, real = call.linear_weights(), call.real_queries()
+        value = call.value.repeat_interleave(4 // call.value.shape[1], dim=1)
+        assert_close((weights @ value)[real], call.linear_output()[real])
+        assert bool((weights.masked_fill(call.allowed, 0.0)[real] == 0).all())
+
+
+@every_pair()
+def test_implied_weights_are_distributions_where_declared(name, family):
+    model = patched(name, family)
+    module = next(attention_modules(model)).linear_attention
+    with torch.no_grad():
+        attentions = model(token_ids(), output_attentions=True).attentions
+    for weights in attentions if module.distribution else []:
+        assert float(weights.min()) >= 0
+        assert_close(weights.sum(dim=-1), torch.ones(2, 4, 21))
+
+
+@every_pair()
+def test_observed_models_compute_exact_attention(name, family):
+    model = family.build()
+    exact = logits(model, token_ids())
+    hla.patch_model(model, name, **small_options(ATTENTIONS.get(name).options))
+    with hla.exact_attention(model):
+        assert torch.equal(logits(model, token_ids()), exact)
+    assert relative_error(logits(model, token_ids()), exact) > 0.005
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@every_pair()
+def test_exact_layers_of_a_mixture_are_bit_equal(name, family, implementation):
+    model = family.build()
+    model.set_attn_implementation(implementation)
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[0, -3:] = 0
+    plain = attention_output(model, 0, token_ids())
+    masked = attention_output(model, 0, token_ids(), attention_mask=mask)
+    exact = logits(model, token_ids())
+    randomize_learned(hla.patch_model(model, mixture(name)))
+    assert torch.equal(attention_output(model, 0, token_ids()), plain)
+    assert torch.equal(attention_output(model, 0, token_ids(), attention_mask=mask), masked)
+    assert relative_error(logits(model, token_ids()), exact) > 1e-3
+
+
+@every_pair(DECODERS)
+def test_a_mixture_decodes_and_generates(name, family):
+    model = randomize_learned(hla.patch_model(family.build(), mixture(name)))
+    ids = token_ids(2, 12)
+    full, cache = logits(model, ids), None
+    for step in range(12):
+        with torch.no_grad():
+            out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        assert_close(out.logits[:, 0], full[:, step])
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))

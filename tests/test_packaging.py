@@ -1,0 +1,82 @@
+"""What the package says of itself. (Wheel and sdist are built and checked by .ci/run.)"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import entry_points, metadata, requires
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import hf_linear_attn
+from hf_linear_attn.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").is_file(), reason="needs the repository, and runs outside of it"
+)
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_one_version(project: dict) -> None:
+    assert hf_linear_attn.__version__ == __version__ == metadata("hf-linear-attn")["Version"]
+    assert project["project"]["dynamic"] == ["version"]
+    holders = [
+        path.name
+        for path in (ROOT / "hf_linear_attn").rglob("*.py")
+        if f'"{__version__}"' in path.read_text(encoding="utf-8")
+    ]
+    assert holders == ["version.py"]
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_typed_and_documented() -> None:
+    assert (files("hf_linear_attn") / "py.typed").is_file()
+    about = metadata("hf-linear-attn")
+    assert about["Requires-Python"] == ">=3.11"
+    assert about["License-Expression"] == "Apache-2.0"
+    assert about["Description-Content-Type"] == "text/markdown"
+
+
+def test_command() -> None:
+    (command,) = [point for point in entry_points(group="console_scripts") if point.name == "hf-linear-attn"]
+    assert command.value == "hf_linear_attn.cli:main"
+
+
+def test_extras_build_on_each_other() -> None:
+    listed = requires("hf-linear-attn") or []
+    assert any(re.match(r"hf-linear-attn\[demo\].*extra == .test.", line) for line in listed)
+    assert any(re.match(r"hf-linear-attn\[test\].*extra == .dev.", line) for line in listed)
+
+
+def test_every_direct_dependency_is_pinned(project: dict) -> None:
+    about = project["project"]
+    wanted = [*about["dependencies"], *(line for extra in about["optional-dependencies"].values() for line in extra)]
+    names = {re.split(r"[\[<>=, ]", line)[0].lower() for line in wanted} - {"hf-linear-attn"}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
+    assert names <= set(pins)
+    assert next(iter(pins)) == "torch", "torch first: its pin decides which build the resolver takes"
+    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in wanted if ">=" in line)
+    for name, bound in bounds.items():
+        assert _number(pins[name.lower()]) >= _number(bound), name
+
+
+def test_every_import_is_declared(project: dict) -> None:
+    """Anything that the package imports is a dependency, or an optional one imported inside a function."""
+    declared = {re.split(r"[\[<>=, ]", line)[0] for line in project["project"]["dependencies"]}
+    known = declared | {"huggingface_hub"}  # transformers requires it
+    for path in (ROOT / "hf_linear_attn").rglob("*.py"):
+        for found in re.finditer(r"^(?:from|import) ([a-z_]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert found[1] in known or found[1] in __import__("sys").stdlib_module_names, f"{path.name}: {found[1]}"
+
+
+def _number(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
