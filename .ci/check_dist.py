@@ -1,0 +1,42 @@
+"""Check what a wheel and an sdist hold: `python .ci/check_dist.py DIST_FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+
+def package_files(root: Path) -> set[str]:
+    """The files of the package that must be in the wheel."""
+    package = root / "hf_linear_attn"
+    kept = [path for path in package.rglob("*") if path.suffix in (".py", ".typed") or path.parent.name == "templates"]
+    return {path.relative_to(root).as_posix() for path in kept if path.is_file() and "__pycache__" not in path.parts}
+
+
+def main(folder: str) -> int:
+    root = Path(__file__).resolve().parent.parent
+    (wheel,) = Path(folder).glob("*.whl")
+    (sdist,) = Path(folder).glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    with tarfile.open(sdist) as archive:
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    problems = [f"not in the wheel: {name}" for name in sorted(package_files(root) - names)]
+    problems += [
+        f"stray file in the wheel: {name}"
+        for name in sorted(names)
+        if not name.startswith("hf_linear_attn/") and ".dist-info/" not in name
+    ]
+    wanted = ["pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"]
+    wanted += [path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")]
+    problems += [f"not in the sdist: {name}" for name in sorted({*wanted, *package_files(root)} - sources)]
+    sys.stdout.write(
+        "\n".join([*problems, f"{wheel.name}: {len(names)} files", f"{sdist.name}: {len(sources)}"]) + "\n"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
