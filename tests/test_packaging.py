@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
-import tomllib
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, metadata, requires
 from importlib.resources import files
 from pathlib import Path
