@@ -112,12 +112,14 @@ class LinearStateLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers).
 
         Raises:
             ValueError: a positive number, or more tokens than were recorded.
         """
+        # Some versions of Transformers pass a tensor; kept as the number of tokens it would be added to in place.
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
         count = -tokens_to_remove
