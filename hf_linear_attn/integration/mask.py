@@ -27,6 +27,7 @@ def linear_attention_mask(
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         if attention_mask is None:
             return None
+        _check_length(attention_mask, kwargs.get("q_offset", 0), kwargs.get("q_length"))
         mask = attention_mask.to(torch.bool)[:, : kv_offset + kv_length]
         missing = kv_offset + kv_length - mask.shape[1]
         if missing > 0:
@@ -44,6 +45,15 @@ def linear_attention_mask(
         attention_mask=attention_mask,
         **kwargs,
     )
+
+
+def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
+    """A mask that leaves out the newest tokens would silently hide them. (Lengths may be tensors while compiling.)"""
+    if isinstance(seen, int) and isinstance(new, int) and attention_mask.shape[1] < seen + new:
+        raise ValueError(
+            f"The attention mask has shape {tuple(attention_mask.shape)}; it must cover all {seen + new} tokens seen so "
+            f"far ({seen} in the cache and {new} new ones)."
+        )
 
 
 def full_mask_to_bool(mask: Tensor) -> Tensor:
