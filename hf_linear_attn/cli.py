@@ -119,7 +119,7 @@ def build_parser(*, with_demo_flags: bool = False) -> argparse.ArgumentParser:
         "demo",
         parents=[common],
         help="convert a small sentence encoder and report quality and speed",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Convert a small model, and report quality and speed beside exact attention.",
     )
     if with_demo_flags:
         from .cli_fields import add_flags

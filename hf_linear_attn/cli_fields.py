@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,8 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         required = default is MISSING
         flag = "--" + field.name.replace("_", "-")
-        text = str(field.metadata.get("help", "")).replace("%", "%%")
-        settings: dict[str, Any] = {"dest": field.name, "help": text or " ", "required": required}
+        settings: dict[str, Any] = {"dest": field.name, "help": _help(field, default), "required": required}
         if not required:
             settings["default"] = default
         parser.add_argument(flag, **settings, **_reader(field.name, hints[field.name], default))
@@ -42,6 +41,13 @@ def from_arguments(options: type[Options], arguments: argparse.Namespace) -> Opt
             value = tuple(value)
         given[field.name] = value
     return options(**given)
+
+
+def _help(field: Field[Any], default: Any) -> str:
+    text = str(field.metadata.get("help", ""))
+    if default not in (MISSING, None, False) and "default" not in text:
+        text += f" (default: {default})"
+    return text.replace("%", "%%") or " "
 
 
 def _reader(name: str, hint: Any, default: Any) -> dict[str, Any]:
