@@ -1,0 +1,210 @@
+"""Kernelized attention: the fast forms against the definition in float64, in outputs and in every gradient."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_linear_attn.ops import common, kernelized, naive
+from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+
+SCALING = 0.4
+LENGTHS = [0, 1, 2, 63, 64, 65, 127, 128, 129, 300]
+
+
+def fast(built, q, k, v, *, causal, mask=None, state=None):
+    def query_features(x, start):
+        return built.query(x, SCALING)
+
+    def key_features(x, start):
+        return built.key(x, SCALING)
+
+    maps = (query_features, key_features)
+    if causal:
+        return kernelized.causal(q, k, v, *maps, num_features=built.num_features, mask=mask, state=state)
+    return kernelized.bidirectional(q, k, v, *maps, num_features=built.num_features, mask=mask), None
+
+
+def full_features(features):
+    values, log_scale = features
+    return values if log_scale is None else values * log_scale.exp().unsqueeze(-1)
+
+
+def definition(built, q, k, v, *, causal, mask=None):
+    """In float64, with explicit weights."""
+    q, k, v, built = q.double(), k.double(), v.double(), copy.deepcopy(built).double()
+    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
+    query, key = full_features(built.query(q, SCALING)), full_features(built.key(k, SCALING))
+    return naive.kernelized_attention(query, key, v, allowed)
+
+
+def gradients(compute, built, inputs):
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    built.zero_grad()
+    out = compute(*leaves)
+    cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.autograd.grad((out * cotangent).sum(), [*leaves, *built.parameters()])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of one quantum of 16 tokens: every block loop runs."""
+    monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("length", LENGTHS)
+@every_feature_map()
+def test_output_equals_the_definition(name, length, causal):
+    built, inputs = feature_map(name), qkv(length, value_dim=9)
+    out, _ = fast(built, *inputs, causal=causal)
+    assert_close(out, definition(built, *inputs, causal=causal))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(1, 1, 3, 1), (6, 2, 5, 11), (3, 1, 7, 3)])
+@every_feature_map()
+def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value_dim, causal):
+    built = feature_map(name, heads, groups, dim)
+    inputs = qkv(131, heads=heads, groups=groups, dim=dim, value_dim=value_dim)
+    mask = padding_mask([131, 70], 131, "left")
+    actual = gradients(lambda *x: fast(built, *x, causal=causal, mask=mask)[0], built, inputs)
+    precise = copy.deepcopy(built).double()
+    expected = gradients(
+        lambda *x: definition_of(precise, *x, causal=causal, mask=mask), precise, [x.double() for x in inputs]
+    )
+    assert len(actual) == 3 + len(list(built.parameters()))
+    for own, true in zip(actual, expected, strict=True):
+        assert_close(own, true, factor=GRADIENT_FACTOR)
+
+
+def definition_of(precise, q, k, v, *, causal, mask):
+    """As `definition`, for a map that is in float64 already and whose own gradients are wanted."""
+    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
+    query, key = full_features(precise.query(q, SCALING)), full_features(precise.key(k, SCALING))
+    return naive.kernelized_attention(query, key, v, allowed)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@every_feature_map()
+def test_gradcheck(name, causal):
+    built = feature_map(name, 2, 1, 3).double()
+    inputs = [x.double().requires_grad_() for x in qkv(5, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
+    parameters = list(built.parameters())
+    mask = torch.tensor([[False, True, True, True, True]])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, *_: fast(built, q, k, v, causal=causal, mask=mask)[0], (*inputs, *parameters)
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("length", [15, 16, 17, 33, 130])
+@every_feature_map()
+def test_blocks_do_not_change_the_result(name, length, causal, small_blocks):
+    built, inputs = feature_map(name), qkv(length)
+    mask = padding_mask([length, length // 2], length, "right")
+    out, _ = fast(built, *inputs, causal=causal, mask=mask)
+    assert common.block_length(2, 4, 8, length) == 16
+    assert_close(out, definition(built, *inputs, causal=causal, mask=mask))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@every_feature_map()
+def test_non_contiguous_inputs(name, causal):
+    built = feature_map(name)
+    q, k, v = qkv(37)
+    scattered = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    strided = [torch.cat([x, x], dim=-1)[..., ::2].repeat(1, 1, 2, 1)[:, :, ::2] for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in scattered)
+    assert_close(fast(built, *scattered, causal=causal)[0], fast(built, q, k, v, causal=causal)[0])
+    assert_close(
+        fast(built, *strided, causal=causal)[0],
+        fast(built, *(x.contiguous() for x in strided), causal=causal)[0],
+    )
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@every_feature_map()
+def test_poison_in_padding_does_not_spread(name, causal, poison):
+    built, (q, k, v) = feature_map(name), qkv(70)
+    mask = padding_mask([70, 41], 70, "left")
+    clean, _ = fast(built, q, k, v, causal=causal, mask=mask)
+    k[1, :, :29] = poison
+    v[1, :, :29] = poison
+    k.requires_grad_()
+    out, state = fast(built, q, k, v, causal=causal, mask=mask)
+    assert torch.equal(out, clean)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in (state or {}).values())
+    out.sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in built.parameters())
+    assert bool(torch.isfinite(k.grad).all())
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@every_feature_map()
+def test_a_query_that_sees_no_key_gets_zeros(name, causal):
+    built, inputs = feature_map(name), qkv(20)
+    mask = padding_mask([20, 0], 20, "left")
+    out, _ = fast(built, *inputs, causal=causal, mask=mask)
+    assert not bool(out[1].any())
+    left = fast(built, *inputs, causal=True, mask=padding_mask([20, 8], 20, "left"))[0]
+    assert not bool(left[1, :, :12].any())
+
+
+@given(
+    splits=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    groups=st.sampled_from([1, 2]),
+    repeats=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@every_feature_map()
+def test_any_split_equals_the_whole(name, splits, groups, repeats, seed):
+    built = feature_map(name, groups * repeats, groups)
+    length = sum(splits)
+    inputs = qkv(length, heads=groups * repeats, groups=groups, seed=seed)
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) < 0.8
+    whole, end = fast(built, *inputs, causal=True, mask=mask)
+    state, start, parts = None, 0, []
+    for size in splits:
+        part = slice(start, start + size)
+        out, state = fast(built, *(x[:, :, part] for x in inputs), causal=True, mask=mask[:, part], state=state)
+        parts.append(out)
+        start += size
+    assert_close(torch.cat(parts, dim=2), whole)
+    for key, tensor in end.items():
+        finite = tensor.clamp(min=-1e30)
+        assert_close(state[key].clamp(min=-1e30), finite)
+
+
+@given(seed=st.integers(0, 999), length=st.integers(1, 40), causal=st.booleans())
+@every_feature_map()
+def test_a_masked_token_might_as_well_not_be_there(name, seed, length, causal):
+    built, inputs = feature_map(name), qkv(length, batch=1, seed=seed)
+    mask = torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < 0.6
+    kept = [x[:, :, mask[0]] for x in inputs]
+    out, _ = fast(built, *inputs, causal=causal, mask=mask)
+    assert_close(out[:, :, mask[0]], fast(built, *kept, causal=causal)[0])
+
+
+@every_feature_map()
+def test_dense_weights_are_the_weights_of_the_fast_form(name):
+    built, (q, k, v) = feature_map(name), qkv(33)
+    mask = padding_mask([33, 20], 33, "left")
+    allowed = naive.visible(mask, 2, 33, 33, True)
+    weights = kernelized.dense_weights(built.query(q, SCALING), built.key(k, SCALING), allowed)
+    out, _ = fast(built, q, k, v, causal=True, mask=mask)
+    assert_close(weights @ v.repeat_interleave(2, dim=1), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@every_feature_map()
+def test_half_inputs_lose_only_their_own_rounding(name, causal, dtype):
+    built, inputs = feature_map(name), [x.to(dtype) for x in qkv(150)]
+    out, _ = fast(built, *inputs, causal=causal)
+    assert out.dtype == dtype
+    assert_close(out, definition(built, *inputs, causal=causal), dtype)
