@@ -1,0 +1,115 @@
+"""Generation: time of one token and bytes of the cache after a context of n tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..integration.cache import LinearStateLayer
+from .speed import Announce, position_inputs
+from .timing import Timing, summarise
+
+#: Tokens of one forward pass while a cache is filled.
+PREFILL_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One token after `context` tokens: its time, and what the cache of one stream holds."""
+
+    context: int
+    timing: Timing
+    cache_bytes: int
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of keys and values, and of recurrent states, in a cache."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, LinearStateLayer):
+            total += layer.nbytes()
+        elif layer.is_initialized:
+            total += layer.keys.nbytes + layer.values.nbytes
+    return total
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, tokens: Sequence[int], length: int) -> DynamicCache:
+    """A cache that has seen `length` tokens (the given ones, repeated as needed)."""
+    repeated = (list(tokens) * (length // len(tokens) + 1))[:length]
+    cache = DynamicCache(config=model.config)
+    for start in range(0, length, PREFILL_CHUNK):
+        part = torch.tensor([repeated[start : start + PREFILL_CHUNK]], device=model.device)
+        model.base_model(
+            input_ids=part,
+            past_key_values=cache,
+            use_cache=True,
+            **position_inputs(model, part.shape[1], start),
+        )
+    return cache
+
+
+@torch.inference_mode()
+def decode_speed(
+    models: Mapping[str, PreTrainedModel],
+    tokens: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    baseline: str,
+    budget: float,
+    announce: Announce,
+) -> dict[str, list[DecodeRow]]:
+    """Time of one token (batch 1, the head included) after each context; the models take turns, token by token.
+
+    The exact model uses the growing cache that `generate` uses by default. During the measurement each context grows by
+    the tokens timed, 8 to 40 of them. budget: seconds for each context.
+    """
+    rows: dict[str, list[DecodeRow]] = {name: [] for name in models}
+    for context in contexts:
+        announce(f"decoding after {context:,} tokens")
+        caches = {name: prefill(model, tokens, context) for name, model in models.items()}
+        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+        steps = {name: _stepper(models[name], caches[name], tokens[0], context) for name in models}
+        for name, timing in _time_steps(steps, models[baseline].device, baseline, budget).items():
+            rows[name].append(DecodeRow(context, timing, sizes[name]))
+    return rows
+
+
+def _stepper(model: PreTrainedModel, cache: DynamicCache, token: int, context: int) -> Callable[[], None]:
+    ids = torch.tensor([[token]], device=model.device)
+    place = context
+
+    def step() -> None:
+        nonlocal place
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **position_inputs(model, 1, place))
+        place += 1
+
+    return step
+
+
+def _time_steps(
+    steps: Mapping[str, Callable[[], None]], device: torch.device, baseline: str, budget: float
+) -> dict[str, Timing]:
+    """Single steps in turns: unlike other calls they change their cache, so none is repeated within a sample."""
+    names = list(steps)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    began = time.perf_counter()
+    for turn in range(40):
+        for index in range(len(names)):
+            name = names[(index + turn) % len(names)]
+            start = time.perf_counter()
+            steps[name]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            samples[name].append(time.perf_counter() - start)
+        if turn >= 7 and time.perf_counter() - began > budget:
+            break
+    return {name: summarise(samples[name], samples[baseline]) for name in names}

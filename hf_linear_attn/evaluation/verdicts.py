@@ -1,0 +1,146 @@
+"""What the numbers of a report say, in plain words. Reads the report's data only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Longest input for which the report says "short".
+SHORT = 512
+
+
+def verdicts(report: dict[str, Any]) -> list[str]:
+    """Sentences, the most important first."""
+    found = [_best(report), _control(report), _harmful(report), *_transfers(report)]
+    found += [*_speed(report), _short(report), _decode(report)]
+    return [text for text in found if text]
+
+
+def final(mechanism: dict[str, Any]) -> dict[str, Any]:
+    """The quality after transfer, or as patched where nothing is learned."""
+    return mechanism["trained"] or mechanism["untrained"]
+
+
+def task_score(report: dict[str, Any], quality: dict[str, Any]) -> float:
+    """What the best mechanism is chosen by: sentence cosine of an encoder, minus the loss of a decoder."""
+    if report["model"]["kind"] == "decoder":
+        return -quality["perplexity"]["loss"]
+    return quality["sentences"]["cosine"]
+
+
+def best(report: dict[str, Any]) -> dict[str, Any]:
+    """The mechanism nearest to the exact model."""
+    return max(report["mechanisms"], key=lambda held: task_score(report, final(held)))
+
+
+def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:
+    if report["model"]["kind"] == "decoder":
+        exact = report["exact"]["perplexity"]["perplexity"]
+        return f"perplexity {quality['perplexity']['perplexity']:.2f} (exact attention: {exact:.2f})"
+    sentences = quality["sentences"]
+    return (
+        f"sentence embeddings with cosine {sentences['cosine']:.3f} to the exact ones, and the same nearest neighbour "
+        f"for {sentences['same_neighbour']:.0%} of the passages"
+    )
+
+
+def _best(report: dict[str, Any]) -> str:
+    held = best(report)
+    how = f"after {held['transfer']['steps']} steps of attention transfer" if held["transfer"] else "as patched"
+    return f"Nearest to the exact model: {held['name']}, {how}: {_quality_words(report, final(held))}."
+
+
+def _control(report: dict[str, Any]) -> str:
+    words = _quality_words(report, report["control"])
+    return f"For scale, the same model with its attention switched off: {words}."
+
+
+def _harmful(report: dict[str, Any]) -> str:
+    """Mechanisms that are worse than no attention at all."""
+    off = task_score(report, report["control"])
+    worse = [held["name"] for held in report["mechanisms"] if task_score(report, final(held)) < off]
+    if not worse:
+        return ""
+    return (
+        f"Worse here than no attention at all, as converted so far: {_list(worse)}. Fine-tuning would have to follow."
+    )
+
+
+def _transfers(report: dict[str, Any]) -> list[str]:
+    """Where transfer did not help, or hurt: the tables show where it did."""
+    found = []
+    for held in report["mechanisms"]:
+        if held["transfer"] is None:
+            continue
+        before, after = task_score(report, held["untrained"]), task_score(report, held["trained"])
+        if after - before < 0.001:
+            words = "made it worse" if after - before < -0.001 else "changed next to nothing"
+            found.append(f"{held['name']}: {held['transfer']['steps']} steps of transfer {words} on held-out text.")
+    return found
+
+
+def _speed(report: dict[str, Any]) -> list[str]:
+    whole, baseline = report["speed"]["model"], report["speed"]["baseline"]
+    lengths = whole["lengths"]
+    if not lengths:
+        return []
+    crossings = whole["crossover"]
+    always = [name for name, held in crossings.items() if held["relation"] == "at or under"]
+    later = [
+        f"{name} from about {_round(held['length']):,}" for name, held in crossings.items() if held["relation"] == "at"
+    ]
+    never = [name for name, held in crossings.items() if held["relation"] == "none"]
+    parts = [f"{_list(always)} at every measured length ({lengths[0]:,} and more)"] if always else []
+    parts += later
+    found = [f"Whole model faster than {baseline}, in tokens: {', '.join(parts)}."] if parts else []
+    if never:
+        found.append(f"Not faster than {baseline} at {lengths[-1]:,} tokens, the longest measured: {_list(never)}.")
+    rows = ", ".join(f"{name} {_times(whole['rows'][name][-1]['speedup'])}" for name in crossings)
+    found.append(
+        f"At {lengths[-1]:,} tokens: {rows}; an attention that cost nothing would give {_times(whole['ceiling'][-1])}."
+    )
+    return found
+
+
+def _short(report: dict[str, Any]) -> str:
+    """What a short input can gain: at the longest length where that is little."""
+    whole, baseline = report["speed"]["model"], report["speed"]["baseline"]
+    little = [i for i, length in enumerate(whole["lengths"]) if length <= SHORT and whole["ceiling"][i] < 1.5]
+    if not little:
+        return ""
+    index = little[-1]
+    length, share, ceiling = whole["lengths"][index], whole["attention_share"][index], whole["ceiling"][index]
+    text = (
+        f"Short inputs cannot gain: at {length:,} tokens attention is {share:.0%} of the model's time, and even one that "
+        f"cost nothing would give {_times(ceiling)}."
+    )
+    losing = [name for name in whole["crossover"] if whole["rows"][name][index]["speedup"] < 1]
+    if losing:
+        text += f" Slower than {baseline} there: {_list(losing)}."
+    return text
+
+
+def _decode(report: dict[str, Any]) -> str:
+    decode = report["decode"]
+    if not decode:
+        return ""
+    context, baseline = decode["contexts"][-1], decode["baseline"]
+    exact = decode["rows"][baseline][-1]
+    parts = []
+    for name, rows in decode["rows"].items():
+        if name != baseline:
+            smaller = exact["cache_bytes"] / max(rows[-1]["cache_bytes"], 1)
+            parts.append(f"{name} {_times(rows[-1]['speedup'])} with 1/{smaller:,.0f} of the cache")
+    return f"A new token after {context:,}, speed against {baseline} and its growing cache: {', '.join(parts)}."
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _round(value: float) -> int:
+    """Two significant digits: an interpolated length is no more exact than that."""
+    return int(float(f"{value:.2g}"))
