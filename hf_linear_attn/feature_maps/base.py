@@ -32,14 +32,26 @@ class FeatureMap(nn.Module):
     Inputs arrive in float32 (float64 for float64 models); parameters are cast to that dtype before use. `scaling` is
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
     (see `ops.common.Features`).
+
+    A map with `uses_positions` takes a third argument, the places `[B | 1, L]` of the tokens among the real tokens of
+    their rows (None: 0, 1, …); rows of more than `max_length` real tokens never reach it.
     """
 
     num_features: int
+    #: Whether `query` and `key` take positions.
+    uses_positions = False
+    #: Most tokens of a row that a map with positions can tell apart (None: no limit).
+    max_length: int | None = None
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()
         self.shape = shape
         self.options = options
+
+    @classmethod
+    def resolve_options(cls, shape: AttentionShape, options: Any) -> Any:
+        """Fill in what the options leave to the model, so that the saved settings are complete."""
+        return options
 
     def query(self, x: Tensor, scaling: float) -> Features:
         raise NotImplementedError

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops import kernelized as ops
-from ..ops.common import Features, State, compute_dtype
+from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from .base import LinearAttention, visible
 
 
@@ -16,12 +17,14 @@ class KernelizedAttention(LinearAttention):
     """`o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j φ(k_j) v_jᵀ`, `z = Σ_j φ(k_j)`; causal sums stop at i.
 
     Every registered feature map is available as the mechanism of the same name. Time O(L·m·(d + e)), memory O(L·e)
-    for the output plus a bounded block of features; the state is `[G, m, e + 1]` float32 numbers a stream.
+    for the output plus a bounded block of features; the state is `[G, m, e + 1]` float32 numbers a stream, and for maps
+    with positions the number of real tokens of each row, `count [B]`.
     """
 
     dense_masks = True
 
     def __init__(self, shape: AttentionShape, options: Any, feature_map: type[FeatureMap]) -> None:
+        options = feature_map.resolve_options(shape, options)
         super().__init__(shape, options)
         self.feature_map = feature_map(shape, options)
 
@@ -37,28 +40,76 @@ class KernelizedAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
-        def query_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.query(x, scaling)
-
-        def key_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.key(x, scaling)
-
+        positions, counts = self._positions(key, mask, state)
+        maps = self._feature_functions(scaling, positions, query.shape[2])
         size = self.feature_map.num_features
         if not causal:
             if state is not None or keep_state:
                 raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-            return (
-                ops.bidirectional(query, key, value, query_features, key_features, num_features=size, mask=mask),
-                None,
-            )
-        return ops.causal(query, key, value, query_features, key_features, num_features=size, mask=mask, state=state)
+            return ops.bidirectional(query, key, value, *maps, num_features=size, mask=mask), None
+        out, after = ops.causal(query, key, value, *maps, num_features=size, mask=mask, state=state)
+        return out, after if counts is None or after is None else {**after, "count": counts}
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         dtype = compute_dtype(query)
-        features = self.feature_map.query(query.to(dtype), scaling), self.feature_map.key(key.to(dtype), scaling)
+        # A mask [B, H, L, S] has no count of its own; places in the sequence keep all distances inside a document.
+        positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
+        query_features, key_features = self._feature_functions(scaling, positions, query.shape[2])
+        features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
         return ops.dense_weights(*features, visible(mask, query, key, causal))
 
+    def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
+        """Places `[B | 1, S]` of the keys among the real tokens of their rows, and the number of these `[B]`."""
+        if not self.feature_map.uses_positions:
+            return None, None
+        batch, length = key.shape[0], key.shape[2]
+        if mask is None:
+            places = torch.arange(length, device=key.device).unsqueeze(0)
+            counts = torch.full((batch,), length, device=key.device)
+        else:
+            places, counts = mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
+        if state is not None and "count" in state:
+            places, counts = places + state["count"].unsqueeze(1), counts + state["count"]
+        self._check_length(length, counts, resumed=state is not None)
+        return places, counts
+
+    def _check_length(self, length: int, counts: Tensor, resumed: bool) -> None:
+        """Raise where a row has more real tokens than the map was built for.
+
+        Reading the counts waits for the device, so it is left out where the padded length already fits.
+        """
+        limit = self.feature_map.max_length
+        if limit is None or not counts.numel() or (length <= limit and not resumed):
+            return
+        longest = length if torch.compiler.is_compiling() else int(counts.max())
+        if longest > limit:
+            raise ValueError(
+                f"The input has {longest} tokens, but this {type(self.feature_map).__name__} was built for "
+                f"max_length={limit}. Shorten the input, or patch again with max_length={longest} or more."
+            )
+
+    def _feature_functions(
+        self, scaling: float, positions: Tensor | None, queries: int
+    ) -> tuple[FeatureFunction, FeatureFunction]:
+        """The map's two sides as functions of a block and its start; queries are the last `queries` positions."""
+        query_map: Any = self.feature_map.query
+        key_map: Any = self.feature_map.key
+
+        def query_features(x: Tensor, start: int) -> Features:
+            if positions is None:
+                return query_map(x, scaling)
+            first = positions.shape[1] - queries + start
+            return query_map(x, scaling, positions[:, first : first + x.shape[2]])
+
+        def key_features(x: Tensor, start: int) -> Features:
+            if positions is None:
+                return key_map(x, scaling)
+            return key_map(x, scaling, positions[:, start : start + x.shape[2]])
+
+        return query_features, key_features
+
     def state_bytes(self, length: int = 0) -> int:
-        return 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
+        sums = 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
+        return sums + (8 if self.feature_map.uses_positions else 0)

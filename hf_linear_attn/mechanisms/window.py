@@ -28,7 +28,11 @@ class WindowOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.window_size, int) or self.window_size < 1:
             raise ValueError(f"window_size must be a positive integer, got {self.window_size!r}.")
-        build_options(FEATURE_MAPS.get(self.feature_map), dict(self.feature_map_options))
+        entry = FEATURE_MAPS.get(self.feature_map)
+        if entry.cls.uses_positions:
+            # Its state delays keys by the window and does not count the tokens before them.
+            raise ValueError(f"window cannot use {self.feature_map!r}: this feature map needs the tokens' positions.")
+        build_options(entry, dict(self.feature_map_options))
 
 
 @register_attention(

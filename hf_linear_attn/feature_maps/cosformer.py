@@ -1,0 +1,80 @@
+"""cosFormer: relu features, reweighted by the distance between query and key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+
+
+@dataclass(frozen=True)
+class CosformerOptions:
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "M, the longest input; weights fall to 0 at distance M (None: the model's limit)"},
+    )
+    epsilon: float = field(
+        default=0.01,
+        metadata={"help": "added to relu(x); a query that shares no feature with any key sees their average"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
+            raise ValueError(f"max_length must be a positive integer or None, got {self.max_length!r}.")
+        if not 0 <= self.epsilon < 1:
+            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
+
+
+@register_feature_map(
+    "cosformer",
+    description="relu features with cosine weights on the distance, nothing learned",
+    paper="Qin et al. 2022, arXiv:2202.08791",
+    options=CosformerOptions,
+    learned=False,
+    cost="O(L·m·d) time, O(m·d) state, m = 2d",
+    advice="training from scratch where near tokens matter most; inputs up to a fixed length",
+)
+class CosformerFeatureMap(FeatureMap):
+    """`φ(x, i) = relu(x) ⊗ [cos(πi/2M), sin(πi/2M)]`, m = 2d. Qin et al. 2022, arXiv:2202.08791.
+
+    `φ(q, i)·φ(k, j) = relu(q)·relu(k) cos(π(i - j)/2M)`: never negative, since `|i - j| < M`. i is the place of a token
+    among the real tokens of its row, so padding does not move it; in decoding it goes on from the state, which holds a
+    count per row. relu(τx) = τ relu(x), so the model's scale cancels in the normaliser.
+
+    relu leaves a query with no weight at all where it shares no positive feature with any visible key (with small
+    heads the first tokens of a decoder, often), and with nothing but rounding where it nearly does. `epsilon`, added
+    to relu(x), then takes over: the average over the visible keys, near ones first. The paper's map is `epsilon=0`.
+    """
+
+    uses_positions = True
+
+    def __init__(self, shape: AttentionShape, options: CosformerOptions) -> None:
+        super().__init__(shape, options)
+        if options.max_length is None:
+            raise ValueError("cosformer needs max_length, the longest input: this model's config states no limit.")
+        self.max_length: int = options.max_length
+        self.num_features = 2 * shape.head_dim
+
+    @classmethod
+    def resolve_options(cls, shape: AttentionShape, options: CosformerOptions) -> CosformerOptions:
+        return replace(options, max_length=shape.max_length) if options.max_length is None else options
+
+    def query(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
+        """x `[B, H, L, d]`, positions `[B | 1, L]` (None: 0, 1, …) -> features `[B, H, L, 2d]`."""
+        if positions is None:
+            positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
+        angle = (positions.to(x.dtype) * (math.pi / (2 * self.max_length)))[:, None, :, None]
+        values = torch.relu(x) + self.options.epsilon
+        return Features(torch.cat([values * angle.cos(), values * angle.sin()], dim=-1))
+
+    def key(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
+        return self.query(x, scaling, positions)
+
+    def extra_repr(self) -> str:
+        return f"num_features={self.num_features}, max_length={self.max_length}"
