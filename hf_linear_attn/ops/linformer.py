@@ -108,7 +108,7 @@ def causal_blocks(
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = state if state is not None else _empty_blocks(key, value, block, dtype)
     index = past["open_count"][:, None] + token_positions(mask)[0]  # place of each token, counted from the open block
-    blocks = -(-(length + block - 1) // block)  # room for the open tokens (at most block - 1) and the new ones
+    blocks = max(-(-(length + block - 1) // block), 1)  # room for the open tokens (at most block - 1) and the new ones
     room = blocks * block
     index = torch.where(mask, index, room)  # padding goes to one spare place, dropped below
     keys = _place(past["open_key"], mask_tokens(key.to(dtype), mask), index, room).unflatten(2, (blocks, block))

@@ -57,8 +57,10 @@ def _mix(rows: Rows, exact: Tensor, near: list[tuple[Features, Tensor]], far: li
 
     exact: logits `[B, G, R, n, p]` with `-inf` outside the window; near: pairs (key features, allowed); far: states.
     """
-    top = exact.detach().amax(dim=-1) if exact.shape[-1] else exact.new_full(exact.shape[:-1], float("-inf"))
     scaled = rows.features.log_scale is not None or any(keys.log_scale is not None for keys, _ in near)
+    # With a scale, the result does not depend on `top`; without one, `top` is part of the weights and has a gradient.
+    logits = exact.detach() if scaled else exact
+    top = logits.amax(dim=-1) if exact.shape[-1] else exact.new_full(exact.shape[:-1], float("-inf"))
     query_scale = rows.features.log_scale if rows.features.log_scale is not None else torch.zeros_like(top)
     if scaled:
         for keys, allowed in near:
