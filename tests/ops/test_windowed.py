@@ -1,0 +1,167 @@
+"""Windowed attention: the fast forms against the definition in float64, in outputs and in every gradient."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_linear_attn.ops import naive, windowed
+from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+from tests.ops.test_kernelized import SCALING, full_features
+
+BOTH = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+LOG_MIX = torch.tensor([0.3, -0.5, 0.0, 0.8, -0.2, 0.1])
+
+
+def maps(built):
+    return (lambda x, start: built.query(x, SCALING)), (lambda x, start: built.key(x, SCALING))
+
+
+def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None):
+    log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
+    options = {"window": window, "scaling": SCALING, "log_mix": log_mix, "mask": mask}
+    if causal:
+        return windowed.windowed_causal(q, k, v, *maps(built), **options, state=state)
+    return windowed.windowed_bidirectional(q, k, v, *maps(built), **options), None
+
+
+def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None):
+    """With explicit weights; the map and the inputs must be in float64."""
+    log_mix = LOG_MIX[: q.shape[1]].double() if log_mix is None else log_mix
+    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
+    query, key = precise.query(q, SCALING), precise.key(k, SCALING)
+    return naive.windowed_attention(
+        q,
+        k,
+        v,
+        full_features(query),
+        full_features(key),
+        allowed,
+        window=window,
+        causal=causal,
+        scaling=SCALING,
+        log_mix=log_mix,
+        relative=query.log_scale is None,
+    )
+
+
+def defined(built, *inputs, **options):
+    return definition(copy.deepcopy(built).double(), *(x.double() for x in inputs), **options)
+
+
+@BOTH
+@pytest.mark.parametrize(("length", "window"), [(1, 4), (2, 1), (64, 63), (65, 64), (129, 5), (300, 70)])
+@every_feature_map()
+def test_output_equals_the_definition(name, length, window, causal):
+    built, inputs = feature_map(name), qkv(length, value_dim=9)
+    out, _ = fast(built, *inputs, window=window, causal=causal)
+    assert_close(out, defined(built, *inputs, window=window, causal=causal))
+
+
+@BOTH
+@every_feature_map()
+def test_no_tokens_give_no_outputs(name, causal):
+    assert fast(feature_map(name), *qkv(0, value_dim=9), window=4, causal=causal)[0].shape == (2, 4, 0, 9)
+
+
+@BOTH
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_feature_map()
+def test_padding(name, side, causal):
+    built, inputs, mask = feature_map(name), qkv(150, batch=3), padding_mask([150, 90, 0], 150, side)
+    out, _ = fast(built, *inputs, window=20, causal=causal, mask=mask)
+    assert_close(out, defined(built, *inputs, window=20, causal=causal, mask=mask))
+    assert not bool(out[2].any())
+
+
+@BOTH
+@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(1, 1, 3, 1), (6, 2, 5, 11)])
+@every_feature_map()
+def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value_dim, causal):
+    built = feature_map(name, heads, groups, dim)
+    inputs = qkv(131, heads=heads, groups=groups, dim=dim, value_dim=value_dim)
+    mask = padding_mask([131, 70], 131, "left")
+
+    def gradients(compute, built, inputs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        mix = LOG_MIX[:heads].to(leaves[0].dtype).clone().requires_grad_()
+        out = compute(built, *leaves, window=7, causal=causal, log_mix=mix, mask=mask)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        return torch.autograd.grad((out * cotangent).sum(), [*leaves, mix, *built.parameters()])
+
+    actual = gradients(lambda *x, **y: fast(*x, **y)[0], built, inputs)
+    expected = gradients(definition, copy.deepcopy(built).double(), [x.double() for x in inputs])
+    for own, true in zip(actual, expected, strict=True):
+        assert_close(own, true, factor=GRADIENT_FACTOR)
+
+
+@BOTH
+@every_feature_map()
+def test_gradcheck(name, causal):
+    built = feature_map(name, 2, 1, 3).double()
+    inputs = [x.double().requires_grad_() for x in qkv(6, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
+    mix = LOG_MIX[:2].double().requires_grad_()
+    mask = torch.tensor([[False, True, True, True, True, True]])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, mix, *_: fast(built, q, k, v, window=2, causal=causal, log_mix=mix, mask=mask)[0],
+        (*inputs, mix, *built.parameters()),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("length", [1, 30, 90])
+@every_feature_map()
+def test_with_everything_inside_the_window_it_is_exact_attention(name, length, causal):
+    q, k, v = qkv(length)
+    mask = padding_mask([length, length // 2], length, "left")
+    out, _ = fast(feature_map(name), q, k, v, window=90, causal=causal, mask=mask)
+    allowed = naive.visible(mask, 2, length, length, causal)
+    assert_close(out, naive.softmax_attention(q.double(), k.double(), v.double(), allowed, SCALING))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@BOTH
+@every_feature_map()
+def test_poison_in_padding_does_not_spread(name, causal, poison):
+    built, (q, k, v), mask = feature_map(name), qkv(70), padding_mask([70, 41], 70, "left")
+    clean, _ = fast(built, q, k, v, window=9, causal=causal, mask=mask)
+    k[1, :, :29] = poison
+    v[1, :, :29] = poison
+    assert torch.equal(fast(built, q, k, v, window=9, causal=causal, mask=mask)[0], clean)
+
+
+@given(
+    splits=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    window=st.integers(1, 50),
+    repeats=st.integers(1, 3),
+    padding=st.integers(0, 30),
+)
+@every_feature_map()
+def test_any_split_equals_the_whole(name, splits, window, repeats, padding):
+    built, length = feature_map(name, 2 * repeats, 2), sum(splits)
+    inputs = qkv(length, heads=2 * repeats)
+    mask = padding_mask([length, max(length - padding, 0)], length, "left")
+    whole, end = fast(built, *inputs, window=window, causal=True, mask=mask)
+    state, start, parts = None, 0, []
+    for size in splits:
+        now = slice(start, start + size)
+        new = [x[:, :, now] for x in inputs]
+        out, state = fast(built, *new, window=window, causal=True, mask=mask[:, now], state=state)
+        parts.append(out)
+        start += size
+    assert_close(torch.cat(parts, dim=2), whole)
+    assert {name: tensor.shape for name, tensor in state.items()} == {name: x.shape for name, x in end.items()}
+
+
+@BOTH
+@every_feature_map()
+def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
+    built, (q, k, v), mask = feature_map(name), qkv(80), padding_mask([80, 50], 80, "right")
+    out, _ = fast(built, q, k, v, window=6, causal=causal, mask=mask)
+    allowed = naive.visible(mask, 2, 80, 80, causal)
+    weights = windowed.dense_windowed_weights(
+        q, k, *maps(built), window=6, causal=causal, scaling=SCALING, log_mix=LOG_MIX[:4], allowed=allowed
+    )
+    assert_close(weights @ v.repeat_interleave(2, dim=1), out)
