@@ -1,0 +1,159 @@
+"""What every mechanism owes by itself, apart from any model: states, splits, weights, gradients, causality."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import assert_close, entries, every_direction, every_mechanism, mechanism, padding_mask, qkv
+
+SCALING = 0.4
+
+
+def run(module, q, k, v, *, causal, **kwargs):
+    return module(q, k, v, scaling=SCALING, causal=causal, **kwargs)
+
+
+@every_direction()
+def test_gradcheck(name, causal):
+    module = mechanism(name, causal, heads=2, groups=1, dim=3, value_dim=2).double()
+    inputs = [x.double().requires_grad_() for x in qkv(6, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
+    mask = padding_mask([5], 6, "left")
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, *_: run(module, q, k, v, causal=causal, mask=mask)[0],
+        (*inputs, *module.parameters()),
+        fast_mode=True,
+    )
+
+
+@every_direction()
+def test_single_precision_matches_double_in_outputs_and_gradients(name, causal):
+    single = mechanism(name, causal, value_dim=9)
+    inputs, mask = qkv(33, value_dim=9), padding_mask([33, 20], 33, "right")
+
+    def compute(module, inputs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out, _ = run(module, *leaves, causal=causal, mask=mask)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        return [out, *torch.autograd.grad((out * cotangent).sum(), [*leaves, *module.parameters()])]
+
+    actual = compute(single, inputs)
+    expected = compute(single.double(), [x.double() for x in inputs])
+    for own, true in zip(actual, expected, strict=True):
+        assert_close(own, true, factor=10)
+
+
+@every_direction()
+def test_values_may_be_wider_than_keys(name, causal):
+    out, _ = run(mechanism(name, causal, value_dim=11), *qkv(9, value_dim=11), causal=causal)
+    assert out.shape == (2, 4, 9, 11)
+
+
+@every_direction()
+@torch.no_grad()
+def test_weights_times_values_are_the_output(name, causal):
+    module, (q, k, v), mask = mechanism(name, causal), qkv(19), padding_mask([19, 12], 19, "left")
+    weights = module.attention_weights(q, k, scaling=SCALING, causal=causal, mask=mask)
+    out, _ = run(module, q, k, v, causal=causal, mask=mask)
+    real = mask[:, None].expand(-1, 4, -1)
+    assert_close((weights @ v.repeat_interleave(2, dim=1))[real], out[real])
+
+
+@every_direction()
+@torch.no_grad()
+def test_dense_forward_honours_any_mask_where_declared(name, causal):
+    module, (q, k, v) = mechanism(name, causal), qkv(19)
+    if not module.dense_masks:
+        pytest.skip(f"{name} declares that it honours padding masks only")
+    allowed = torch.rand(2, 1, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.6
+    allowed = allowed | torch.eye(19, dtype=torch.bool)
+    out = module.dense_forward(q, k, v, scaling=SCALING, causal=causal, mask=allowed)
+    seen = allowed.tril() if causal else allowed
+    for i in (3, 18):
+        other = v.clone()
+        other[0, :, ~seen[0, 0, i]] = 100.0
+        changed = module.dense_forward(q, k, other, scaling=SCALING, causal=causal, mask=allowed)
+        assert_close(changed[0, :, i], out[0, :, i])
+
+
+@every_mechanism(causal=True)
+@torch.no_grad()
+def test_a_huge_last_token_cannot_change_the_past(name):
+    module, (q, k, v) = mechanism(name, True), qkv(140)
+    first, _ = run(module, q, k, v, causal=True)
+    for x in (q, k, v):
+        x[:, :, -1] *= 20
+    assert_close(run(module, q, k, v, causal=True)[0][:, :, :-1], first[:, :, :-1])
+
+
+@every_mechanism(causal=True)
+def test_gradients_of_the_past_by_the_future_are_zero(name):
+    module, inputs = mechanism(name, True), [x.requires_grad_() for x in qkv(40)]
+    out, _ = run(module, *inputs, causal=True)
+    for grad in torch.autograd.grad(out[:, :, :25].square().sum(), inputs):
+        assert not bool(grad[:, :, 25:].any())
+        assert bool(grad[:, :, :25].any())
+
+
+@every_mechanism(causal=True)
+@settings(max_examples=12)
+@given(
+    splits=st.lists(st.integers(1, 25), min_size=2, max_size=5), padding=st.integers(0, 20), repeats=st.integers(1, 3)
+)
+@torch.no_grad()
+def test_any_split_equals_the_whole(name, splits, padding, repeats):
+    length = sum(splits)
+    module, inputs = mechanism(name, True, heads=2 * repeats), qkv(length, heads=2 * repeats)
+    mask = padding_mask([length, max(length - padding, 1)], length, "left")
+    whole, _ = run(module, *inputs, causal=True, mask=mask)
+    state, start, parts = None, 0, []
+    for size in splits:
+        now = slice(start, start + size)
+        new = [x[:, :, now] for x in inputs]
+        out, state = run(module, *new, causal=True, mask=mask[:, now], state=state, keep_state=True)
+        parts.append(out)
+        start += size
+    real = mask[:, None].expand(-1, 2 * repeats, -1)
+    assert_close(torch.cat(parts, dim=2)[real], whole[real])
+
+
+@every_mechanism(causal=True)
+@settings(max_examples=8)
+@given(rows=st.lists(st.integers(0, 2), min_size=1, max_size=5), first=st.integers(1, 20))
+@torch.no_grad()
+def test_states_can_be_reordered_selected_and_repeated(name, rows, first):
+    module, inputs, order = mechanism(name, True), qkv(21, batch=3), torch.tensor(rows)
+    mask = padding_mask([21, 14, 18], 21, "left")
+    whole, _ = run(module, *inputs, causal=True, mask=mask)
+    head = [x[:, :, :first] for x in inputs]
+    _, state = run(module, *head, causal=True, mask=mask[:, :first], keep_state=True)
+    picked = {key: tensor.index_select(0, order) for key, tensor in state.items()}
+    tail = [x[order][:, :, first:] for x in inputs]
+    out, _ = run(module, *tail, causal=True, mask=mask[order][:, first:], state=picked, keep_state=True)
+    real = mask[order][:, None, first:].expand(-1, 4, -1)
+    assert_close(out[real], whole[order][:, :, first:][real])
+
+
+@every_mechanism(causal=True)
+@torch.no_grad()
+def test_advancing_a_state_leaves_the_old_one_as_it_was(name):
+    module, (q, k, v) = mechanism(name, True), qkv(12)
+    _, state = run(module, q, k, v, causal=True, keep_state=True)
+    before = {key: tensor.clone() for key, tensor in state.items()}
+    run(module, q, k, v, causal=True, state=state, keep_state=True)
+    assert all(torch.equal(state[key], tensor) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in entries() if entry.bidirectional and entry.causal])
+def test_bidirectional_attention_has_no_state(name):
+    with pytest.raises(ValueError, match="Bidirectional attention has no state"):
+        run(mechanism(name, False), *qkv(5), causal=False, keep_state=True)
+
+
+@every_direction()
+@torch.no_grad()
+def test_dtypes_in_are_dtypes_out(name, causal):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        module = mechanism(name, causal).to(dtype)
+        out, _ = run(module, *(x.to(dtype) for x in qkv(9)), causal=causal)
+        assert out.dtype == dtype
