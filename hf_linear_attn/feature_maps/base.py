@@ -27,7 +27,7 @@ class AttentionShape:
 
 
 class FeatureMap(nn.Module):
-    """`φ_q, φ_k`: queries `[B, H, L, d]` and keys `[B, G, L, d]` to non-negative features of size `num_features`.
+    """`φ_q, φ_k`: queries `[B, H, L, d]` and keys `[B, G, L, d]` to features of size `num_features`.
 
     Inputs arrive in float32 (float64 for float64 models); parameters are cast to that dtype before use. `scaling` is
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
@@ -38,6 +38,10 @@ class FeatureMap(nn.Module):
     """
 
     num_features: int
+    #: Whether the products of features are a distribution over keys once normalised (no negative ones, never all zero).
+    distribution = True
+    #: Whether products of features can be negative, so that the normaliser can cross zero (see `ops.common.divide`).
+    signed = False
     #: Whether `query` and `key` take positions.
     uses_positions = False
     #: Most tokens of a row that a map with positions can tell apart (None: no limit).

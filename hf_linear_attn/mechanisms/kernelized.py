@@ -27,6 +27,7 @@ class KernelizedAttention(LinearAttention):
         options = feature_map.resolve_options(shape, options)
         super().__init__(shape, options)
         self.feature_map = feature_map(shape, options)
+        self.distribution = self.feature_map.distribution and not self.feature_map.signed
 
     def forward(
         self,

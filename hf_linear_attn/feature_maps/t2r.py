@@ -1,0 +1,86 @@
+"""T2R: one learned layer with relu as the feature map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+from .favor_plus import gaussian_features
+
+
+@dataclass(frozen=True)
+class T2ROptions:
+    num_features: int | None = field(
+        default=None, metadata={"help": "number of features m per head (None: four times the head size)"}
+    )
+    bias_init: float = field(
+        default=-1.0,
+        metadata={"help": "start of b; below 0 only keys well aligned with a feature count: spikier weights"},
+    )
+    epsilon: float = field(
+        default=0.01,
+        metadata={"help": "added to every feature; a query that shares no feature with any key sees their average"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_features is not None and (not isinstance(self.num_features, int) or self.num_features < 1):
+            raise ValueError(f"num_features must be a positive integer or None, got {self.num_features!r}.")
+        if not abs(self.bias_init) < float("inf"):
+            raise ValueError(f"bias_init must be finite, got {self.bias_init!r}.")
+        if not 0 <= self.epsilon < 1:
+            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
+
+
+@register_feature_map(
+    "t2r",
+    description="learned relu(Wx + b), one map per head for queries and one for keys",
+    paper="Kasai et al. 2021 (T2R), arXiv:2103.13076",
+    options=T2ROptions,
+    learned=True,
+    advice="conversions followed by fine-tuning; no exponentials; untrained it is blunter than hedgehog",
+)
+class T2RFeatureMap(FeatureMap):
+    """`φ(x) = relu(s Wᵀx + b) + ε`, W `[heads, d, m]`, b `[heads, m]`. Kasai et al. 2021, arXiv:2103.13076.
+
+    `s = √(τd)` is a constant, so that W starts at unit rows whatever the model's scale. W starts at `[R, -R]`, R the
+    identity continued by random orthonormal rows, the same for queries and keys. With pairs ±r no token loses all its
+    features, and with b = 0 the map is the even arc-cosine kernel of orthogonal directions: a weight grows with q·k.
+    b < 0 cuts off the features that hardly fire, which sharpens the weights. The paper has ε = 0; a query whose
+    features meet none of the keys' then gets zeros.
+    """
+
+    def __init__(self, shape: AttentionShape, options: T2ROptions) -> None:
+        super().__init__(shape, options)
+        self.num_features = options.num_features or 4 * shape.head_dim
+        self.distribution = options.epsilon > 0
+        start = _paired_rows(shape.head_dim, self.num_features, shape.layer_index)
+        self.query_weight, self.query_bias = self._layer(shape.num_heads, start)
+        self.key_weight, self.key_bias = self._layer(shape.num_key_value_heads, start)
+
+    def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+        bias = torch.full((heads, self.num_features), float(self.options.bias_init), device="cpu")
+        return nn.Parameter(start.expand(heads, -1, -1).clone()), nn.Parameter(bias)
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        return self._features(x, self.query_weight, self.query_bias, scaling)
+
+    def key(self, x: Tensor, scaling: float) -> Features:
+        return self._features(x, self.key_weight, self.key_bias, scaling)
+
+    def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Features:
+        temperature = (scaling * self.shape.head_dim) ** 0.5
+        y = (x @ weight.to(x.dtype)) * temperature + bias.to(x.dtype).unsqueeze(-2)
+        return Features(torch.relu(y) + self.options.epsilon)
+
+
+def _paired_rows(head_dim: int, count: int, layer_index: int) -> Tensor:
+    """`[1, head_dim, count]`: unit rows and their negatives, the identity first (an odd row out has no partner)."""
+    half = (count + 1) // 2
+    extra = gaussian_features(max(half - head_dim, 0), head_dim, seed=layer_index, scaling="constant")
+    rows = torch.cat([torch.eye(head_dim, device="cpu"), extra / head_dim**0.5])[:half]
+    return torch.cat([rows, -rows])[:count].T.unsqueeze(0)

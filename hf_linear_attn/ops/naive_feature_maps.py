@@ -1,0 +1,62 @@
+"""Definitions of kernelized attention for single feature maps, as explicit weights `[B, H, L, S]` from q and k.
+
+Slow, plain, and independent of the feature maps' own code; tests use float64. `naive.normalise` makes outputs of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .naive import repeat_heads
+
+
+def t2r_weights(
+    query: Tensor,
+    key: Tensor,
+    query_layer: tuple[Tensor, Tensor],
+    key_layer: tuple[Tensor, Tensor],
+    scaling: float,
+    epsilon: float,
+) -> Tensor:
+    """`Σ_r (relu(s w_r·q + b_r) + ε)(relu(s u_r·k + c_r) + ε)`, `s = √(τd)`; layers: `W [heads, d, m], b [heads, m]`."""
+    temperature = (scaling * query.shape[-1]) ** 0.5
+
+    def features(x: Tensor, layer: tuple[Tensor, Tensor]) -> Tensor:
+        weight, bias = layer
+        heads = [
+            (temperature * x[:, head] @ weight[head] + bias[head]).clamp_min(0) + epsilon for head in range(x.shape[1])
+        ]
+        return torch.stack(heads, dim=1)
+
+    keys = repeat_heads(features(key, key_layer), query.shape[1])
+    return torch.einsum("bhim,bhjm->bhij", features(query, query_layer), keys)
+
+
+def taylor_weights(
+    query: Tensor, key: Tensor, scaling: float, query_weight: Tensor | None = None, key_weight: Tensor | None = None
+) -> Tensor:
+    """`1 + s + s²/2` with `s = τ q·k`, of projected q and k where there are projections `[heads, d, d']`."""
+    if query_weight is not None and key_weight is not None:
+        query = torch.einsum("bhid,hdp->bhip", query, query_weight)
+        key = torch.einsum("bgid,gdp->bgip", key, key_weight)
+    logits = torch.einsum("bhid,bhjd->bhij", query, repeat_heads(key, query.shape[1])) * scaling
+    return 1 + logits + logits.square() / 2
+
+
+def dpfp_weights(query: Tensor, key: Tensor, scaling: float, nu: int, epsilon: float) -> Tensor:
+    """`Σ_n Σ_i (r_i(q) r_{i+n}(q) + ε)(r_i(k) r_{i+n}(k) + ε)`, `r(x) = relu([x, -x]) √τ`, indices mod 2d, n = 1 … ν."""
+
+    def rectified(x: Tensor) -> Tensor:
+        return scaling**0.5 * torch.cat([x.clamp_min(0), (-x).clamp_min(0)], dim=-1)
+
+    rows, columns = rectified(query), rectified(repeat_heads(key, query.shape[1]))
+    size = rows.shape[-1]
+    weights = torch.zeros(*query.shape[:3], key.shape[2], dtype=query.dtype)
+    for n in range(1, nu + 1):
+        for i in range(size):
+            other = (i + n) % size
+            left = rows[..., i] * rows[..., other] + epsilon
+            right = columns[..., i] * columns[..., other] + epsilon
+            weights = weights + left[..., :, None] * right[..., None, :]
+    return weights

@@ -1,0 +1,201 @@
+"""Feature maps, as the attention they make, against explicit weights in float64: every map with several options."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.ops import common, naive
+from hf_linear_attn.ops import naive_feature_maps as definitions
+from hf_linear_attn.registry import ATTENTIONS, build_options
+from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
+
+SCALING = 0.4
+
+
+def t2r(module: Any, q: Tensor, k: Tensor) -> Tensor:
+    phi = module.feature_map
+    layers = (phi.query_weight, phi.query_bias), (phi.key_weight, phi.key_bias)
+    return definitions.t2r_weights(q, k, *layers, SCALING, phi.options.epsilon)
+
+
+def taylor(module: Any, q: Tensor, k: Tensor) -> Tensor:
+    phi = module.feature_map
+    return definitions.taylor_weights(q, k, SCALING, phi.query_weight, phi.key_weight)
+
+
+def dpfp(module: Any, q: Tensor, k: Tensor) -> Tensor:
+    return definitions.dpfp_weights(q, k, SCALING, module.options.nu, module.options.epsilon)
+
+
+#: Name, options, and the explicit weights.
+CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
+    ("t2r", {}, t2r),
+    ("t2r", {"num_features": 9, "bias_init": 0.5, "epsilon": 0.0}, t2r),
+    ("taylor", {}, taylor),
+    ("taylor", {"projection_dim": 3}, taylor),
+    ("taylor", {"projection_dim": 10}, taylor),
+    ("dpfp", {}, dpfp),
+    ("dpfp", {"nu": 3, "epsilon": 0.1}, dpfp),
+]
+
+
+def label(case: Any) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=label)
+both_directions = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+
+
+def build(case: Any, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
+    hla.list_attentions()
+    name, options, _ = case
+    entry = ATTENTIONS.get(name)
+    module = entry.factory(AttentionShape(heads, groups, dim, value_dim, layer_index=1), build_options(entry, options))
+    for parameter in module.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    return module
+
+
+def run(module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **kwargs: Any) -> Any:
+    return module(q, k, v, scaling=SCALING, causal=causal, keep_state=causal, **kwargs)
+
+
+def definition(case: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Any = None) -> Tensor:
+    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
+    weights = case[2](module, q, k).masked_fill(~allowed, 0.0)
+    if module.feature_map.signed:
+        return definitions.normalise_signed(weights, v)
+    return naive.normalise(weights, v)
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.autograd.grad((out * cotangent).sum(), leaves)
+
+
+@both_directions
+@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(4, 2, 6, 9), (3, 1, 5, 2), (2, 2, 7, 7)])
+@every_case
+def test_outputs_and_gradients_equal_the_definition(case, heads, groups, dim, value_dim, causal):
+    module = build(case, heads, groups, dim, value_dim)
+    precise = copy.deepcopy(module).double()
+    inputs = qkv(131, heads=heads, groups=groups, dim=dim, value_dim=value_dim)
+    mask = padding_mask([131, 70], 131, "left")
+    single = [tensor.clone().requires_grad_() for tensor in inputs]
+    double = [tensor.double().requires_grad_() for tensor in inputs]
+    out, _ = run(module, *single, causal=causal, mask=mask)
+    expected = definition(case, precise, *double, causal=causal, mask=mask)
+    assert_close(out, expected)
+    actual = gradients(out, [*single, *module.parameters()])
+    for own, true in zip(actual, gradients(expected, [*double, *precise.parameters()]), strict=True):
+        assert_close(own, true, factor=GRADIENT_FACTOR)
+
+
+@both_directions
+@pytest.mark.parametrize("length", [0, 1, 2, 17])
+@every_case
+def test_short_inputs(case, length, causal):
+    module, inputs = build(case), qkv(length)
+    out, _ = run(module, *inputs, causal=causal)
+    assert_close(out, definition(case, copy.deepcopy(module).double(), *(x.double() for x in inputs), causal=causal))
+
+
+@both_directions
+@every_case
+def test_gradcheck(case, causal):
+    module = build(case, 2, 1, 3, 2).double()
+    inputs = [x.double().requires_grad_() for x in qkv(5, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
+    mask = torch.tensor([[False, True, True, True, True]])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, *_: run(module, q, k, v, causal=causal, mask=mask)[0], (*inputs, *module.parameters())
+    )
+
+
+@both_directions
+@every_case
+def test_blocks_do_not_change_the_result(case, causal, monkeypatch):
+    monkeypatch.setattr(common, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(common, "BLOCK_QUANTUM", 16)
+    module, inputs = build(case), qkv(49)
+    mask = padding_mask([49, 30], 49, "right")
+    out, _ = run(module, *inputs, causal=causal, mask=mask)
+    precise = copy.deepcopy(module).double()
+    assert_close(out, definition(case, precise, *(x.double() for x in inputs), causal=causal, mask=mask))
+
+
+@pytest.mark.parametrize("splits", [[1] * 9, [4, 1, 130, 7]], ids=str)
+@every_case
+def test_split_and_resume(case, splits):
+    module, inputs = build(case), qkv(sum(splits))
+    mask = torch.rand(2, sum(splits), generator=torch.Generator().manual_seed(0)) < 0.8
+    whole, end = run(module, *inputs, causal=True, mask=mask)
+    state, start, parts = None, 0, []
+    for size in splits:
+        part = slice(start, start + size)
+        out, state = run(module, *(x[:, :, part] for x in inputs), causal=True, mask=mask[:, part], state=state)
+        parts.append(out)
+        start += size
+    assert_close(torch.cat(parts, dim=2), whole)
+    assert set(state) == set(end)
+    for key, tensor in end.items():
+        assert_close(state[key].clamp(min=-1e30), tensor.clamp(min=-1e30))
+    floats = sum(tensor[0].numel() for key, tensor in end.items() if key != "log_scale")
+    assert module.state_bytes() == 4 * floats
+
+
+@every_case
+def test_a_large_last_token_cannot_change_the_past(case):
+    module, (q, k, v) = build(case), qkv(23)
+    first, _ = run(module, q, k, v, causal=True)
+    for tensor in (q, k, v):
+        tensor[:, :, -1] *= 20
+    again, _ = run(module, q, k, v, causal=True)
+    assert_close(again[:, :, :-1], first[:, :, :-1])
+    assert bool(torch.isfinite(again).all())
+
+
+@both_directions
+@every_case
+def test_nan_in_padding_and_rows_without_keys(case, causal):
+    module, (q, k, v) = build(case), qkv(20)
+    mask = padding_mask([20, 11], 20, "left")
+    clean, _ = run(module, q, k, v, causal=causal, mask=mask)
+    k[1, :, :9] = v[1, :, :9] = float("nan")
+    out, state = run(module, q, k, v, causal=causal, mask=mask)
+    assert torch.equal(out, clean)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in (state or {}).values())
+    nothing, _ = run(module, q, k, v, causal=causal, mask=torch.zeros(2, 20, dtype=torch.bool))
+    assert not bool(nothing.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@both_directions
+@every_case
+def test_half_inputs_lose_only_their_own_rounding(case, causal, dtype):
+    module, inputs = build(case), [x.to(dtype) for x in qkv(50)]
+    out, _ = run(module, *inputs, causal=causal)
+    assert out.dtype == dtype
+    precise = copy.deepcopy(module).double()
+    assert_close(out, definition(case, precise, *(x.double() for x in inputs), causal=causal), dtype)
+
+
+@both_directions
+@every_case
+def test_implied_weights_make_the_output(case, causal):
+    module, (q, k, v) = build(case), qkv(33)
+    mask = padding_mask([33, 20], 33, "right")
+    weights = module.attention_weights(q, k, scaling=SCALING, causal=causal, mask=mask)
+    out, _ = run(module, q, k, v, causal=causal, mask=mask)
+    assert_close(weights @ v.repeat_interleave(2, dim=1), out)
+    if module.distribution:
+        assert float(weights.detach().min()) >= 0
+        assert_close(weights.sum(dim=-1), torch.ones(2, 4, 33))
