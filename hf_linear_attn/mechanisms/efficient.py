@@ -1,0 +1,91 @@
+"""Efficient attention: softmax over the features of queries, softmax over the sequence of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from ..ops import efficient as ops
+from ..ops.common import State, mask_tokens
+from ..registry import register_attention
+from .base import LinearAttention, visible
+
+SCALES = ("raw", "split", "matched")
+
+
+@dataclass(frozen=True)
+class EfficientOptions:
+    scale: Literal["raw", "split", "matched"] = field(
+        default="raw",
+        metadata={"help": "factor of q and k: 'raw' (the paper's): 1; 'split': √τ; 'matched': √(τd), see the class"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"scale must be one of {', '.join(map(repr, SCALES))}, got {self.scale!r}.")
+
+
+@register_attention(
+    "efficient",
+    description="softmax of q over features, softmax of k over the sequence, nothing learned",
+    paper="Shen et al. 2018, arXiv:1812.01243",
+    options=EfficientOptions,
+    causal=True,
+    bidirectional=True,
+    learned=False,
+    state="constant",
+    cost="O(L·d²) time, O(d²) state",
+    advice="baseline and training from scratch; the features pool the sequence globally",
+)
+class EfficientAttention(LinearAttention):
+    """`o_i = softmax(s q_i)ᵀ (softmax_j(s k_j)ᵀ V)`, the second softmax over the sequence, one for each feature.
+
+    Shen et al. 2018, arXiv:1812.01243. The weights `Σ_c softmax(s q_i)_c softmax_j(s k_jc)` are a distribution over the
+    keys without a further normaliser. Causal: each feature's softmax runs over the keys j <= i, with its running
+    maximum in the state, so that nothing overflows and no later key touches an earlier row.
+
+    The scale s: 1 as in the paper (`"raw"`), √τ (`"split"`), √(τd) (`"matched"`). To second order in s a weight, relative
+    to the mean of its row, is `1 + (s²/d) Σ_c (q_c - q̄)(k_jc - k̄_c)` (q̄ over features, k̄ over tokens), and softmax
+    attention grows by τ per unit of q·k: s² = τd. Large keys leave that regime, where the features see a few tokens
+    only; on pretrained models `"raw"` had the smaller output error.
+    """
+
+    dense_masks = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        scale = self._scale(scaling)
+        query = mask_tokens(query, mask)  # a NaN there would meet a zero gradient, and spread through the sums
+        if causal:
+            return ops.causal(query, key, value, scale=scale, mask=mask, state=state)
+        if state is not None or keep_state:
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        return ops.bidirectional(query, key, value, scale=scale, mask=mask), None
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        return ops.dense_weights(query, key, visible(mask, query, key, causal), scale=self._scale(scaling))
+
+    def _scale(self, scaling: float) -> float:
+        return {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}[
+            self.options.scale
+        ]
+
+    def state_bytes(self, length: int = 0) -> int:
+        return 4 * self.shape.num_key_value_heads * self.shape.head_dim * (self.shape.value_dim + 2)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.options.scale!r}"

@@ -1,0 +1,194 @@
+"""Efficient attention: queries normalised over the features, keys normalised per feature over the sequence.
+
+    w_ij = Σ_c a_ic exp(k_jc) / Σ_{j' visible to i} exp(k_j'c)      a_i = softmax(q_i)
+
+Every feature has a normaliser of its own, which in the causal form grows from token to token. Shapes: `B` batch, `H`
+query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value size. q and k arrive
+scaled. All sums are kept in float32 (float64 for float64 inputs).
+
+The state holds, with c the running maximum of each feature over the keys so far:
+    `kv`        `[B, G, d, e]`   Σ_j exp(k_j - c) v_jᵀ
+    `k_sum`     `[B, G, d]`      Σ_j exp(k_j - c)
+    `log_scale` `[B, G, d]`      c; `-inf` before the first key
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .common import (
+    DENOMINATOR_EPS,
+    State,
+    block_length,
+    compute_dtype,
+    finite_or_zero,
+    group_heads,
+    mask_tokens,
+)
+
+#: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
+#: explicit for every pair of tokens and feature, since a maximum of the whole chunk would look ahead.
+CHUNK = 128
+PIECE = 8
+
+#: Largest number of elements of the explicit weights' temporaries.
+DENSE_ELEMENTS = 1 << 22
+
+
+def _logits(key: Tensor, scale: float, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return mask_tokens(key.to(dtype) * scale, mask, float("-inf"))
+
+
+def _no_keys(batch: int, groups: int, width: int, value: Tensor, dtype: torch.dtype) -> State:
+    return {
+        "kv": value.new_zeros(batch, groups, width, value.shape[-1], dtype=dtype),
+        "k_sum": value.new_zeros(batch, groups, width, dtype=dtype),
+        "log_scale": value.new_full((batch, groups, width), float("-inf"), dtype=dtype),
+    }
+
+
+def _add_keys(state: State, logits: Tensor, value: Tensor) -> State:
+    """Add keys `[B, G, l, d]` (masked: `-inf`) and values `[B, G, l, e]` (masked: 0) to the sums.
+
+    The sums divided by each other do not depend on c, so no gradient flows through it.
+    """
+    top = torch.maximum(logits.detach().amax(dim=2), state["log_scale"])
+    base = finite_or_zero(top)
+    weights = torch.exp(logits - base.unsqueeze(2))
+    decay = torch.exp(state["log_scale"] - base)
+    return {
+        "kv": state["kv"] * decay.unsqueeze(-1) + weights.transpose(-1, -2) @ value,
+        "k_sum": state["k_sum"] * decay + weights.sum(dim=2),
+        "log_scale": top,
+    }
+
+
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
+    """query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]` -> `[B, H, L, e]`.
+
+    Time O((L + S)·d·e); temporaries O(block·d).
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, width = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    state = _no_keys(batch, groups, width, value, dtype)
+    step = block_length(batch, groups, max(width, value.shape[-1]), keys)
+    for start in range(0, keys, step):
+        block = slice(start, start + step)
+        part = None if mask is None else mask[:, block]
+        logits = _logits(key[:, :, block], scale, part, dtype)
+        state = _add_keys(state, logits, mask_tokens(value[:, :, block].to(dtype), part))
+    table = state["kv"] / state["k_sum"].clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
+    outputs = []
+    step = block_length(batch, heads, max(width, value.shape[-1]), length)
+    for start in range(0, length, step):
+        features = torch.softmax(query[:, :, start : start + step].to(dtype) * scale, dim=-1)
+        folded = features.reshape(batch, groups, -1, width)
+        outputs.append((folded @ table).view(batch, heads, features.shape[2], -1).to(value.dtype))
+    if not outputs:
+        return value.new_zeros(batch, heads, 0, value.shape[-1])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """The same with sums over `j <= i`, continued from `state`; the output and the state after the last token.
+
+    Time O(L·d·(PIECE + e)); temporaries O(CHUNK·PIECE·d + CHUNK/PIECE·d·e) per head. One token: O(d·e).
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, width = query.shape
+    groups = key.shape[1]
+    state = _no_keys(batch, groups, width, value, dtype) if state is None else state
+    outputs = []
+    for start in range(0, length, CHUNK):
+        chunk = slice(start, min(start + CHUNK, length))
+        part = None if mask is None else mask[:, chunk]
+        features = torch.softmax(query[:, :, chunk].to(dtype) * scale, dim=-1)
+        logits = _logits(key[:, :, chunk], scale, part, dtype)
+        values = mask_tokens(value[:, :, chunk].to(dtype), part)
+        out, state = _causal_chunk(group_heads(features, groups), logits, values, state)
+        outputs.append(out.reshape(batch, heads, -1, value.shape[-1]).to(value.dtype))
+    if not outputs:
+        return value.new_zeros(batch, heads, 0, value.shape[-1]), state
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+
+
+def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State) -> tuple[Tensor, State]:
+    """One chunk of n tokens: features `[B, G, R, n, d]`, logits `[B, G, n, d]`, value `[B, G, n, e]`.
+
+    Row i is relative to its own running maximum c_i. Keys of its piece enter with the explicit `exp(k_j - c_i)`, older
+    ones with the sums up to the end of the piece before, relative to the maximum there: both factors are at most 1.
+    """
+    length = logits.shape[2]
+    size = min(PIECE, length)
+    count = -(-length // size)
+    spare = count * size - length
+    logits = functional.pad(logits, (0, 0, 0, spare), value=float("-inf")).unflatten(2, (count, size))
+    value = functional.pad(value, (0, 0, 0, spare)).unflatten(2, (count, size))
+    features = functional.pad(features, (0, 0, 0, spare)).unflatten(3, (count, size))
+
+    carried = state["log_scale"].unsqueeze(2)  # [B, G, 1, d]
+    running = logits.detach().flatten(2, 3).cummax(dim=2).values
+    running = torch.maximum(running, carried).unflatten(2, (count, size))
+    rows = finite_or_zero(running)
+    sums, tops = _piece_sums(logits, value, running[:, :, :, -1], state)
+
+    order = torch.arange(size, device=logits.device)
+    later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [t, s, 1]
+    inside = (logits.unsqueeze(3) - rows.unsqueeze(4)).masked_fill(later, float("-inf")).exp()  # [B, G, N, t, s, d]
+    past = torch.exp(tops[:, :, :-1, None] - rows)  # [B, G, N, t, d]
+    total = inside.sum(dim=4) + past * sums["k_sum"][:, :, :-1, None]
+    shares = features / total.clamp_min(DENOMINATOR_EPS).unsqueeze(2)  # [B, G, R, N, t, d]
+    weights = torch.einsum("bgrntd,bgntsd->bgrnts", shares, inside)
+    out = weights @ value.unsqueeze(2) + (shares * past.unsqueeze(2)) @ sums["kv"][:, :, None, :-1]
+    after = {"kv": sums["kv"][:, :, -1], "k_sum": sums["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
+    return out.flatten(3, 4)[:, :, :, :length], after
+
+
+def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, state: State) -> tuple[State, Tensor]:
+    """Sums over all keys up to the end of each of N pieces, from the carried ones on.
+
+    logits `[B, G, N, t, d]`, value `[B, G, N, t, e]`, ends `[B, G, N, d]` (the maximum up to each piece's end) ->
+    `kv [B, G, N + 1, d, e]`, `k_sum [B, G, N + 1, d]` and the maxima `[B, G, N + 1, d]` that they are relative to.
+    """
+    weights = torch.exp(logits - finite_or_zero(ends).unsqueeze(3))
+    key_value = torch.cat([state["kv"].unsqueeze(2), weights.transpose(-1, -2) @ value], dim=2)
+    key_sum = torch.cat([state["k_sum"].unsqueeze(2), weights.sum(dim=3)], dim=2)
+    tops = torch.cat([state["log_scale"].unsqueeze(2), ends], dim=2)
+    order = torch.arange(tops.shape[2], device=tops.device)
+    later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [p, s, 1]
+    gap = tops.unsqueeze(2) - finite_or_zero(tops).unsqueeze(3)  # [B, G, p, s, d]
+    decay = gap.masked_fill(later, float("-inf")).exp()
+    return {
+        "kv": torch.einsum("bgpsd,bgsde->bgpde", decay, key_value),
+        "k_sum": torch.einsum("bgpsd,bgsd->bgpd", decay, key_sum),
+    }, tops
+
+
+def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) -> Tensor:
+    """Explicit weights `[B, H, L, S]`; allowed `[B | 1, H | 1, L, S]`. O(L·S·d) time, O(L·S) memory: for study."""
+    dtype = compute_dtype(query)
+    batch, heads, length, width = query.shape
+    keys = key.shape[2]
+    features = torch.softmax(query.to(dtype) * scale, dim=-1)
+    logits = (key.to(dtype) * scale).repeat_interleave(heads // key.shape[1], dim=1).unsqueeze(2)
+    step = max(DENSE_ELEMENTS // max(batch * heads * keys * width, 1), 1)
+    blocks = []
+    for start in range(0, length, step):
+        rows = slice(start, start + step)
+        seen = logits.masked_fill(~allowed[:, :, rows].unsqueeze(-1), float("-inf"))  # [B, H, r, S, d]
+        if keys:
+            seen = (seen - finite_or_zero(seen.detach().amax(dim=3, keepdim=True))).exp()
+        shares = features[:, :, rows] / seen.sum(dim=3).clamp_min(DENOMINATOR_EPS)
+        blocks.append((seen @ shares.unsqueeze(-1)).squeeze(-1))
+    return torch.cat(blocks, dim=2) if blocks else features.new_zeros(batch, heads, 0, keys)
