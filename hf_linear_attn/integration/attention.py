@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
@@ -322,7 +323,8 @@ def _observed_masks(mask: Tensor | None, query: Tensor, key: Tensor, causal: boo
 def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of every self-attention module of a patched model: puts our state into the cache in use."""
     take_layer()  # left over where an earlier call raised
-    cache = kwargs.get("past_key_values")
+    # Called past_key_values almost everywhere (layer_past in GPT-NeoX), and seldom passed by position.
+    cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, Cache)), None)
     index = getattr(module, "layer_idx", None)
     if cache is None or index is None:
         return
