@@ -51,8 +51,8 @@ def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
     """A mask that leaves out the newest tokens would silently hide them. (Lengths may be tensors while compiling.)"""
     if isinstance(seen, int) and isinstance(new, int) and attention_mask.shape[1] < seen + new:
         raise ValueError(
-            f"The attention mask has shape {tuple(attention_mask.shape)}; it must cover all {seen + new} tokens seen so "
-            f"far ({seen} in the cache and {new} new ones)."
+            f"The attention mask has shape {tuple(attention_mask.shape)}; it must cover all {seen + new} tokens "
+            f"seen so far ({seen} in the cache and {new} new ones)."
         )
 
 
