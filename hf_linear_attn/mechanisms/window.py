@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
 from ..ops import windowed as ops
+from ..ops.banded import windowed_bidirectional
 from ..ops.common import Features, State, compute_dtype
 from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
@@ -61,6 +62,11 @@ class WindowAttention(LinearAttention):
         super().__init__(shape, options)
         entry = FEATURE_MAPS.get(options.feature_map)
         self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        if self.feature_map.signed:
+            raise ValueError(
+                f"window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
+                "normaliser over them and the exact weights could cross zero."
+            )
         self.log_mix = nn.Parameter(torch.full((shape.num_heads,), float(options.mix_init), device="cpu"))
 
     def forward(
@@ -75,6 +81,8 @@ class WindowAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
+        if state is None:
+            self.feature_map.begin_forward()
         maps = self._feature_functions(scaling)
         window = self.options.window_size
         if causal:
@@ -83,7 +91,7 @@ class WindowAttention(LinearAttention):
             )
         if state is not None or keep_state:
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        out = ops.windowed_bidirectional(
+        out = windowed_bidirectional(
             query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask
         )
         return out, None
@@ -92,26 +100,26 @@ class WindowAttention(LinearAttention):
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         return ops.dense_windowed_weights(
-            query.to(compute_dtype(query)),
+            query,
             key,
             *self._feature_functions(scaling),
-            window=self.options.window_size,
-            causal=causal,
+            inside=self._inside(query, key, causal, mask),
+            allowed=visible(mask, query, key, causal),
             scaling=scaling,
             log_mix=self.log_mix,
-            allowed=visible(mask, query, key, causal),
         )
 
     def branch_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(query)
-        length, keys = query.shape[2], key.shape[2]
-        places = torch.arange(keys, device=key.device)
-        distance = (places[keys - length :].unsqueeze(-1) - places).abs()
-        outside = visible(mask, query, key, causal) & (distance >= self.options.window_size)
+        outside = visible(mask, query, key, causal) & ~self._inside(query, key, causal, mask)
         features = self.feature_map.query(query.to(dtype), scaling), self.feature_map.key(key.to(dtype), scaling)
         return dense_weights(*features, outside), outside
+
+    def _inside(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+        places = ops.places(mask, key.shape[2], causal, key.device)
+        return ops.inside_window(places, query.shape[2], self.options.window_size, causal)
 
     def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
         def query_features(x: Tensor, start: int) -> Features:

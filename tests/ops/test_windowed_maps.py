@@ -1,0 +1,241 @@
+"""Exact windows over feature maps, with and without a log scale: fast forms against the definition."""
+
+import pytest
+import torch
+
+from hf_linear_attn.ops import banded, naive, windowed
+from hf_linear_attn.ops.common import Features
+from tests.helpers import assert_close, feature_map, padding_mask, qkv
+
+WINDOW = 5
+MAPS = ("hedgehog", "favor+")
+FORMS = {True: windowed.windowed_causal, False: banded.windowed_bidirectional}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(windowed, "CAUSAL_CHUNK", 8)
+    monkeypatch.setattr(banded, "MIN_BLOCK", 4)
+    monkeypatch.setattr(banded, "MIN_GROUP", 2)
+    monkeypatch.setattr(banded, "GROUP_ELEMENTS", 1)
+
+
+class Case:
+    """One call in float64: leaves that need gradients, the fast form and the definition of it."""
+
+    def __init__(self, name, length, causal, window=WINDOW, groups=2, value_dim=3, mask=None, size=1.0):
+        self.causal, self.window, self.mask = causal, window, mask
+        torch.manual_seed(0)
+        self.map = feature_map(name, groups=groups).double()
+        tensors = [size * t.double() for t in qkv(length, groups=groups, value_dim=value_dim)]
+        mix = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.leaves = [t.requires_grad_() for t in (*tensors, mix)]
+        self.learned = [parameter.requires_grad_() for parameter in self.map.parameters()]
+
+    def settings(self):
+        return {"window": self.window, "scaling": 0.4, "log_mix": self.leaves[3]}
+
+    def features(self):
+        return (lambda x, start: self.map.query(x, 0.4)), (lambda x, start: self.map.key(x, 0.4))
+
+    def fast(self):
+        out = FORMS[self.causal](*self.leaves[:3], *self.features(), mask=self.mask, **self.settings())
+        return out[0] if self.causal else out
+
+    def definition(self):
+        q, k, v, _ = self.leaves
+        phi_q, phi_k = (unscaled(f(x, 0)) for f, x in zip(self.features(), (q, k), strict=True))
+        allowed = naive.visible(self.mask, 2, q.shape[2], k.shape[2], self.causal)
+        relative = self.map.query(q, 0.4).log_scale is None
+        settings = {**self.settings(), "relative": relative, "causal": self.causal}
+        return naive.windowed_attention(q, k, v, phi_q, phi_k, allowed, **settings)
+
+    def check(self):
+        out, expected = self.fast(), self.definition()
+        real = torch.ones(out.shape[0], out.shape[2], dtype=torch.bool) if self.mask is None else self.mask
+        out, expected = (t.transpose(1, 2)[real] for t in (out, expected))
+        assert_close(out, expected, torch.float64)
+        probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        fast, slow = (torch.autograd.grad((t * probe).sum(), self.leaves + self.learned) for t in (out, expected))
+        for got, wanted in zip(fast, slow, strict=True):
+            floor = 1e-6 * torch.ones(1, dtype=torch.float64)  # a gradient may be zero but for rounding
+            assert_close(torch.cat([got.flatten(), floor]), torch.cat([wanted.flatten(), floor]), torch.float64, 10)
+
+
+def unscaled(features: Features):
+    return features.values if features.log_scale is None else features.values * features.log_scale.exp().unsqueeze(-1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 31, 50])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_outputs_and_gradients_equal_the_definition(name, causal, length):
+    Case(name, length, causal).check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 7, 13, 100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_any_window(name, causal, window):
+    Case(name, 29, causal, window=window).check()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_grouped_heads(name, causal, groups):
+    Case(name, 27, causal, groups=groups).check()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_masks(name, causal, side):
+    Case(name, 30, causal, mask=padding_mask([30, 11], 30, side)).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_queries_and_keys_share_one_stabiliser(causal):
+    Case("favor+", 30, causal, size=4.0).check()
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_default_blocks(name, monkeypatch):
+    monkeypatch.undo()
+    Case(name, 150, False, window=64).check()
+    Case(name, 150, True, window=64).check()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_a_window_over_everything_is_exact_attention(name, causal):
+    case = Case(name, 20, causal, window=20)
+    q, k, v, _ = case.leaves
+    exact = naive.softmax_attention(q, k, v, naive.visible(None, 2, 20, 20, causal), 0.4)
+    assert_close(case.fast(), exact, torch.float64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_nan_in_padding_stays_there(name, causal):
+    mask = padding_mask([24, 9], 24, "right")
+    case = Case(name, 24, causal, mask=mask)
+    expected = case.fast().transpose(1, 2)[mask]
+    with torch.no_grad():
+        for tensor in case.leaves[:3]:
+            tensor.transpose(1, 2)[~mask] = float("nan")
+    out = case.fast().transpose(1, 2)[mask]
+    assert torch.equal(out, expected)
+    for gradient in torch.autograd.grad(out.square().sum(), case.leaves + case.learned):
+        assert bool(torch.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_rows_of_padding_are_zero(name, causal):
+    case = Case(name, 13, causal, mask=torch.stack([torch.ones(13), torch.zeros(13)]).bool())
+    assert float(case.fast()[1].detach().abs().max()) == 0.0
+
+
+def states(name, pieces, masks, length=33):
+    case = Case(name, length, True)
+    q, k, v = (t.detach() for t in case.leaves[:3])
+    outs, state, start = [], None, 0
+    for size, mask in zip(pieces, masks, strict=True):
+        part = (t[:, :, start : start + size] for t in (q, k, v))
+        out, state = windowed.windowed_causal(*part, *case.features(), mask=mask, state=state, **case.settings())
+        outs.append(out)
+        start += size
+    return torch.cat(outs, dim=2), state
+
+
+@pytest.mark.parametrize("pieces", [(1,) * 33, (2, 0, 17, 1, 13), (0, 32, 1)])
+@pytest.mark.parametrize("name", MAPS)
+def test_split_and_resume(name, pieces):
+    whole, state = states(name, (33,), (None,))
+    parts, resumed = states(name, pieces, [None] * len(pieces))
+    assert_close(parts, whole, torch.float64)
+    for key, tensor in state.items():
+        if tensor.is_floating_point():
+            assert_close(resumed[key], tensor, torch.float64)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_padding_anywhere_leaves_outputs_and_states_as_they_are(name):
+    case = Case(name, 20, True)
+    tensors = [t.detach()[:1] for t in case.leaves[:3]]
+    alone, state = windowed.windowed_causal(*tensors, *case.features(), **case.settings())
+    real = torch.zeros(1, 33, dtype=torch.bool)
+    real[:, [0, 1, 2, 5, 7, *range(9, 20), 25, 26, 28, 30]] = True
+    spread = []
+    for tensor in tensors:
+        wide = torch.full((1, tensor.shape[1], 33, tensor.shape[3]), float("nan"), dtype=torch.float64)
+        wide.transpose(1, 2)[real] = tensor.transpose(1, 2)[0]
+        spread.append(wide)
+    outs, after = [], None
+    for start, stop in ((0, 6), (6, 24), (24, 33)):
+        part = [t[:, :, start:stop] for t in spread]
+        mask = real[:, start:stop]
+        out, after = windowed.windowed_causal(*part, *case.features(), mask=mask, state=after, **case.settings())
+        outs.append(out)
+    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
+    for key in state:
+        shown = state["ring_mask"][:, None, :, None] if key in ("ring_key", "ring_value") else torch.tensor(True)
+        assert_close(*(t[key].masked_fill(~shown, 0).double() for t in (after, state)), torch.float64)
+    assert_close(after["kv"], state["kv"], torch.float64)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_large_last_token_does_not_change_the_past(name):
+    case = Case(name, 25, True)
+    first = case.fast()
+    with torch.no_grad():
+        for tensor in case.leaves[:3]:
+            tensor[:, :, -1] *= 20
+    assert torch.equal(case.fast()[:, :, :-1], first[:, :, :-1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_gradcheck(name, causal):
+    case = Case(name, 9, causal, window=3)
+    leaves = [tensor[:1].detach().requires_grad_() for tensor in case.leaves[:3]]
+
+    def run(q, k, v, mix):
+        settings = {**case.settings(), "log_mix": mix}
+        out = FORMS[causal](q, k, v, *case.features(), **settings)
+        return out[0] if causal else out
+
+    assert torch.autograd.gradcheck(run, (*leaves, case.leaves[3]), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_half_precision(name, causal, dtype):
+    case = Case(name, 30, causal, size=3.0)
+    case.leaves[:3] = [tensor.detach().to(dtype) for tensor in case.leaves[:3]]
+    low = case.fast()
+    case.leaves[:3] = [tensor.double() for tensor in case.leaves[:3]]
+    assert low.dtype == dtype
+    assert_close(low, case.definition(), dtype)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_explicit_weights_give_the_same_output(name, causal, side):
+    case = Case(name, 26, causal, mask=padding_mask([26, 12], 26, side))
+    q, k, v, mix = case.leaves
+    inside = windowed.inside_window(windowed.places(case.mask, 26, causal, q.device), 26, WINDOW, causal)
+    allowed = naive.visible(case.mask, 2, 26, 26, causal)
+    weights = windowed.dense_windowed_weights(
+        q, k, *case.features(), inside=inside, allowed=allowed, scaling=0.4, log_mix=mix
+    )
+    out = weights @ naive.repeat_heads(v, 4)
+    assert_close(*(t.transpose(1, 2)[case.mask] for t in (out, case.fast())), torch.float64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_tokens(causal):
+    assert Case("favor+", 0, causal).fast().shape == (2, 4, 0, 3)
