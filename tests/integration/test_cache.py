@@ -1,0 +1,249 @@
+"""The recurrent state as a cache layer, against a plain list of tokens."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.cache import LinearStateLayer, adopt, take_layer
+from hf_linear_attn.registry import ATTENTIONS
+from tests.helpers import DECODERS, GPT2, LLAMA, assert_close, every_pair, logits, patched, token_ids
+
+
+def summed(key, value, mask, state):
+    """A toy state: the sum of all keys, `[B]`."""
+    total = key.sum(dim=(1, 2, 3))
+    return {"sum": total if state is None else state["sum"] + total}
+
+
+class Pair:
+    """A cache layer and the plain model of it: one list of numbers per row."""
+
+    def __init__(self, rows):
+        self.layer, self.rows, self.next = LinearStateLayer(), [[] for _ in range(rows)], 1.0
+
+    def append(self, count):
+        new = torch.arange(self.next, self.next + len(self.rows) * count).view(len(self.rows), count)
+        self.next += new.numel()
+        for row, tokens in zip(self.rows, new.tolist(), strict=True):
+            row.extend(tokens)
+        key = new[:, None, :, None].double()
+        self.layer.arm()
+        self.layer.update(key, key)
+        assert take_layer() is self.layer
+        state = self.layer.state_on(key.device)
+        self.layer.advance(summed(key, key, None, state), key, key, None, summed)
+
+    def rearrange(self, order):
+        self.rows = [list(self.rows[row]) for row in order]
+
+    def check(self):
+        if not self.rows[0]:
+            assert self.layer.get_seq_length() == 0
+            return
+        assert self.layer.get_seq_length() == len(self.rows[0])
+        assert self.layer.state["sum"].tolist() == [sum(row) for row in self.rows]
+        assert self.layer.get_mask_sizes(3) == (len(self.rows[0]) + 3, 0)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "reorder", "repeat", "select", "reset", "record", "crop", "offload", "copy"]),
+        st.integers(0, 5),
+    ),
+    max_size=14,
+)
+
+
+def apply(pair, recorded, operation, number):
+    """One operation on both sides; returns the number of tokens that may be taken back, None where not recording."""
+    layer, rows = pair.layer, len(pair.rows)
+    if operation == "append" or not layer.is_initialized:
+        pair.append(number + 1)
+        return None if recorded is None else recorded + number + 1
+    if operation == "reorder":
+        order = [(row + number) % rows for row in range(rows)]
+        layer.reorder_cache(torch.tensor(order))
+        pair.rearrange(order)
+    elif operation == "repeat" and rows < 8:
+        layer.batch_repeat_interleave(2)
+        pair.rearrange([row for row in range(rows) for _ in range(2)])
+    elif operation == "select":
+        order = [number % rows, rows - 1]
+        layer.batch_select_indices(torch.tensor(order))
+        pair.rearrange(order)
+    elif operation == "reset":
+        layer.reset()
+        pair.rows = [[] for _ in pair.rows]
+        return None if recorded is None else 0
+    elif operation == "record":
+        layer.activate_past_recording()
+        return recorded or 0
+    elif operation == "crop" and recorded is not None and number <= recorded:
+        layer.crop(-number)
+        pair.rows = [row[: len(row) - number] for row in pair.rows]
+        return 0
+    elif operation == "offload":
+        layer.offload()
+        layer.prefetch()
+    elif operation == "copy":
+        pair.layer = copy.deepcopy(layer)
+    return recorded
+
+
+@given(operations=OPERATIONS, rows=st.integers(1, 3))
+def test_any_sequence_of_operations_keeps_the_tokens(operations, rows):
+    pair, recorded = Pair(rows), None
+    for operation, number in operations:
+        recorded = apply(pair, recorded, operation, number)
+        pair.check()
+
+
+def test_cropping_without_a_record_is_refused():
+    pair = Pair(1)
+    pair.append(5)
+    with pytest.raises(ValueError, match=r"Cannot remove the last 2 tokens.*activate_past_recording"):
+        pair.layer.crop(-2)
+    pair.check()
+    pair.layer.activate_past_recording()
+    pair.append(3)
+    with pytest.raises(ValueError, match=r"Cannot remove the last 4 tokens.*3 tokens recorded"):
+        pair.layer.crop(-4)
+    with pytest.raises(ValueError, match=r"crop\(2\).*negative"):
+        pair.layer.crop(2)
+    pair.check()
+
+
+def test_an_update_that_nobody_announced_is_refused():
+    layer = LinearStateLayer()
+    with pytest.raises(RuntimeError, match=r"given to one without\. Start with a new cache"):
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+
+
+def test_adopting_keeps_what_is_ours_and_refuses_foreign_tokens():
+    cache = DynamicCache()
+    own = adopt(cache, 1)
+    assert adopt(cache, 1) is own
+    cache.layers[0].update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1))
+    with pytest.raises(ValueError, match="Layer 0 of the given cache holds 3 tokens of exact attention"):
+        adopt(cache, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In models
+
+
+def prompt_cache(model, ids):
+    with torch.no_grad():
+        return model(ids, use_cache=True).past_key_values
+
+
+@every_pair(DECODERS)
+def test_the_state_does_not_grow_where_declared_constant(name, family):
+    model = patched(name, family)
+    sizes = [
+        sum(layer.nbytes() for layer in prompt_cache(model, token_ids(1, length)).layers) for length in (2, 20, 80)
+    ]
+    if ATTENTIONS.get(name).state == "constant":
+        # Shows a bug: KernelizedAttention.state_bytes leaves out log_scale, 4 bytes a key-value head (favor+).
+        assert sizes[0] == sizes[1] == sizes[2] == hla.patch_report(model).state_bytes
+    else:
+        assert sizes[2] < sizes_of_keys_and_values(model, 80)
+
+
+def sizes_of_keys_and_values(model, length):
+    heads, layers = getattr(model.config, "num_key_value_heads", 4), 2
+    return layers * length * heads * 2 * 8 * 4
+
+
+@every_pair(DECODERS)
+def test_one_prompt_two_continuations(name, family):
+    model, prompt = patched(name, family), token_ids(1, 9)
+    cache = prompt_cache(model, prompt)
+    for seed in (1, 2):
+        tail = token_ids(1, 6, seed=seed)
+        out = logits(model, tail, past_key_values=copy.deepcopy(cache))
+        assert_close(out, logits(model, torch.cat([prompt, tail], dim=1))[:, 9:])
+    assert cache.get_seq_length() == 9
+
+
+@every_pair(DECODERS)
+def test_reordering_a_cache_of_a_model(name, family):
+    model, ids = patched(name, family), token_ids(3, 15)
+    full, cache = logits(model, ids), prompt_cache(model, ids[:, :9])
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    assert_close(logits(model, ids[order][:, 9:], past_key_values=cache), full[order][:, 9:])
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)
+    assert cache.get_seq_length() == 15
+    more = token_ids(2, 3, seed=4)
+    whole = torch.cat([ids[:1].expand(2, -1), more], dim=1)
+    assert_close(logits(model, more, past_key_values=cache), logits(model, whole)[:, 15:])
+
+
+@every_pair(DECODERS)
+def test_taking_tokens_back_after_recording(name, family):
+    model, ids = patched(name, family), token_ids(2, 18)
+    cache = prompt_cache(model, ids[:, :8])
+    cache.activate_past_recording()
+    logits(model, ids[:, 8:10], past_key_values=cache)
+    logits(model, token_ids(2, 5, seed=9), past_key_values=cache)
+    cache.crop(-6)
+    assert cache.get_seq_length() == 9
+    assert_close(logits(model, ids[:, 9:], past_key_values=cache), logits(model, ids)[:, 9:])
+
+
+def test_a_reset_cache_starts_afresh():
+    model, ids = patched("hedgehog", GPT2), token_ids(2, 9)
+    cache = prompt_cache(model, token_ids(2, 5, seed=2))
+    cache.reset()
+    assert_close(logits(model, ids, past_key_values=cache), logits(model, ids))
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_caches_do_not_cross_between_patched_and_exact_models(family):
+    model, exact = patched("hedgehog", family), family.build()
+    with pytest.raises(RuntimeError, match=r"given to one without\. Start with a new cache"):
+        exact(token_ids(), past_key_values=prompt_cache(model, token_ids()))
+    with pytest.raises(ValueError, match="tokens of exact attention, which linear attention cannot continue"):
+        model(token_ids(), past_key_values=prompt_cache(exact, token_ids()))
+    assert bool(torch.isfinite(logits(model, token_ids())).all())
+
+
+def test_a_given_empty_cache_is_filled_with_states():
+    model, cache = patched("hedgehog", LLAMA), DynamicCache()
+    logits(model, token_ids(), past_key_values=cache)
+    assert all(isinstance(layer, LinearStateLayer) for layer in cache.layers)
+    assert cache.get_seq_length() == 21
+
+
+def test_states_of_threads_do_not_mix():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = patched("hedgehog", GPT2)
+    batches = [token_ids(1, 9, seed=seed) for seed in range(8)]
+    expected = [logits(model, ids) for ids in batches]
+
+    def decode(ids):
+        cache = prompt_cache(model, ids[:, :4])
+        return logits(model, ids[:, 4:], past_key_values=cache)
+
+    with ThreadPoolExecutor(4) as pool:
+        for out, whole in zip(pool.map(decode, batches), expected, strict=True):
+            assert_close(out, whole[:, 4:])
+
+
+def test_an_error_in_the_middle_leaves_no_state_behind():
+    model = patched("hedgehog", GPT2)
+    with pytest.raises(ValueError, match="mask"):
+        model(token_ids(1, 4), attention_mask=torch.ones(1, 3), past_key_values=DynamicCache())
+    assert_close(logits(model, token_ids()), logits(patched_twin(model), token_ids()))
+
+
+def patched_twin(model):
+    return copy.deepcopy(model)

@@ -1,0 +1,162 @@
+"""generate() in every mode: the tokens are those of use_cache=False."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2LMHeadModel
+from transformers.generation.streamers import BaseStreamer
+
+import hf_linear_attn as hla
+from tests.helpers import DECODERS, assert_close, every_pair, gpt2_config, logits, padded_batch, patched, token_ids
+
+EITHER = pytest.mark.parametrize("family", DECODERS, ids=str)
+NEW = 8
+
+
+def generate(model, ids, **settings):
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **settings})
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@every_pair(DECODERS)
+def test_greedy(name, family):
+    model = patched(name, family)
+    tokens = generate(model, token_ids(2, 7))
+    assert tokens.shape == (2, 7 + NEW)
+    assert torch.equal(tokens, generate(model, token_ids(2, 7), use_cache=False))
+    ids = token_ids(2, 7)
+    for _ in range(NEW):
+        ids = torch.cat([ids, logits(model, ids)[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(tokens, ids)
+
+
+@every_pair(DECODERS)
+def test_beam_search(name, family):
+    model = patched(name, family)
+    settings = {"num_beams": 3, "num_return_sequences": 2}
+    cached = generate(model, token_ids(2, 7), **settings)
+    assert cached.shape == (4, 7 + NEW)
+    assert torch.equal(cached, generate(model, token_ids(2, 7), use_cache=False, **settings))
+
+
+@every_pair(DECODERS)
+def test_each_row_of_a_left_padded_batch_equals_the_row_alone(name, family):
+    model = patched(name, family)
+    rows = [token_ids(1, length, seed=length)[0] for length in (3, 11, 8)]
+    batch = padded_batch(rows, "left")
+    together = generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    for row, tokens in enumerate(rows):
+        assert torch.equal(together[row, -NEW:], generate(model, tokens[None])[0, -NEW:])
+
+
+@every_pair(DECODERS)
+def test_chunked_prefill(name, family):
+    model = patched(name, family)
+    chunked = generate(model, token_ids(2, 17), prefill_chunk_size=5)
+    assert torch.equal(chunked, generate(model, token_ids(2, 17)))
+
+
+@every_pair(DECODERS)
+def test_assisted_decoding(name, family):
+    model, ids = patched(name, family), token_ids(1, 9)
+    expected = generate(model, ids)
+    assert torch.equal(generate(model, ids, assistant_model=patched(name, family)), expected)
+    assert torch.equal(generate(model, ids, assistant_model=family.build()), expected)
+    repeated = torch.cat([ids, ids], dim=1)
+    assert torch.equal(generate(model, repeated, prompt_lookup_num_tokens=3), generate(model, repeated))
+
+
+@EITHER
+def test_an_exact_model_may_have_a_patched_assistant(family):
+    model = family.build()
+    expected = generate(model, token_ids(1, 9))
+    assert torch.equal(generate(model, token_ids(1, 9), assistant_model=patched("hedgehog", family)), expected)
+
+
+@EITHER
+def test_sampling_is_a_function_of_the_seed(family):
+    model, tokens = patched("favor+", family), []
+    for use_cache in (True, True, False):
+        torch.manual_seed(5)
+        tokens.append(generate(model, token_ids(2, 7), do_sample=True, num_return_sequences=2, use_cache=use_cache))
+    assert tokens[0].shape == (4, 7 + NEW)
+    assert torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[0], tokens[2])
+
+
+@EITHER
+def test_continuing_from_a_given_cache_with_several_tokens(family):
+    model, ids = patched("hedgehog", family), token_ids(2, 15)
+    cache = DynamicCache()
+    first = generate(model, ids[:, :10], past_key_values=cache, max_new_tokens=2)
+    longer = torch.cat([first, ids[:, 10:]], dim=1)
+    assert torch.equal(generate(model, longer, past_key_values=cache), generate(model, longer, use_cache=False))
+
+
+@EITHER
+def test_streaming(family):
+    model, streamer = patched("window", family), Collector()
+    expected = generate(model, token_ids(1, 7))
+    generate(model, token_ids(1, 7), streamer=streamer)
+    assert streamer.ended
+    assert streamer.tokens == expected[0].tolist()
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@EITHER
+def test_cache_implementations(family, implementation):
+    model = patched("hedgehog", family)
+    settings = {"cache_implementation": implementation, "disable_compile": True}
+    tokens = generate(model, token_ids(2, 7), **settings)
+    assert torch.equal(tokens, generate(model, token_ids(2, 7), use_cache=False))
+
+
+@EITHER
+def test_a_static_cache_for_a_mixture_is_refused(family):
+    model = hla.patch_model(family.build(), {"default": "hedgehog", "0": "softmax"})
+    with pytest.raises(NotImplementedError, match=r"static cache cannot serve a mixture.*leave out"):
+        generate(model, token_ids(1, 7), cache_implementation="static", disable_compile=True)
+
+
+@EITHER
+def test_scores_and_logits_are_those_of_the_full_forward(family):
+    model, ids = patched("hedgehog", family), token_ids(2, 7)
+    out = generate(model, ids, return_dict_in_generate=True, output_logits=True)
+    full = logits(model, out.sequences)[:, 6:-1]
+    assert_close(torch.stack(out.logits, dim=1), full)
+
+
+@EITHER
+def test_other_settings_of_the_search(family):
+    model = patched("hedgehog", family)
+    for settings in ({"num_beams": 2, "early_stopping": True}, {"repetition_penalty": 1.3}, {"min_new_tokens": 3}):
+        cached = generate(model, token_ids(2, 7), **settings)
+        assert torch.equal(cached, generate(model, token_ids(2, 7), use_cache=False, **settings))
+
+
+def test_generation_in_half_precision():
+    for dtype in (torch.float16, torch.bfloat16):
+        tokens = generate(patched("favor+", DECODERS[0]).to(dtype), token_ids(2, 7))
+        assert tokens.shape == (2, 7 + NEW)
+
+
+def test_a_long_generation_does_not_drift():
+    model = GPT2LMHeadModel(gpt2_config(n_positions=512, n_layer=1)).eval()
+    hla.patch_model(model, "hedgehog")
+    out = model.generate(
+        token_ids(1, 4),
+        max_new_tokens=200,
+        do_sample=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert_close(torch.stack(out.logits, dim=1), logits(model, out.sequences)[:, 3:-1])
