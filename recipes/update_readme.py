@@ -7,16 +7,19 @@ python recipes/update_readme.py --check    # writes nothing; exit code 1 where R
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
+from hf_linear_attn.evaluation.summary import summarise_report
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DEMO = ROOT / "recipes" / "results" / "demo-minilm"
+PLOT = "speedup.png"
 
 
 def mechanisms_table() -> str:
@@ -35,16 +38,37 @@ def mechanisms_table() -> str:
             _linked(entry["paper"]),
             entry["advice"],
         )
-        rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        rows.append(_row(list(cells)))
     return "\n".join(rows)
 
 
 def demo_results(folder: Path = DEMO) -> str | None:
-    """What the demo found, from its committed report; None where there is none."""
-    summary = folder / "README.md"
-    if not summary.is_file():
+    """Table, plot and findings of the committed report; None where there is none."""
+    if not (folder / "report.json").is_file():
         return None
-    return summary.read_text(encoding="utf-8").strip()
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    summary = summarise_report(report)
+    hardware, versions = report["hardware"], report["versions"]
+    where = hardware["device"] if hardware["device"] != "cpu" else f"{hardware['cpu']}, {hardware['threads']} threads"
+    lines = [
+        f"`hf-linear-attn demo` on {report['model']['name']} ({where}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; {report['seconds'] / 60:.0f} minutes). Quality on held-out text, before → after "
+        "attention transfer; speed of the whole model by length in tokens:",
+        "",
+        _row([column.title for column in summary.columns]),
+        _row(["---"] * len(summary.columns)),
+        *(_row(cells) for cells in summary.rows),
+        "",
+        *(f"- {text}" for text in report["verdicts"]),
+    ]
+    if (folder / PLOT).is_file():
+        picture = (folder / PLOT).relative_to(ROOT) if folder.is_relative_to(ROOT) else folder / PLOT
+        lines += ["", f"![Speed of the whole model against exact attention, by length]({picture.as_posix()})"]
+    return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def replace_part(text: str, name: str, body: str) -> str:
