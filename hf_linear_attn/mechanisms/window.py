@@ -81,8 +81,6 @@ class WindowAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
-        if state is None:
-            self.feature_map.begin_forward()
         maps = self._feature_functions(scaling)
         window = self.options.window_size
         if causal:
