@@ -92,11 +92,14 @@ class LinearAttention(nn.Module):
 
 
 def visible(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """`[B | 1, H | 1, L, S]`: which keys a query may see, from a padding mask `[B, S]` or a full mask."""
+    """`[B | 1, H | 1, L, S]`: which keys a query may see, from a padding mask `[B, S]` or a full mask.
+
+    A full mask says it all, `causal` or not: a prefix may look ahead.
+    """
+    if mask is not None and mask.dim() == 4:
+        return mask
     length, keys = query.shape[2], key.shape[2]
     allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
     if causal:
         allowed = allowed.tril(keys - length)
-    if mask is None:
-        return allowed
-    return allowed & (mask[:, None, None, :] if mask.dim() == 2 else mask)
+    return allowed if mask is None else allowed & mask[:, None, None, :]
