@@ -84,7 +84,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
 
     text = read_text(options.text)
     source, name = resolve_model(options.model)
-    console.print(f"Loading [bold]{_plain(name)}[/] …", highlight=False)
+    console.print(_readable(console, f"Loading [bold]{_plain(name)}[/] ..."), highlight=False)
     loaded = _load(source, options)
     plan = make_plan(options, loaded)
     _check_directions(plan, loaded)
@@ -364,7 +364,7 @@ class _Screen:
 
         self._console = console
         self._progress = Progress(
-            SpinnerColumn(),
+            SpinnerColumn("line"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -396,7 +396,7 @@ class _Screen:
 
     def say(self, line: str) -> None:
         name, _, rest = _plain(line).partition(": ")
-        self._console.print(f"  [bold]{name}[/]: {rest}", highlight=False)
+        self._console.print(_readable(self._console, f"  [bold]{name}[/]: {rest}"), highlight=False)
 
 
 def _show(console: Console, report: dict[str, Any], folder: Path, written: list[str]) -> None:
@@ -420,7 +420,10 @@ def _show(console: Console, report: dict[str, Any], folder: Path, written: list[
         console.print(_readable(console, f"• {_plain(line)}"), highlight=False)
     console.print()
     console.print(
-        f"Report: [bold]{_plain(str(folder / 'report.html'))}[/], with report.json and {len(written) - 2} plots",
+        _readable(
+            console,
+            f"Report: [bold]{_plain(str(folder / 'report.html'))}[/], with report.json and {len(written) - 2} plots",
+        ),
         highlight=False,
         soft_wrap=True,
     )
@@ -435,9 +438,13 @@ def _table(console: Console, summary: Any, groups: tuple[str, ...], title: str) 
     from rich.table import Table
 
     places = [place for place, column in enumerate(summary.columns) if column.group in groups]
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(
+        box=SIMPLE_HEAD, title=_readable(console, title), title_justify="left", title_style="bold", pad_edge=False
+    )
     for place in places:
-        table.add_column(summary.columns[place].title, justify="left" if place == 0 else "right", no_wrap=place == 0)
+        # "fold": a cell that is too wide goes on in the next line; the other ways lose numbers.
+        justify: Any = "left" if place == 0 else "right"
+        table.add_column(summary.columns[place].title, justify=justify, overflow="fold")
     for row, kind in zip(summary.rows, summary.kinds, strict=True):
         table.add_row(
             *(_readable(console, _plain(row[place])) for place in places),
@@ -449,9 +456,12 @@ def _table(console: Console, summary: Any, groups: tuple[str, ...], title: str) 
 
 def _readable(console: Console, text: str) -> str:
     """Replace what the terminal's encoding cannot show."""
-    for sign, ascii_form in (("→", "->"), ("×", "x"), ("•", "-"), ("≤", "<="), ("–", "-"), ("µ", "u")):
-        try:
-            sign.encode(console.encoding)
-        except (UnicodeEncodeError, LookupError):
+    try:
+        text.encode(console.encoding)
+    except LookupError:
+        return text
+    except UnicodeEncodeError:
+        for sign, ascii_form in (("→", "->"), ("×", "x"), ("•", "-"), ("≤", "<="), ("–", "-"), ("µ", "u")):
             text = text.replace(sign, ascii_form)
+        return text.encode(console.encoding, "replace").decode(console.encoding)
     return text

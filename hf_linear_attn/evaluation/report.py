@@ -27,8 +27,8 @@ PLOTS = {
     "fidelity.png": "How near each layer comes to exact attention, mean over layers and heads, on held-out text. "
     "Shorter bars are better.",
     "perplexity.png": "Perplexity on held-out text, against the exact model and the same model with its attention off.",
-    "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on different "
-    "losses: compare a line with its own start only.",
+    "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on "
+    "different losses: compare a line with its own start only.",
     "heatmap.png": "Where the default mechanism differs from exact attention: KL of the weights by layer and head.",
     "time.png": "Time of one forward pass of the whole model. Bands: 20th to 80th percentile.",
     "speedup.png": "The same as a ratio. The dashed line is what even a free attention would give.",

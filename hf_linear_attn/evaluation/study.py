@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from .speed import (
     timing_options,
     without_attention,
 )
-from .texts import Text, make_batches, pad_id, passages, with_special_tokens
+from .texts import Text, make_batches, pad_id, passages, whole_documents
 from .timing import SpeedTable, amdahl_ceiling, amdahl_share
 
 Batch = dict[str, Tensor]
@@ -98,7 +97,7 @@ def prepare(text: Text, tokenizer: Any, plan: Plan) -> Data:
     validation, train = train[:kept], train[kept:]
     spread = len(held_out) / min(plan.fidelity_sequences, len(held_out))
     chosen = [held_out[int(index * spread)] for index in range(min(plan.fidelity_sequences, len(held_out)))]
-    documents = _documents(tokenizer, text.held_out, plan.perplexity_tokens)
+    documents = whole_documents(tokenizer, text.held_out, plan.perplexity_tokens)
     facts = {
         "source": text.source,
         "sha256": text.sha256,
@@ -123,18 +122,6 @@ def prepare(text: Text, tokenizer: Any, plan: Plan) -> Data:
         [token for sequence in held_out for token in sequence],
         facts,
     )
-
-
-def _documents(tokenizer: Any, documents: Sequence[str], budget: int) -> list[list[int]]:
-    """Token ids of whole documents with special tokens, until the budget is used up; the last one is cut."""
-    found: list[list[int]] = []
-    for document in documents:
-        if budget < 2:
-            break
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        found.append(with_special_tokens(tokenizer, ids)[:budget])
-        budget -= len(found[-1])
-    return found
 
 
 class Study:

@@ -80,7 +80,9 @@ def crossover_words(crossing: dict[str, Any]) -> str:
     """A crossover in a cell of the table."""
     if crossing["relation"] == "none":
         return "never"
-    return f"{'≤' if crossing['relation'] == 'at or under' else '~'} {int(float(format(crossing['length'], '.2g'))):,}"
+    if crossing["relation"] == "at or under":
+        return f"≤ {crossing['length']:,.0f}"
+    return f"~ {int(float(format(crossing['length'], '.2g'))):,}"
 
 
 def _digits(report: dict[str, Any]) -> int:

@@ -152,38 +152,55 @@ def passages(tokenizer: Any, documents: Sequence[str], length: int, count: int) 
     Each document is cut into pieces; pieces under a quarter of the length (or eight tokens) are dropped unless they are
     the whole document. If there are more than `count`, an even spread over the documents is taken.
     """
+    before, after = special_tokens(tokenizer, documents)
+    room = length - len(before) - len(after)
     shortest = max(length // 4, 8)
     found: list[list[int]] = []
     for document in documents:
-        pieces = _pieces(tokenizer, document, length)
+        ids = encode(tokenizer, document)
+        pieces = [[*before, *ids[start : start + room], *after] for start in range(0, len(ids), room)]
         found += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
     if len(found) > count:
         found = [found[index * len(found) // count] for index in range(count)]
     return found
 
 
-def _pieces(tokenizer: Any, document: str, length: int) -> list[list[int]]:
-    """Token ids of a document in pieces of at most `length`, each with special tokens around it."""
-    special = len(tokenizer("")["input_ids"])
-    room = length - special
-    # `verbose=False`: that a document is longer than the model's limit is why it is cut here.
-    ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    return [with_special_tokens(tokenizer, ids[start : start + room]) for start in range(0, len(ids), room)]
+def whole_documents(tokenizer: Any, documents: Sequence[str], budget: int) -> list[list[int]]:
+    """Whole documents with special tokens until `budget` tokens are used up; the last one is cut."""
+    before, after = special_tokens(tokenizer, documents)
+    found: list[list[int]] = []
+    for document in documents:
+        if budget < 2:
+            break
+        found.append([*before, *encode(tokenizer, document), *after][:budget])
+        budget -= len(found[-1])
+    return found
 
 
-def with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
-    """`ids` with what the tokenizer puts around a single sequence."""
-    before, after = special_tokens(tokenizer)
-    return [*before, *ids, *after]
+def encode(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
+    """Token ids, with special tokens around them if `special`.
+
+    Raises:
+        ValueError: the tokenizer cannot read this text.
+    """
+    try:
+        # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
+        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except Exception as error:
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        raise ValueError(
+            f"The model's tokenizer cannot read {shown!r} ({error}). Give a text that the model was made for with "
+            "--text FILE, or repair its tokenizer.json."
+        ) from error
 
 
-def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a sequence."""
-    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    for start in range(len(full) - len(probe) + 1):
-        if full[start : start + len(probe)] == probe:
-            return full[:start], full[start + len(probe) :]
+def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a sequence; found on the shortest of the documents."""
+    sample = min(documents, key=len)
+    bare, full = encode(tokenizer, sample), encode(tokenizer, sample, special=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
     return [], []
 
 

@@ -60,9 +60,7 @@ def _harmful(report: dict[str, Any]) -> str:
     worse = [held["name"] for held in report["mechanisms"] if task_score(report, final(held)) < off]
     if not worse:
         return ""
-    return (
-        f"Worse here than no attention at all, as converted so far: {_list(worse)}. Fine-tuning would have to follow."
-    )
+    return f"Worse than no attention at all, as converted so far: {_list(worse)}. Fine-tuning would have to follow."
 
 
 def _transfers(report: dict[str, Any]) -> list[str]:
@@ -110,8 +108,8 @@ def _short(report: dict[str, Any]) -> str:
     index = little[-1]
     length, share, ceiling = whole["lengths"][index], whole["attention_share"][index], whole["ceiling"][index]
     text = (
-        f"Short inputs cannot gain: at {length:,} tokens attention is {share:.0%} of the model's time, and even one that "
-        f"cost nothing would give {_times(ceiling)}."
+        f"Short inputs cannot gain: at {length:,} tokens attention is {share:.0%} of the model's time, and even one "
+        f"that cost nothing would give {_times(ceiling)}."
     )
     losing = [name for name in whole["crossover"] if whole["rows"][name][index]["speedup"] < 1]
     if losing:

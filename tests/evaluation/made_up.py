@@ -1,0 +1,145 @@
+"""A report on made-up numbers: what the summary, the verdicts, the plots and the page read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_linear_attn.evaluation.speed import FREE
+from hf_linear_attn.evaluation.study import speed_dict
+from hf_linear_attn.evaluation.timing import SpeedTable, Timing
+from hf_linear_attn.evaluation.verdicts import verdicts
+
+LENGTHS = [128, 512, 2048]
+
+
+def timing(seconds: float, speedup: float) -> Timing:
+    return Timing(seconds, 0.9 * seconds, 1.2 * seconds, 5, speedup, 0.9 * speedup, 1.1 * speedup)
+
+
+def speed_table(speedups: dict[str, list[float]], free: bool) -> SpeedTable:
+    """The baseline takes 1 ms at 128 tokens and grows with the square."""
+    table = SpeedTable("sdpa")
+    for place, length in enumerate(LENGTHS):
+        base = 1e-3 * (length / 128) ** 2
+        rows = {"sdpa": timing(base, 1.0)}
+        rows |= {name: timing(base / held[place], held[place]) for name, held in speedups.items()}
+        if free:
+            rows[FREE] = timing(base / (2.0 * (place + 1)), 2.0 * (place + 1))
+        table.add(length, rows)
+    return table
+
+
+def quality(decoder: bool, score: float, *, kl: float | None = 0.5, cosine: float = 0.9) -> dict[str, Any]:
+    """score: loss of a decoder in nats, cosine of sentences of an encoder."""
+    layers = [
+        {"index": index, "name": f"layer.{index}", "attention": "x", "kl": None if kl is None else [kl, kl / 2]}
+        | {"output_error": [0.3, 0.4]}
+        for index in range(3)
+    ]
+    found = {"kl": kl, "output_error": 0.35, "final_cosine": cosine, "tokens": 100, "layers": layers}
+    return found | task(decoder, score)
+
+
+def task(decoder: bool, score: float) -> dict[str, Any]:
+    if decoder:
+        held = {"perplexity": 2.0**score, "loss": score, "tokens": 99, "context": 64, "stride": 32}
+        return {"perplexity": {**held, "by_position": [score] * 8}}
+    return {"sentences": {"cosine": score, "cosine_p20": score - 0.1, "same_neighbour": 0.5, "passages": 12}}
+
+
+def mechanism(name: str, before: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any]:
+    transfer = {
+        "steps": 4,
+        "tokens": 4000,
+        "seconds": 1.5,
+        "losses": [1.0, 0.8, 0.7, 0.6],
+        "held_out": [[0, 1.1], [4, 0.6]],
+        "best_step": 4,
+    }
+    return {
+        "name": name,
+        "description": f"what {name} does",
+        "paper": "Someone 2020",
+        "options": {"size": 3},
+        "learned": after is not None,
+        "learned_parameters": 0 if after is None else 1234,
+        "untrained": before,
+        "transfer": None if after is None else transfer,
+        "trained": after,
+    }
+
+
+def made_up_report(decoder: bool = False, **model: Any) -> dict[str, Any]:
+    """elu is worse than no attention, hedgehog learns, linformer has no distribution and is hurt by transfer."""
+    exact, off, bad, start, good = (3.0, 5.0, 6.0, 4.0, 3.2) if decoder else (1.0, 0.4, 0.3, 0.7, 0.95)
+    worse = start + 0.1 if decoder else start - 0.1
+    speedups = {"elu": [1.2, 2.0, 5.0], "hedgehog": [0.5, 0.8, 3.2], "linformer": [0.2, 0.3, 0.6]}
+    decode = None
+    if decoder:
+        rows = {name: [{**vars(timing(1e-3, 1.0)), "cache_bytes": 640}] * 3 for name in speedups}
+        rows["sdpa"] = [{**vars(timing(1e-3 * n, 1.0)), "cache_bytes": 64000 * n} for n in (1, 4, 16)]
+        states = dict.fromkeys(speedups, "constant")
+        decode = {"baseline": "sdpa", "contexts": LENGTHS, "states": states, "rows": rows}
+    report: dict[str, Any] = {
+        "format_version": 1,
+        "tool": "hf-linear-attn demo",
+        "created": "2030-01-02T03:04:05Z",
+        "settings": {"quick": True, "steps": 4, "batch_size": 2, "seed": 0},
+        "versions": {"hf_linear_attn": "0.1", "torch": "2.0", "transformers": "5.0", "python": "3.11.0"},
+        "hardware": {
+            "device": "cpu",
+            "cpu": "made-up CPU",
+            "logical_cpus": 2,
+            "threads": 2,
+            "load_average_at_start": None,
+            "platform": "test",
+        },
+        "model": {
+            "name": "made-up",
+            "source": "made-up",
+            "repr": "'made-up'",
+            "class": "GPT2LMHeadModel" if decoder else "BertModel",
+            "auto_class": "AutoModelForCausalLM" if decoder else "AutoModel",
+            "kind": "decoder" if decoder else "encoder",
+            "layers": 3,
+            "heads": 2,
+            "key_value_heads": 2,
+            "head_dim": 8,
+            "parameters": 12345,
+            "positions": 512,
+            "position_table": True,
+            "dtype": "float32",
+            **model,
+        },
+        "text": {
+            "source": "made-up text",
+            "sha256": "00",
+            "characters": 1000,
+            "train_documents": 8,
+            "held_out_documents": 2,
+            "sequence_length": 64,
+            "train_sequences": 20,
+            "train_tokens": 1000,
+            "validation_sequences": 2,
+            "held_out_sequences": 12,
+            "held_out_tokens": 600,
+            "fidelity_sequences": 4,
+            "fidelity_tokens": 200,
+        },
+        "exact": {**task(decoder, exact), "unrelated_cosine": 0.25},
+        "control": task(decoder, off),
+        "mechanisms": [
+            mechanism("elu", quality(decoder, bad), None),
+            mechanism("hedgehog", quality(decoder, start), quality(decoder, good, kl=0.1, cosine=0.98)),
+            mechanism("linformer", quality(decoder, start, kl=None), quality(decoder, worse, kl=None)),
+        ],
+        "speed": {
+            "baseline": "sdpa",
+            "model": speed_dict(speed_table(speedups, True)),
+            "layer": speed_dict(speed_table(speedups, False)),
+        },
+        "decode": decode,
+        "seconds": 61.0,
+    }
+    report["verdicts"] = verdicts(report)
+    return report

@@ -1,0 +1,213 @@
+"""The page, the files, the words: on made-up numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_linear_attn.evaluation.plots import draw_plots, format_bytes, format_seconds, heat_map_of
+from hf_linear_attn.evaluation.report import PLOTS, plain, render_page, write_report
+from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
+
+from .made_up import made_up_report
+
+kinds = pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+
+VOID = {"meta", "img", "br", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """What a page loads, and whether its tags are balanced."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+@kinds
+def test_page_is_whole_and_loads_nothing(decoder: bool) -> None:
+    report = made_up_report(decoder)
+    page = render_page(report, draw_plots(report))
+    parsed = Page(page)
+    assert parsed.open == []
+    assert all(held.startswith("data:image/png;base64,") for held in parsed.loads)
+    assert len(parsed.loads) == (9 if decoder else 6)
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert not {"script", "link", "iframe", "object"} & set(parsed.tags)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "@media print" in page
+    for table in re.findall(r"<(?:div|section)[^>]*>\s*<table", page):
+        assert "scroll" in table
+
+
+@kinds
+def test_page_shows_the_numbers_of_the_data(decoder: bool) -> None:
+    report = made_up_report(decoder)
+    report["speed"]["model"]["rows"]["hedgehog"][2]["speedup"] = 7.77
+    report["speed"]["model"]["ceiling"][1] = 4.56
+    text = Page(render_page(report, {})).text
+    assert text.count("7.77×") == 2  # the summary and the table
+    assert text.count("4.56×") == 2
+    for line in report["verdicts"]:
+        assert line in text
+    for key in ("created", "seconds"):
+        assert str(report[key]).removesuffix(".0") in text
+
+
+def test_page_escapes_what_comes_from_outside() -> None:
+    evil = "<script>alert('x')</script>"
+    report = made_up_report(name=evil, source=evil, repr=repr(evil), **{"class": evil})
+    report["text"]["source"] = evil
+    report["mechanisms"][0]["description"] = evil
+    page = render_page(report, {})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 6
+
+
+@kinds
+def test_plots_are_png_of_the_width_of_a_phone_at_double_density(decoder: bool) -> None:
+    plots = draw_plots(made_up_report(decoder))
+    expected = set(PLOTS) - (set() if decoder else {"perplexity.png", "decode.png", "cache.png"})
+    assert set(plots) == expected
+    for name, data in plots.items():
+        assert data.startswith(b"\x89PNG"), name
+        width, height = struct.unpack(">II", data[16:24])
+        assert 800 <= width <= 1000, name
+        assert 300 <= height <= 1200, name
+
+
+def test_plots_of_a_report_without_anything_learned_or_timed() -> None:
+    report = made_up_report()
+    report["mechanisms"] = report["mechanisms"][:1]
+    for part in ("model", "layer"):
+        report["speed"][part].update(lengths=[], rows={}, crossover={})
+    report["speed"]["model"].update(ceiling=[], attention_share=[])
+    assert set(draw_plots(report)) == {"fidelity.png", "heatmap.png"}
+    assert "elu" in Page(render_page(report, {})).text
+
+
+def test_heat_map_shows_the_default_mechanism() -> None:
+    report = made_up_report()
+    chosen = heat_map_of(report)
+    assert chosen is not None
+    assert chosen["name"] == "hedgehog"
+    report["mechanisms"] = report["mechanisms"][2:]
+    assert heat_map_of(report) is None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_files_are_written_whole_and_others_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept", encoding="utf-8")
+    (tmp_path / "decode.png").write_bytes(b"not from a report")
+    report = made_up_report()
+    written = write_report(report, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*written, "mine.txt", "decode.png"])
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == json.loads(json.dumps(report))
+    assert (tmp_path / "mine.txt").read_text(encoding="utf-8") == "kept"
+    assert (tmp_path / "report.html").stat().st_mode & 0o777 == (tmp_path / "mine.txt").stat().st_mode & 0o777
+
+
+def test_a_second_report_replaces_the_first_and_its_plots(tmp_path: Path) -> None:
+    write_report(made_up_report(decoder=True), tmp_path)
+    assert (tmp_path / "cache.png").exists()
+    written = write_report(made_up_report(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == written
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(made_up_report(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_infinities_become_null() -> None:
+    assert plain({"a": (1, float("inf")), 3: [float("nan"), "x"]}) == {"a": [1, None], "3": [None, "x"]}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@kinds
+def test_summary_rows_fit_their_columns(decoder: bool) -> None:
+    summary = summarise_report(made_up_report(decoder))
+    assert summary.kinds == ["exact", "mechanism", "mechanism", "mechanism", "control"]
+    assert {len(row) for row in summary.rows} == {len(summary.columns)}
+    assert [row[0] for row in summary.rows] == ["sdpa (exact)", "elu", "hedgehog", "linformer", "no attention"]
+    titles = [column.title for column in summary.columns]
+    hedgehog = dict(zip(titles, summary.rows[2], strict=True))
+    assert hedgehog["KL, nats"] == "0.50→0.10"
+    assert hedgehog["learned params"] == "1,234"
+    assert hedgehog["speed at 2,048"] == "3.20×"
+    assert hedgehog["faster from"] == "~ 640"  # the speedup grows like the length: 512 / 0.8
+    assert dict(zip(titles, summary.rows[3], strict=True))["KL, nats"] == "–"
+
+
+@kinds
+def test_verdicts_say_what_went_wrong(decoder: bool) -> None:
+    said = " ".join(made_up_report(decoder)["verdicts"])
+    assert "Nearest to the exact model: hedgehog, after 4 steps of attention transfer" in said
+    assert "Worse than no attention at all, as converted so far: elu." in said
+    assert "linformer: 4 steps of transfer made it worse" in said
+    assert "elu at every measured length (128 and more), hedgehog from about" in said
+    assert "Not faster than sdpa at 2,048 tokens, the longest measured: linformer." in said
+
+
+def test_verdict_on_short_inputs_names_the_ceiling() -> None:
+    report = made_up_report()
+    report["speed"]["model"]["ceiling"] = [1.1, 1.3, 4.0]
+    report["speed"]["model"]["attention_share"] = [0.09, 0.23, 0.75]
+    from hf_linear_attn.evaluation.verdicts import verdicts
+
+    said = " ".join(verdicts(report))
+    assert "Short inputs cannot gain: at 512 tokens attention is 23% of the model's time" in said
+    assert "would give 1.30×. Slower than sdpa there: hedgehog and linformer." in said
+
+
+def test_shown_lengths() -> None:
+    lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
+    assert [lengths[place] for place in shown_places(lengths)] == [128, 512, 2048, 8192]
+    assert shown_places([]) == []
+    assert shown_places([74]) == [0]
+
+
+def test_cells() -> None:
+    assert change(1.0666, 0.55, 2) == "1.07→0.55"
+    assert change(1.0666, None, 2) == "1.07"
+    assert change(None, None, 2) == "–"
+    assert crossover_words({"length": 1234.5, "relation": "at"}) == "~ 1,200"
+    assert crossover_words({"length": 128.0, "relation": "at or under"}) == "≤ 128"
+    assert crossover_words({"length": None, "relation": "none"}) == "never"
+    assert [format_seconds(value) for value in (2.0, 0.0351, 8.04e-5)] == ["2 s", "35.1 ms", "80.4 µs"]
+    assert [format_bytes(value) for value in (640, 12_300, 3.1e6, 2e9)] == ["640 B", "12.3 kB", "3.1 MB", "2 GB"]

@@ -1,0 +1,154 @@
+"""What is timed, not how long it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.decoding import cache_bytes, decode_speed, prefill
+from hf_linear_attn.evaluation.speed import (
+    FREE,
+    layer_speed,
+    long_inputs,
+    model_speed,
+    position_inputs,
+    shared_copy,
+    timing_options,
+    without_attention,
+)
+from hf_linear_attn.integration.attention import attention_modules
+
+from ..helpers import MAX_LENGTH, every_mechanism, patch_small
+from .models import tiny_model
+
+TOKENS = list(range(1, 30))
+
+
+def silent(note: str) -> None:
+    return None
+
+
+def test_a_shared_copy_holds_the_same_tensors_and_is_patched_alone() -> None:
+    model = tiny_model("bert").eval()
+    copied = patch_small(shared_copy(model), "hedgehog")
+    assert not hla.is_patched(model)
+    names = dict(copied.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert names[name].data_ptr() == parameter.data_ptr(), name
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_without_attention_no_token_sees_another(kind: str) -> None:
+    model = tiny_model(kind).eval()
+    free = without_attention(model)
+    ids = torch.tensor([TOKENS, TOKENS])
+    ids[1, 3] = 40
+    with torch.no_grad():
+        first, second = free.base_model(ids)[0]
+        exact = model.base_model(ids)[0]
+    changed = (first - second).abs().amax(dim=-1) > 0
+    assert changed.nonzero().flatten().tolist() == [3]
+    assert not torch.allclose(exact[0], first)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "beyond"), [("bert", True), ("gpt2", True), ("llama", False)])
+def test_positions_begin_again_where_a_table_ends(kind: str, beyond: bool) -> None:
+    model = tiny_model(kind).eval()
+    assert position_inputs(model, MAX_LENGTH) == {}
+    found = position_inputs(model, 8, MAX_LENGTH - 3)
+    assert bool(found) is beyond
+    if beyond:
+        expected = [*range(MAX_LENGTH - 3, MAX_LENGTH), 0, 1, 2, 3, 4]
+        assert found["position_ids"].tolist() == [expected]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_long_inputs_run_and_are_not_read_as_packed_documents(kind: str) -> None:
+    """Beyond the table, the first positions of a causal model see what they see in a short input."""
+    model = tiny_model(kind).eval()
+    inputs = long_inputs(model, TOKENS, 3 * MAX_LENGTH)
+    assert inputs["input_ids"].shape == (1, 3 * MAX_LENGTH)
+    with torch.no_grad():
+        out = model.base_model(**inputs)[0]
+        changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
+        changed["input_ids"][0, 0] = 41
+        other = model.base_model(**changed)[0]
+    # The last token sees the first: one document, not several.
+    assert (out[0, -1] - other[0, -1]).abs().max() > 0
+
+
+def test_only_mechanisms_with_a_largest_length_get_one() -> None:
+    assert timing_options({"a": 1}, ["a", "max_length"], 512, 8192) == {"a": 1, "max_length": 8192}
+    assert timing_options({}, ["max_length"], None, 100) == {"max_length": 100}
+    assert timing_options({}, ["max_length"], 512, 512) == {}
+    assert timing_options({"a": 1}, ["a"], 512, 8192) == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_speed_tables_have_a_row_for_each_model_and_length(kind: str) -> None:
+    model = tiny_model(kind).eval()
+    models = {"sdpa": model, "elu": hla.patch_model(shared_copy(model), "elu")}
+    lengths = [16, 2 * MAX_LENGTH]
+    free = {FREE: without_attention(model)}
+    whole = model_speed({**models, **free}, TOKENS, lengths, baseline="sdpa", budget=0.01, announce=silent)
+    layer = layer_speed(models, lengths, baseline="sdpa", budget=0.01, seed=0, announce=silent)
+    assert list(whole.rows) == ["sdpa", "elu", FREE]
+    assert list(layer.rows) == ["sdpa", "elu"]
+    for table in (whole, layer):
+        assert table.lengths[:1] == [16]
+        assert all(len(rows) == len(table.lengths) for rows in table.rows.values())
+        assert all(timing.median > 0 and timing.rounds >= 3 for rows in table.rows.values() for timing in rows)
+
+
+def test_lengths_that_would_take_too_long_are_left_out_and_named() -> None:
+    models = {"sdpa": tiny_model("bert").eval()}
+    table = model_speed(models, TOKENS, [16, 90], baseline="sdpa", budget=1e-9, announce=silent)
+    assert table.lengths == [16]
+    assert "90 tokens" in table.notes[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def test_bytes_of_a_growing_cache() -> None:
+    """Two tensors `[1, G, n, d]` of float32 a layer."""
+    model = tiny_model("llama").eval()
+    cache = prefill(model, TOKENS, 50)
+    assert cache_bytes(cache) == 2 * 2 * (2 * 50 * 8) * 4
+    assert cache_bytes(DynamicCache()) == 0
+
+
+@every_mechanism(causal=True)
+def test_bytes_of_a_state_are_those_that_the_mechanism_states(name: str) -> None:
+    model = patch_small(tiny_model("llama").eval(), name)
+    cache = prefill(model, TOKENS, 64)
+    modules: list[Any] = list(attention_modules(model))
+    stated = sum(module.linear_attention.state_bytes(64) for module in modules)
+    assert cache_bytes(cache) == pytest.approx(stated, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_prefill_in_pieces_is_one_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_linear_attn.evaluation.decoding.PREFILL_CHUNK", 7)
+    model = tiny_model(kind).eval()
+    whole = DynamicCache()
+    with torch.no_grad():
+        model.base_model(torch.tensor([TOKENS]), past_key_values=whole, use_cache=True)
+    pieces = prefill(model, TOKENS, len(TOKENS))
+    torch.testing.assert_close(pieces.layers[-1].keys, whole.layers[-1].keys, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt2").eval()
+    models = {"sdpa": model, "elu": hla.patch_model(shared_copy(model), "elu")}
+    contexts = [10, 2 * MAX_LENGTH]
+    rows = decode_speed(models, TOKENS, contexts, baseline="sdpa", budget=0.0, announce=silent)
+    assert [row.context for row in rows["elu"]] == contexts
+    assert rows["elu"][0].cache_bytes == rows["elu"][1].cache_bytes
+    assert rows["sdpa"][1].cache_bytes == rows["sdpa"][0].cache_bytes * 2 * MAX_LENGTH // 10
