@@ -1,0 +1,126 @@
+"""A tiny BART: self-attention patched on both sides, cross-attention exact."""
+
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration
+
+import hf_linear_attn as hla
+from hf_linear_attn.registry import ATTENTIONS
+from tests.helpers import (
+    MAX_LENGTH,
+    SIZES,
+    Snapshot,
+    assert_close,
+    entries,
+    randomize_learned,
+    relative_error,
+    saved_and_loaded,
+    serves,
+    small_options,
+    token_ids,
+)
+
+BOTH = [entry.name for entry in entries() if entry.causal and entry.bidirectional]
+ENCODER = [entry.name for entry in entries() if not entry.causal]
+
+
+def bart():
+    sizes = {"d_model": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    rest = {"init_std": SIZES["initializer_range"], "dropout": 0.0, "max_position_embeddings": MAX_LENGTH}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
+    config = BartConfig(vocab_size=SIZES["vocab_size"], **sizes, **heads, **rest, **tokens, forced_eos_token_id=None)
+    return BartForConditionalGeneration(config).eval()
+
+
+def options(name):
+    return {"attention": name, **small_options(ATTENTIONS.get(name).options)}
+
+
+def outputs(model):
+    mask = torch.ones(2, 15, dtype=torch.long)
+    mask[1, 9:] = 0
+    with torch.no_grad():
+        return model(token_ids(2, 15), attention_mask=mask, decoder_input_ids=token_ids(2, 8, seed=1)).logits
+
+
+def generated(model, **settings):
+    mask = torch.ones(2, 15, dtype=torch.long)
+    mask[1, 9:] = 0
+    return model.generate(
+        token_ids(2, 15), attention_mask=mask, max_new_tokens=8, do_sample=False, min_new_tokens=8, **settings
+    )
+
+
+def linear_modules(model):
+    return [name for name, module in model.named_modules() if name.endswith("linear_attention")]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_self_attention_is_patched_and_cross_attention_stays_exact(name):
+    model = bart()
+    before, exact = Snapshot.of(model), outputs(model)
+    hla.patch_model(model, **options(name))
+    patched = linear_modules(model)
+    assert len(patched) == 4
+    assert all(".self_attn." in f".{place}" for place in patched)
+    assert relative_error(outputs(model), exact) > 1e-3
+    hla.unpatch_model(model)
+    before.assert_same(model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", BOTH)
+def test_generation_equals_use_cache_false(name, settings):
+    model = randomize_learned(hla.patch_model(bart(), **options(name)))
+    assert torch.equal(generated(model, **settings), generated(model, use_cache=False, **settings))
+
+
+@pytest.mark.parametrize("name", ENCODER)
+def test_an_encoder_mechanism_goes_to_the_encoder_only(name, tmp_path):
+    model = randomize_learned(hla.patch_model(bart(), {"model.encoder.*": options(name)}))
+    assert linear_modules(model) == [f"model.encoder.layers.{i}.self_attn.linear_attention" for i in range(2)]
+    assert torch.equal(generated(model), generated(model, use_cache=False))
+    assert torch.equal(outputs(saved_and_loaded(model, tmp_path)), outputs(model))
+
+
+def test_cross_attention_sees_what_it_saw_before():
+    model, seen = bart(), []
+    cross = model.model.decoder.layers[0].encoder_attn
+    hla.patch_model(model, {"model.decoder.*": "hedgehog"})
+    cross.register_forward_hook(lambda module, args, kwargs, out: seen.append(out[0]), with_kwargs=True)
+    outputs(model)
+    linear = seen.pop()
+    with hla.exact_attention(model):
+        outputs(model)
+    assert not torch.equal(seen.pop(), linear)  # its queries come from the patched self-attention
+    assert not any("linear_attention" in name for name, _ in cross.named_modules())
+
+
+def test_each_side_may_have_its_own_mechanism(tmp_path):
+    plan = {"model.encoder.*": options("linformer"), "model.decoder.*": options("hedgehog"), "-1": "softmax"}
+    model = randomize_learned(hla.patch_model(bart(), plan))
+    attentions = [layer.attention for layer in hla.patch_report(model).layers]
+    assert attentions == ["linformer", "linformer", "hedgehog", "softmax"]
+    assert torch.equal(generated(model), generated(model, use_cache=False))
+    assert torch.equal(outputs(saved_and_loaded(model, tmp_path)), outputs(model))
+
+
+def test_an_encoder_mechanism_everywhere_is_refused():
+    for name in ENCODER:
+        model = bart()
+        before = Snapshot.of(model)
+        with pytest.raises(NotImplementedError, match=f"{name!r} cannot be causal, and layer 2"):
+            hla.patch_model(model, **options(name))
+        before.assert_same(model)
+
+
+def test_padding_of_the_encoder_does_not_matter():
+    model = hla.patch_model(bart(), "hedgehog")
+    with torch.no_grad():
+        alone = model(token_ids(2, 15)[1:, :9], decoder_input_ids=token_ids(2, 8, seed=1)[1:]).logits
+    assert_close(outputs(model)[1:], alone)
+
+
+def test_serving_is_declared():
+    assert all(serves(ATTENTIONS.get(name), causal) for name in BOTH for causal in (False, True))

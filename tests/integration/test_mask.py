@@ -1,0 +1,221 @@
+"""Masks other than padding: honoured in the quadratic form, or refused with the reason."""
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.mask import exact_mask, full_mask_to_bool, linear_attention_mask
+from hf_linear_attn.registry import ATTENTIONS
+from tests.helpers import (
+    BERT,
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    assert_close,
+    entries,
+    logits,
+    mechanism,
+    padding_mask,
+    patched,
+    relative_error,
+    serves,
+    token_ids,
+)
+
+LENGTH = 14
+
+
+def pairs(dense):
+    """Mechanisms that honour any mask, or those that do not, in the families that they serve."""
+    found = []
+    for entry in entries():
+        for family in FAMILIES:
+            if serves(entry, family.causal) and mechanism(entry.name, family.causal).dense_masks is dense:
+                found.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}"))
+    return found
+
+
+HONOURING = pytest.mark.parametrize(("name", "family"), pairs(True))
+REFUSING = pytest.mark.parametrize(("name", "family"), pairs(False))
+
+
+def random_mask(batch=2):
+    """Every query sees itself and some others."""
+    seen = torch.rand(batch, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.5
+    return seen | torch.eye(LENGTH, dtype=torch.bool)
+
+
+def additive(mask, dtype=torch.float32):
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def no_cache(family):
+    return {"use_cache": False} if family.causal else {}
+
+
+def observed(model, ids, mask, **extra):
+    calls = []
+    with hla.observe_attention(model, calls.append), torch.no_grad():
+        model(ids, attention_mask=mask, **extra)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@HONOURING
+def test_a_mask_made_by_hand_is_honoured(name, family, kind):
+    model, ids, mask = patched(name, family), token_ids(2, LENGTH), random_mask()
+    mask = mask.tril() if family.causal else mask
+    given = mask if kind == "bool" else additive(mask)
+    first = observed(model, ids, given, **no_cache(family))[0]
+    own = model.get_submodule(next(key for key, m in model.named_modules() if m is first.module)).linear_attention
+    expected = own.dense_forward(
+        first.query, first.key, first.value, scaling=first.scaling, causal=family.causal, mask=mask
+    )
+    seen = []
+    handle = own.register_forward_hook(lambda *_: seen.append(True))
+    attended = []
+    out_handle = first.module.register_forward_hook(lambda m, a, o: attended.append(o[0]))
+    out = logits(model, ids, attention_mask=given, **no_cache(family))
+    handle.remove()
+    out_handle.remove()
+    assert not seen  # the quadratic form ran, not the linear one
+    assert bool(torch.isfinite(out).all())
+    projected = expected.transpose(1, 2).flatten(2)
+    for layer in ("c_proj", "o_proj"):
+        projected = getattr(first.module, layer)(projected) if hasattr(first.module, layer) else projected
+    assert_close(attended[0], projected.detach())
+
+
+@HONOURING
+def test_a_full_mask_of_the_usual_pattern_equals_no_mask(name, family):
+    model, ids = patched(name, family), token_ids(2, LENGTH)
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    mask = mask.tril() if family.causal else mask
+    assert_close(logits(model, ids, attention_mask=mask, **no_cache(family)), logits(model, ids))
+
+
+@HONOURING
+def test_a_dense_padding_mask_equals_the_padding_mask(name, family):
+    model, ids = patched(name, family), token_ids(2, LENGTH)
+    padding = padding_mask([LENGTH, 9], LENGTH, "right")
+    mask = padding[:, None, None, :].expand(-1, 1, LENGTH, -1)
+    mask = mask.tril() if family.causal else mask
+    dense = logits(model, ids, attention_mask=mask, **no_cache(family))
+    assert_close(dense[padding], logits(model, ids, attention_mask=padding.long())[padding])
+
+
+@pytest.mark.parametrize(("name", "family"), [case for case in pairs(True) if case.values[1].causal])
+def test_a_masked_future_stays_hidden_under_a_custom_mask(name, family):
+    model, ids = patched(name, family), token_ids(2, LENGTH)
+    mask = random_mask().tril()
+    other = ids.clone()
+    other[:, 9:] = token_ids(2, 5, seed=8)
+    before, after = (logits(model, x, attention_mask=mask, use_cache=False)[:, :9] for x in (ids, other))
+    assert_close(after, before)
+
+
+@pytest.mark.parametrize(("name", "family"), [case for case in pairs(True) if case.values[1].causal])
+def test_packed_documents_equal_each_document_alone(name, family):
+    model, documents = patched(name, family), [token_ids(1, n, seed=n) for n in (5, 9, 1)]
+    positions = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
+    together = logits(model, torch.cat(documents, dim=1), position_ids=positions, use_cache=False)
+    start = 0
+    for ids in documents:
+        assert_close(together[:, start : start + ids.shape[1]], logits(model, ids))
+        start += ids.shape[1]
+
+
+@REFUSING
+def test_a_mask_made_by_hand_is_refused(name, family):
+    model, mask = patched(name, family), random_mask()
+    mask = mask.tril() if family.causal else mask
+    with pytest.raises(NotImplementedError, match=r"cannot honour a 4D attention mask of shape \(2, 1, 14, 14\)"):
+        model(token_ids(2, LENGTH), attention_mask=mask, **no_cache(family))
+    assert bool(torch.isfinite(logits(model, token_ids())).all())
+
+
+@pytest.mark.parametrize(("name", "family"), [case for case in pairs(False) if case.values[1].causal])
+def test_packed_documents_are_refused(name, family):
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    with pytest.raises(NotImplementedError, match="packed documents"):
+        patched(name, family)(token_ids(1, LENGTH), position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_an_additive_bias_is_refused(family):
+    bias = torch.zeros(2, 1, LENGTH, LENGTH)
+    bias[..., 3] = -1.5
+    with pytest.raises(NotImplementedError, match="An additive bias cannot be expressed by linear attention"):
+        patched("hedgehog", family)(token_ids(2, LENGTH), attention_mask=bias, **no_cache(family))
+
+
+@pytest.mark.parametrize(("name", "family"), [case for case in pairs(True) if case.values[1].causal])
+def test_a_prefix_mask_is_honoured(name, family):
+    model, ids = patched(name, family), token_ids(1, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:5, :5] = True
+    inputs = {"attention_mask": mask[None, None], "use_cache": False}
+    before = logits(model, ids, **inputs)
+    inside, after = ids.clone(), ids.clone()
+    inside[:, 4] = ids[:, 4] % 50 + 2
+    after[:, 9] = ids[:, 9] % 50 + 2
+    assert relative_error(logits(model, inside, **inputs)[:, :4], before[:, :4]) > 1e-3
+    assert_close(logits(model, after, **inputs)[:, :9], before[:, :9])
+
+
+def test_a_full_mask_cannot_meet_a_cache():
+    with pytest.raises(NotImplementedError, match=r"cannot be used with a cache\. Pass use_cache=False"):
+        patched("hedgehog", GPT2)(token_ids(2, LENGTH), attention_mask=random_mask().tril(), use_cache=True)
+
+
+@pytest.mark.parametrize("length", [3, LENGTH - 1])
+def test_a_mask_that_is_too_short_is_refused(length):
+    for family in (BERT, LLAMA):
+        model = patched("hedgehog", family)
+        with pytest.raises((ValueError, RuntimeError)):
+            model(token_ids(2, LENGTH), attention_mask=torch.ones(2, length, dtype=torch.long))
+
+
+def test_output_attentions_with_a_filled_cache_are_refused():
+    model = patched("hedgehog", GPT2)
+    cache = model(token_ids(2, 5), use_cache=True).past_key_values
+    with pytest.raises(NotImplementedError, match=r"output_attentions needs all keys.*use_cache=False"):
+        model(token_ids(2, 2), past_key_values=cache, output_attentions=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The functions
+
+
+def test_floats_and_integers_become_booleans():
+    mask = random_mask()
+    for given in (mask, additive(mask), additive(mask, torch.float16), additive(mask, torch.bfloat16), mask.long()):
+        assert torch.equal(full_mask_to_bool(given), mask)
+    infinite = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    assert torch.equal(full_mask_to_bool(infinite), mask)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_the_padding_mask_is_cut_to_the_keys(offset):
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    out = linear_attention_mask(kv_length=2, kv_offset=offset, attention_mask=mask)
+    expected = mask.bool()[:, offset : offset + 2]
+    assert (out is None and bool(expected.all())) or torch.equal(out, expected)
+    assert linear_attention_mask(kv_length=4, attention_mask=None) is None
+    assert linear_attention_mask(kv_length=6, attention_mask=torch.ones(2, 6)) is None
+
+
+def test_exact_masks():
+    padding = padding_mask([4, 2], 4, "left")
+    assert exact_mask(None, 4, 4, False, padding.device) is None
+    causal = exact_mask(None, 2, 4, True, padding.device)
+    assert causal[0, 0].tolist() == [[True, True, True, False], [True] * 4]
+    both = exact_mask(padding, 4, 4, True, padding.device)
+    assert torch.equal(both[1, 0], torch.ones(4, 4, dtype=torch.bool).tril() & padding[1])
+    assert torch.equal(exact_mask(padding, 1, 4, True, padding.device)[:, 0, 0], padding)
+
+
+def test_every_dense_mechanism_is_declared_once_for_both_directions():
+    for entry in entries():
+        if ATTENTIONS.get(entry.name).causal and entry.bidirectional:
+            assert mechanism(entry.name, True).dense_masks == mechanism(entry.name, False).dense_masks
