@@ -32,9 +32,8 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
         OSError: there is no such folder or repository.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    if "config" in kwargs:
-        config = kwargs.pop("config")
-    else:
+    config = kwargs.get("config")
+    if config is None:
         config = AutoConfig.from_pretrained(path_or_repo, trust_remote_code=False, **hub)
     saved = getattr(config, CONFIG_FIELD, None)
     if saved is None:
@@ -44,7 +43,8 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
         )
     LinearAttentionConfig.from_dict(saved)
     cls = _model_class(path_or_repo, config, auto_class)
-    return linear_attention_class(cls).from_pretrained(path_or_repo, config=config, **kwargs)  # type: ignore[attr-defined]
+    # The class reads its config again: it applies settings among the kwargs (num_labels=, …) to it.
+    return linear_attention_class(cls).from_pretrained(path_or_repo, **kwargs)  # type: ignore[attr-defined]
 
 
 def _model_class(path: str, config: Any, auto_class: Any) -> type:
