@@ -33,7 +33,7 @@ def main(folder: str) -> int:
     wanted += [path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")]
     problems += [f"not in the sdist: {name}" for name in sorted({*wanted, *package_files(root)} - sources)]
     sys.stdout.write(
-        "\n".join([*problems, f"{wheel.name}: {len(names)} files", f"{sdist.name}: {len(sources)}"]) + "\n"
+        "\n".join([*problems, f"{wheel.name}: {len(names)} files", f"{sdist.name}: {len(sources)} files"]) + "\n"
     )
     return 1 if problems else 0
 
