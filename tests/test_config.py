@@ -1,0 +1,69 @@
+"""Settings: parsing, the order of precedence, the saved form."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_linear_attn import LayerConfig, LinearAttentionConfig, __version__
+
+NAMES = ["encoder.0.attn", "encoder.1.attn", "decoder.0.attn"]
+
+
+def resolved(plan):
+    layers = LinearAttentionConfig.parse(plan).resolve(NAMES)
+    return [None if layer is None else layer.attention for layer in layers]
+
+
+def test_index_beats_name_beats_pattern_beats_default():
+    plan = {"default": "softmax", "encoder.*": "elu", "encoder.1.attn": "favor+"}
+    assert resolved(plan) == ["elu", "favor+", "softmax"]
+    assert resolved({**plan, "-2": "hedgehog"}) == ["elu", "hedgehog", "softmax"]
+    assert resolved({"decoder.*": "elu"}) == [None, None, "elu"]
+
+
+def test_the_last_matching_pattern_wins():
+    assert resolved({"*": "elu", "*.0.*": "favor+"}) == ["favor+", "elu", "favor+"]
+
+
+def test_layers_are_parsed_from_names_and_dicts():
+    expected = LayerConfig("favor+", {"num_features": 8})
+    assert LayerConfig.parse({"attention": "favor+", "num_features": 8}) == expected
+    assert LayerConfig.parse({"attention": "favor+", "options": {"num_features": 8}}) == expected
+    assert LayerConfig.parse(expected) is expected
+    assert LayerConfig.parse("elu") == LayerConfig("elu")
+
+
+def test_the_saved_form_is_json_with_every_option():
+    saved = LinearAttentionConfig.parse({"default": "favor+", "0": "softmax"}).to_dict()
+    assert saved["format_version"] == 1
+    assert saved["package_version"] == __version__
+    assert saved["default"]["options"]["num_features"] == 256
+    assert LinearAttentionConfig.from_dict(json.loads(json.dumps(saved))).to_dict() == saved
+
+
+LAYER = st.one_of(
+    st.sampled_from(["elu", "hedgehog", "softmax"]),
+    st.builds(lambda m: {"attention": "favor+", "num_features": m}, st.integers(1, 64)),
+)
+
+
+@given(default=st.none() | LAYER, layers=st.dictionaries(st.integers(-3, -1) | st.just("decoder.*"), LAYER, min_size=1))
+def test_round_trip(default, layers):
+    plan = {**layers, **({} if default is None else {"default": default})}
+    config = LinearAttentionConfig.parse(plan)
+    again = LinearAttentionConfig.parse(json.loads(json.dumps(config.to_dict())))
+    assert again.to_dict() == config.to_dict()
+    assert [layer and layer.attention for layer in again.resolve(NAMES)] == resolved(plan)
+
+
+@pytest.mark.parametrize("version", [None, "1", 1.5])
+def test_what_is_no_version(version):
+    with pytest.raises(ValueError, match="Not the settings of linear attention: format_version is"):
+        LinearAttentionConfig.from_dict({"format_version": version})
+
+
+def test_a_newer_format_says_how_to_upgrade():
+    with pytest.raises(ValueError, match=r"format 2, written by hf-linear-attn 9\.0;.*pip install -U hf-linear-attn"):
+        LinearAttentionConfig.from_dict({"format_version": 2, "package_version": "9.0"})

