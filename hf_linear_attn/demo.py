@@ -37,7 +37,7 @@ class DemoOptions:
     attentions: tuple[str, ...] | None = field(
         default=None, metadata={"help": "mechanisms to show (default: elu, favor+, hedgehog, a Linformer, window)"}
     )
-    steps: int | None = field(default=None, metadata={"help": "steps of attention transfer (default: 200; quick: 40)"})
+    steps: int | None = field(default=None, metadata={"help": "steps of attention transfer (default: 200; quick: 25)"})
     lengths: tuple[int, ...] | None = field(
         default=None, metadata={"help": "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)"}
     )
@@ -288,7 +288,9 @@ def make_plan(options: DemoOptions, loaded: Loaded) -> Plan:
         steps=options.steps or 200,
         sequence_length=length,
         batch_size=batch,
+        evaluations=4,
         train_sequences=batch * 120,
+        validation_sequences=batch * 2,
         held_out_sequences=max(128, batch),
         fidelity_sequences=max(24, batch),
         perplexity_tokens=16384,
@@ -300,12 +302,14 @@ def make_plan(options: DemoOptions, loaded: Loaded) -> Plan:
         return plan
     return replace(
         plan,
-        steps=options.steps or 40,
-        train_sequences=batch * 40,
-        held_out_sequences=max(32, batch),
-        fidelity_sequences=max(8, batch),
+        steps=options.steps or 25,
+        evaluations=2,
+        train_sequences=batch * 26,
+        validation_sequences=batch,
+        held_out_sequences=max(24, batch),
+        fidelity_sequences=max(4, batch),
         perplexity_tokens=4096,
-        budget=2.0,
+        budget=1.5,
     )
 
 
@@ -441,10 +445,13 @@ def _table(console: Console, summary: Any, groups: tuple[str, ...], title: str) 
     table = Table(
         box=SIMPLE_HEAD, title=_readable(console, title), title_justify="left", title_style="bold", pad_edge=False
     )
+    widest = max(len(row[0]) for row in summary.rows)
     for place in places:
         # "fold": a cell that is too wide goes on in the next line; the other ways lose numbers.
         justify: Any = "left" if place == 0 else "right"
-        table.add_column(summary.columns[place].title, justify=justify, overflow="fold")
+        table.add_column(
+            summary.columns[place].title, justify=justify, overflow="fold", min_width=widest if place == 0 else None
+        )
     for row, kind in zip(summary.rows, summary.kinds, strict=True):
         table.add_row(
             *(_readable(console, _plain(row[place])) for place in places),

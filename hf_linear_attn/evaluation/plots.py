@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .speed import FREE
-from .verdicts import final
+from .verdicts import default_mechanism, final, is_trivial
 
 #: Okabe and Ito's palette, which stays distinct to colour-blind readers; markers and hatches tell lines and bars apart
 #: in print.
@@ -31,7 +31,7 @@ def draw_plots(report: dict[str, Any]) -> dict[str, bytes]:
     drawings: dict[str, Callable[[dict[str, Any]], Any]] = {"fidelity.png": _fidelity}
     if report["decode"]:
         drawings["perplexity.png"] = _perplexity
-    if any(held["transfer"] for held in report["mechanisms"]):
+    if _transferred(report):
         drawings["transfer.png"] = _transfer
     if heat_map_of(report):
         drawings["heatmap.png"] = _heat_map
@@ -46,10 +46,13 @@ def draw_plots(report: dict[str, Any]) -> dict[str, bytes]:
 
 
 def heat_map_of(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The mechanism whose layers and heads are shown: the default of the model's kind, or the first with a KL."""
-    preferred = "window" if report["model"]["kind"] == "decoder" else "hedgehog"
-    known = [held for held in report["mechanisms"] if held["untrained"]["kl"] is not None]
-    chosen = [held for held in known if held["name"] == preferred] or known
+    """The mechanism whose layers and heads are shown: the default of the model's kind, or the first that
+    learned, or the first with a KL to show."""
+    preferred = default_mechanism(report)
+    known = [held for held in report["mechanisms"] if held["untrained"]["kl"] is not None and not is_trivial(held)]
+    chosen = (
+        [held for held in known if held["name"] == preferred] or [held for held in known if held["trained"]] or known
+    )
     return chosen[0] if chosen else None
 
 
@@ -161,9 +164,9 @@ def format_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def _legend_below(figure: Any, axes: Any, columns: int = 3) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4)
+def _legend_below(figure: Any, axes: Any, columns: int = 3, more: Sequence[Any] = ()) -> None:
+    handles = [*axes.get_legend_handles_labels()[0], *more]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ def _fidelity(report: dict[str, Any]) -> Any:
     _before_after(right, report, lambda quality: quality["output_error"], "{:.2f}")
     left.set_title("KL of the weights (nats)")
     right.set_title("Error of the output")
-    _legend_below(figure, right, 2)
+    _legend_below(figure, right, 2, _bar_handles())
     return figure
 
 
@@ -264,7 +267,7 @@ def _perplexity(report: dict[str, Any]) -> Any:
     axes.axvline(off, color=FREE_COLOR, linewidth=1.6, linestyle=(0, (4, 3)), label=f"attention off ({off:.2f})")
     axes.set_xlim(0, max(axes.get_xlim()[1], off * 1.08))
     axes.set_title("Perplexity on held-out text (lower is better)")
-    _legend_below(figure, axes, 2)
+    _legend_below(figure, axes, 2, _bar_handles())
     return figure
 
 
@@ -273,14 +276,13 @@ def _before_after(
 ) -> None:
     """Two bars a mechanism: untrained, and after transfer (one where nothing is learned)."""
     names = [held["name"] for held in report["mechanisms"]]
-    top = max(
-        [pick(held[key]) or 0.0 for held in report["mechanisms"] for key in ("untrained", "trained") if held[key]]
-    )
+    qualities = [held[key] for held in report["mechanisms"] for key in ("untrained", "trained") if held[key]]
+    top = max([pick(quality) or 0.0 for quality in qualities]) or 1.0
     for index, held in enumerate(report["mechanisms"]):
-        pairs = [(0.2, held["untrained"], BEFORE, "untrained"), (-0.2, held["trained"], AFTER, "after transfer")]
+        pairs = [(0.2, held["untrained"], BEFORE), (-0.2, held["trained"], AFTER)]
         if held["trained"] is None:
-            pairs = [(0.0, held["untrained"], BEFORE, "untrained")]
-        for shift, quality, color, _ in pairs:
+            pairs = [(0.0, held["untrained"], BEFORE)]
+        for shift, quality, color in pairs:
             value = pick(quality)
             if value is None:
                 axes.text(top * 0.02, -index, missing, va="center", fontsize=8.5, color="#666666")
@@ -288,20 +290,28 @@ def _before_after(
             axes.barh(
                 -index + shift, value, height=0.36, color=color, hatch="//" if color == BEFORE else "", ec="white"
             )
-            axes.text(value + top * 0.02, -index + shift, form.format(value), va="center", fontsize=8.5)
+            axes.text(value + top * 0.02, -index + shift, form.format(round(value, 4) + 0.0), va="center", fontsize=8.5)
     axes.set_yticks([-index for index in range(len(names))], names)
     axes.set_xlim(0, top * 1.22)
     axes.grid(axis="y", visible=False)
-    axes.barh([], [], color=BEFORE, hatch="//", ec="white", label="untrained patch")
-    axes.barh([], [], color=AFTER, label="after transfer")
+
+
+def _bar_handles() -> list[Any]:
+    from matplotlib.patches import Patch
+
+    untrained = Patch(facecolor=BEFORE, hatch="//", edgecolor="white", label="untrained patch")
+    return [untrained, Patch(facecolor=AFTER, label="after transfer")]
+
+
+def _transferred(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The mechanisms with a loss to show: one that is exact from the start has none."""
+    return [held for held in report["mechanisms"] if held["transfer"] and not is_trivial(held)]
 
 
 def _transfer(report: dict[str, Any]) -> Any:
     figure, axes = _figure(3.5)
     values = []
-    for held in report["mechanisms"]:
-        if not held["transfer"]:
-            continue
+    for held in _transferred(report):
         losses = held["transfer"]["losses"]
         looks = _looks(report, held["name"])
         axes.plot(range(1, len(losses) + 1), losses, color=looks["color"], linewidth=1.2, alpha=0.8)

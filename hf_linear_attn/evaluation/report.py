@@ -16,7 +16,7 @@ from typing import Any
 from ..version import __version__
 from .plots import HINT, draw_plots, format_bytes, format_seconds, heat_map_of
 from .speed import FREE
-from .summary import crossover_words, summarise_report
+from .summary import crossover_words, fixed, summarise_report
 from .verdicts import best, final
 
 FORMAT_VERSION = 1
@@ -29,7 +29,7 @@ PLOTS = {
     "perplexity.png": "Perplexity on held-out text, against the exact model and the same model with its attention off.",
     "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on "
     "different losses: compare a line with its own start only.",
-    "heatmap.png": "Where the default mechanism differs from exact attention: KL of the weights by layer and head.",
+    "heatmap.png": "Where a mechanism differs from exact attention: KL of the weights by layer and head.",
     "time.png": "Time of one forward pass of the whole model. Bands: 20th to 80th percentile.",
     "speedup.png": "The same as a ratio. The dashed line is what even a free attention would give.",
     "layer.png": "The attention of one layer by itself: without projections, feed-forward layers, embeddings.",
@@ -110,7 +110,8 @@ def render_page(report: dict[str, Any], plots: Mapping[str, bytes]) -> str:
         bytes=format_bytes,
         crossover=crossover_words,
         count=lambda value: f"{value:,}",
-        fixed=lambda value, digits=2: "–" if value is None else f"{value:.{digits}f}",
+        fixed=lambda value, digits=2: "–" if value is None else fixed(value, digits),
+        several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
         percent=lambda value: f"{value:.0%}",
     )
     images = {name: base64.b64encode(data).decode() for name, data in plots.items()}

@@ -22,6 +22,9 @@ from .timing import SpeedTable, Timing, interleaved
 FREE = "no attention"
 FREE_IMPLEMENTATION = "hf_linear_attn_free"
 
+#: Seconds that one length may take in any case, even with a small budget: without long inputs there is little to see.
+LONGEST_WAIT = 60.0
+
 Announce = Callable[[str], None]
 
 
@@ -190,11 +193,11 @@ def _sweep(
     device: torch.device,
     announce: Announce,
 ) -> SpeedTable:
-    """Measure at each length; stops where the next one would take more than fifteen times the budget."""
+    """Measure at each length; stops where the next one would take far more than the budget."""
     table = SpeedTable(baseline)
     for index, length in enumerate(lengths):
         expected = _expected_seconds(table, length)
-        if expected > 15 * budget:
+        if expected > max(15 * budget, LONGEST_WAIT):
             left = ", ".join(f"{held:,}" for held in lengths[index:])
             table.notes.append(f"Not timed, for want of time: {left} tokens (one length would take ~{expected:.0f} s).")
             break

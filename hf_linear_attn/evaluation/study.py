@@ -36,13 +36,16 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. Lengths in tokens, budget in seconds for each timed length."""
+    """How much is measured. Lengths in tokens, budget in seconds for each timed length; evaluations: how often the
+    validation sequences are looked at during a transfer, to keep its best step."""
 
     attentions: tuple[str, ...]
     steps: int
     sequence_length: int
     batch_size: int
+    evaluations: int
     train_sequences: int
+    validation_sequences: int
     held_out_sequences: int
     fidelity_sequences: int
     perplexity_tokens: int
@@ -93,7 +96,7 @@ def prepare(text: Text, tokenizer: Any, plan: Plan) -> Data:
             "tokens; 4 and 2 are needed. Give a longer text."
         )
     random.Random(plan.seed).shuffle(train)
-    kept = max(1, min(2 * plan.batch_size, len(train) // 4))
+    kept = max(1, min(plan.validation_sequences, len(train) // 4))
     validation, train = train[:kept], train[kept:]
     spread = len(held_out) / min(plan.fidelity_sequences, len(held_out))
     chosen = [held_out[int(index * spread)] for index in range(min(plan.fidelity_sequences, len(held_out)))]
@@ -220,7 +223,7 @@ class Study:
             self.data.train,
             steps=steps,
             held_out=self.data.validation,
-            evaluate_every=max(steps // 4, 1),
+            evaluate_every=max(steps // self.plan.evaluations, 1),
             progress=lambda step, steps, loss: self.progress.update(step, f"loss {loss:.3f}"),
         )
         return asdict(done)
@@ -334,9 +337,7 @@ def quality_line(result: dict[str, Any]) -> str:
     before, after = result["untrained"], result["trained"] or result["untrained"]
 
     def change(key: str, digits: int = 2) -> str:
-        old, new = before[key], after[key]
-        if old is None:
-            return "none"
+        old, new = (round(quality[key], digits) + 0.0 for quality in (before, after))
         return f"{old:.{digits}f}" if result["trained"] is None else f"{old:.{digits}f} -> {new:.{digits}f}"
 
     parts = [f"KL {change('kl')} nats"] if before["kl"] is not None else []

@@ -64,7 +64,12 @@ def change(before: float | None, after: float | None, digits: int) -> str:
     """`1.07→0.55`, one number where nothing was trained, a dash where it has no meaning."""
     if before is None:
         return "–"
-    return f"{before:.{digits}f}" if after is None else f"{before:.{digits}f}→{after:.{digits}f}"
+    return fixed(before, digits) if after is None else f"{fixed(before, digits)}→{fixed(after, digits)}"
+
+
+def fixed(value: float, digits: int) -> str:
+    """With this many decimals, and never `-0.00`."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def score(report: dict[str, Any], quality: dict[str, Any] | None) -> float | None:

@@ -10,7 +10,7 @@ SHORT = 512
 
 def verdicts(report: dict[str, Any]) -> list[str]:
     """Sentences, the most important first."""
-    found = [_best(report), _control(report), _harmful(report), *_transfers(report)]
+    found = [_best(report), _control(report), _harmful(report), _exact_here(report), *_transfers(report)]
     found += [*_speed(report), _short(report), _decode(report)]
     return [text for text in found if text]
 
@@ -29,7 +29,17 @@ def task_score(report: dict[str, Any], quality: dict[str, Any]) -> float:
 
 def best(report: dict[str, Any]) -> dict[str, Any]:
     """The mechanism nearest to the exact model."""
-    return max(report["mechanisms"], key=lambda held: task_score(report, final(held)))
+    preferred = default_mechanism(report)
+
+    def rank(held: dict[str, Any]) -> tuple[float, bool]:
+        return round(task_score(report, final(held)), 3), held["name"] == preferred
+
+    return max(report["mechanisms"], key=rank)
+
+
+def default_mechanism(report: dict[str, Any]) -> str:
+    """What the package recommends for this kind of model."""
+    return "window" if report["model"]["kind"] == "decoder" else "hedgehog"
 
 
 def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:
@@ -50,7 +60,7 @@ def _best(report: dict[str, Any]) -> str:
 
 
 def _control(report: dict[str, Any]) -> str:
-    words = _quality_words(report, report["control"])
+    words = _quality_words(report, report["control"]).partition(" (exact")[0]
     return f"For scale, the same model with its attention switched off: {words}."
 
 
@@ -63,11 +73,28 @@ def _harmful(report: dict[str, Any]) -> str:
     return f"Worse than no attention at all, as converted so far: {_list(worse)}. Fine-tuning would have to follow."
 
 
+def is_trivial(held: dict[str, Any]) -> bool:
+    """Whether a mechanism computes these inputs exactly as patched."""
+    return held["untrained"]["output_error"] < 1e-3
+
+
+def _exact_here(report: dict[str, Any]) -> str:
+    """A window or a block that holds the whole input proves nothing."""
+    names = [held["name"] for held in report["mechanisms"] if is_trivial(held)]
+    if not names:
+        return ""
+    length = report["text"]["sequence_length"]
+    return (
+        f"{_list(names)} {'is' if len(names) == 1 else 'are'} exact here only because the sequences (up to {length:,} "
+        "tokens) fit into the window or block, or nearly do. That says nothing about longer ones."
+    )
+
+
 def _transfers(report: dict[str, Any]) -> list[str]:
     """Where transfer did not help, or hurt: the tables show where it did."""
     found = []
     for held in report["mechanisms"]:
-        if held["transfer"] is None:
+        if held["transfer"] is None or is_trivial(held):
             continue
         before, after = task_score(report, held["untrained"]), task_score(report, held["trained"])
         if after - before < 0.001:

@@ -14,6 +14,7 @@ import pytest
 from hf_linear_attn.evaluation.plots import draw_plots, format_bytes, format_seconds, heat_map_of
 from hf_linear_attn.evaluation.report import PLOTS, plain, render_page, write_report
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
+from hf_linear_attn.evaluation.verdicts import verdicts
 
 from .made_up import made_up_report
 
@@ -119,6 +120,18 @@ def test_heat_map_shows_the_default_mechanism() -> None:
     assert heat_map_of(report) is None
 
 
+def test_a_mechanism_that_is_exact_here_is_named_and_not_drawn() -> None:
+    report = made_up_report()
+    for quality in (report["mechanisms"][1][key] for key in ("untrained", "trained")):
+        quality.update(kl=0.0, output_error=1e-7)
+    said = " ".join(verdicts(report))
+    assert "hedgehog is exact here only because the sequences (up to 64 tokens) fit" in said
+    chosen = heat_map_of(report)
+    assert chosen is not None
+    assert chosen["name"] == "elu"
+    draw_plots(report)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -188,8 +201,6 @@ def test_verdict_on_short_inputs_names_the_ceiling() -> None:
     report = made_up_report()
     report["speed"]["model"]["ceiling"] = [1.1, 1.3, 4.0]
     report["speed"]["model"]["attention_share"] = [0.09, 0.23, 0.75]
-    from hf_linear_attn.evaluation.verdicts import verdicts
-
     said = " ".join(verdicts(report))
     assert "Short inputs cannot gain: at 512 tokens attention is 23% of the model's time" in said
     assert "would give 1.30×. Slower than sdpa there: hedgehog and linformer." in said
