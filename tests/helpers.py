@@ -44,6 +44,8 @@ SMALL_OPTIONS: dict[str, Any] = {
     "block_size": 4,
     "slots_per_block": 2,
     "num_slots": 5,
+    "num_packed": 5,
+    "num_landmarks": 5,
 }
 
 VOCABULARY = 61

@@ -46,10 +46,10 @@ class EfficientAttention(LinearAttention):
     keys without a further normaliser. Causal: each feature's softmax runs over the keys j <= i, with its running
     maximum in the state, so that nothing overflows and no later key touches an earlier row.
 
-    The scale s: 1 as in the paper (`"raw"`), √τ (`"split"`), √(τd) (`"matched"`). To second order in s a weight, relative
-    to the mean of its row, is `1 + (s²/d) Σ_c (q_c - q̄)(k_jc - k̄_c)` (q̄ over features, k̄ over tokens), and softmax
-    attention grows by τ per unit of q·k: s² = τd. Large keys leave that regime, where the features see a few tokens
-    only; on pretrained models `"raw"` had the smaller output error.
+    The scale s is 1 as in the paper (`"raw"`), √τ (`"split"`) or √(τd) (`"matched"`). To second order in s a weight,
+    relative to the mean of its row, is `1 + (s²/d) Σ_c (q_c - q̄)(k_jc - k̄_c)` (q̄ over features, k̄ over tokens), and
+    softmax attention grows by τ per unit of q·k: s² = τd. Large keys leave that regime, where the features see a few
+    tokens only; on pretrained models `"raw"` had the smaller output error.
     """
 
     dense_masks = True

@@ -76,9 +76,10 @@ def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float
     """
     batch, heads, length, width = query.shape
     groups = key.shape[1]
-    folded = (query * scaling).reshape(batch, groups, -1, width)
+    folded = (query * scaling).reshape(batch, groups, heads // groups * length, width)
     weights = torch.softmax(folded @ key.transpose(-1, -2), dim=-1)
-    return (weights @ value).view(batch, heads, length, -1), weights.view(batch, heads, length, -1)
+    out = (weights @ value).view(batch, heads, length, value.shape[-1])
+    return out, weights.view(batch, heads, length, key.shape[2])
 
 
 def causal_blocks(

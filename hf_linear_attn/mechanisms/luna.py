@@ -1,0 +1,168 @@
+"""Luna: attention through a short learned sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..feature_maps.base import AttentionShape
+from ..feature_maps.favor_plus import LAYER_SEED_STRIDE
+from ..ops import luna as ops
+from ..ops.common import State, compute_dtype, mask_tokens
+from ..ops.linformer import low_rank_attention
+from ..registry import register_attention
+from .base import LinearAttention, visible
+
+ACTIVATIONS = ("elu", "softplus")
+
+#: Standard deviations of P at the start, measured on pretrained models. Bidirectional: each row of P should find a few
+#: keys of its own. Causal: nothing normalises a_j, and P = 0 is the mean of the values; a small P stays near it.
+BIDIRECTIONAL_INIT = 2.0
+CAUSAL_INIT = 0.1
+
+
+@dataclass(frozen=True)
+class LunaOptions:
+    num_packed: int = field(default=64, metadata={"help": "l, the length of the learned sequence P"})
+    activation: Literal["elu", "softplus"] = field(
+        default="elu", metadata={"help": "f of the causal form: 'elu': elu(x) + 1; 'softplus': with β = ln 2"}
+    )
+    scale_query: bool = field(default=False, metadata={"help": "causal form: multiply q·k by τ, as the weights are"})
+    init_scale: float | None = field(
+        default=None, metadata={"help": "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the start of P; layers draw different ones from it"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_packed, int) or self.num_packed < 1:
+            raise ValueError(f"num_packed must be a positive integer, got {self.num_packed!r}.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be 'elu' or 'softplus', got {self.activation!r}.")
+        if self.init_scale is not None and not self.init_scale > 0:
+            raise ValueError(f"init_scale must be positive or None, got {self.init_scale!r}.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
+
+
+@register_attention(
+    "luna",
+    description="attention through a learned sequence of l vectors",
+    paper="Ma et al. 2021, arXiv:2106.01540",
+    options=LunaOptions,
+    causal=True,
+    bidirectional=True,
+    learned=True,
+    state="constant",
+    cost="O(L·l·d) time, O(l·d) state",
+    advice="encoders of any length: like linformer, but the slots follow the content; decoders only from scratch",
+)
+class LunaAttention(LinearAttention):
+    """`O = softmax(τ Q K̃ᵀ) Ṽ` with `K̃ = A K`, `Ṽ = A V`, `A = softmax(τ P Kᵀ)`. Ma et al. 2021, arXiv:2106.01540.
+
+    P `[l, d]` is learned, one for each key-value head. Its weights are a distribution over the keys.
+
+    Causal, with `a_j = elu(τ P k_j) + 1` (or softplus with β = ln 2, which is 1 at 0 as well; the authors' code):
+    `u_i = softmax((1/n_i) Σ_{j<=i} (q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`, n_i the real tokens up to
+    i. Two running sums `Σ a_j k_jᵀ`, `Σ a_j v_jᵀ` and the count are the state. The weights `(u_i·a_j)/n_i` are
+    positive, but nothing makes them sum to 1: a freshly patched decoder is far from the original.
+
+    P starts from Gaussian vectors, or by `start_from_queries` from real queries, which is nearer to exact attention.
+    """
+
+    def __init__(self, shape: AttentionShape, options: LunaOptions) -> None:
+        options = self.resolve_options(shape, options)
+        super().__init__(shape, options)
+        self.distribution = not shape.causal
+        # The causal sums are a function of the visible keys of each query; the bidirectional slots serve all queries.
+        self.dense_masks = shape.causal
+        self.transfer_lr = 5e-2 if shape.causal else 1e-2
+        generator = torch.Generator(device="cpu").manual_seed(options.seed + LAYER_SEED_STRIDE * shape.layer_index)
+        size = (shape.num_key_value_heads, options.num_packed, shape.head_dim)
+        start = torch.randn(size, generator=generator, device="cpu")
+        self.packed = nn.Parameter(start * float(options.init_scale or 0.0))
+
+    @classmethod
+    def resolve_options(cls, shape: AttentionShape, options: LunaOptions) -> LunaOptions:
+        if options.init_scale is not None:
+            return options
+        return replace(options, init_scale=CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
+
+    @torch.no_grad()
+    def start_from_queries(self, query: Tensor, real: Tensor | None = None) -> None:
+        """Start P from queries `[B, H, L, d]` of calibration text (real `[B, L]`: no padding), drawn from the seed.
+
+        Use it with `observe_attention`: `lambda call: call.mechanism.start_from_queries(call.query, call.padding)`.
+        Raises a ValueError if there is no query. With fewer queries than l, some are taken more than once.
+        """
+        groups, slots, _ = self.packed.shape
+        kept = query.permute(0, 2, 1, 3)  # [B, L, H, d]
+        kept = kept.flatten(0, 1) if real is None else kept[real]
+        kept = kept.unflatten(1, (groups, query.shape[1] // groups)).transpose(1, 2).flatten(0, 1)  # [n·R, G, d]
+        if not kept.shape[0]:
+            raise ValueError("start_from_queries needs at least one query that is not padding.")
+        generator = torch.Generator(device="cpu").manual_seed(self.options.seed)
+        order = torch.randperm(kept.shape[0], generator=generator, device="cpu")
+        chosen = order.repeat(-(-slots // len(order)))[:slots]
+        self.packed.copy_(kept[chosen.to(kept.device)].transpose(0, 1))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        if not causal:
+            if state is not None or keep_state:
+                raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+            return ops.bidirectional(query, key, value, self.packed, scaling=scaling, mask=mask), None
+        scale = scaling if self.options.scale_query else 1.0
+        return ops.causal(
+            query,
+            key,
+            value,
+            self.packed,
+            self._activation,
+            scaling=scaling,
+            query_scale=scale,
+            mask=mask,
+            state=state,
+        )
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        dtype = compute_dtype(query)
+        if causal:
+            scale = scaling if self.options.scale_query else 1.0
+            allowed = visible(mask, query, key, causal)
+            return ops.dense_causal_weights(
+                query, key, self.packed, self._activation, allowed, scaling=scaling, query_scale=scale
+            )
+        keys = mask_tokens(key.to(dtype), mask)
+        packing = ops.packing_weights(self.packed, keys, scaling, mask)
+        slots = packing @ keys
+        _, weights = low_rank_attention(query.to(dtype), slots, slots, scaling)
+        return weights @ packing.repeat_interleave(weights.shape[1] // packing.shape[1], dim=1)
+
+    def _activation(self, x: Tensor) -> Tensor:
+        if self.options.activation == "elu":
+            return functional.elu(x) + 1
+        return functional.softplus(x, beta=math.log(2))
+
+    def state_bytes(self, length: int = 0) -> int:
+        shape = self.shape
+        return 4 * shape.num_key_value_heads * self.options.num_packed * (shape.head_dim + shape.value_dim) + 8
+
+    def extra_repr(self) -> str:
+        return f"num_packed={self.options.num_packed}"

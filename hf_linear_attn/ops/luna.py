@@ -1,0 +1,141 @@
+"""Luna: attention through a short learned sequence P of l vectors per key-value head.
+
+Bidirectional: `K̃ = softmax(τ P Kᵀ) K`, `Ṽ = softmax(τ P Kᵀ) V`, `O = softmax(τ Q K̃ᵀ) Ṽ`.
+
+Causal, with `a_j = f(τ P k_j) ∈ R^l` positive and n_i the number of real tokens up to i:
+`u_i = softmax((1/n_i) Σ_{j<=i} (s q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`.
+
+Shapes: `B` batch, `H` query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value
+size.
+
+The state of the causal form is
+    `packed_key`   `[B, G, l, d]`   Σ_j a_j k_jᵀ
+    `packed_value` `[B, G, l, e]`   Σ_j a_j v_jᵀ
+    `count`        `[B]`            n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .common import State, compute_dtype, group_heads, mask_tokens
+from .linformer import low_rank_attention
+
+#: Tokens per chunk of the causal form.
+CHUNK = 128
+
+Activation = Callable[[Tensor], Tensor]
+"""The positive function f, elementwise."""
+
+
+def packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+    """`softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros where there is none."""
+    logits = (packed.to(key.dtype) * scaling) @ key.transpose(-1, -2)
+    if mask is None:
+        return torch.softmax(logits, dim=-1)
+    hidden = ~mask[:, None, None, :]
+    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(key.dtype).min), dim=-1)
+    return weights.masked_fill(hidden, 0.0)
+
+
+def bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, packed: Tensor, *, scaling: float, mask: Tensor | None = None
+) -> Tensor:
+    """query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, packed `[G, l, d]` -> `[B, H, L, e]`.
+
+    Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
+    """
+    dtype = compute_dtype(query)
+    keys, values = mask_tokens(key.to(dtype), mask), mask_tokens(value.to(dtype), mask)
+    weights = packing_weights(packed, keys, scaling, mask)
+    out, _ = low_rank_attention(mask_tokens(query.to(dtype), mask), weights @ keys, weights @ values, scaling)
+    return out.to(value.dtype)
+
+
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Tensor,
+    activation: Activation,
+    *,
+    scaling: float,
+    query_scale: float,
+    mask: Tensor | None = None,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """The causal form, continued from `state`: two causal passes with linear-time sums.
+
+    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, packed `[G, l, d]`, mask `[B, L]`; query_scale is s.
+    Time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l)) per head; one token is O(l·(d + e)).
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, width = query.shape
+    groups, slots = key.shape[1], packed.shape[1]
+    if state is None:
+        state = {
+            "packed_key": key.new_zeros(batch, groups, slots, width, dtype=dtype),
+            "packed_value": value.new_zeros(batch, groups, slots, value.shape[-1], dtype=dtype),
+            "count": torch.zeros(batch, dtype=torch.long, device=key.device),
+        }
+    real = torch.ones(batch, length, dtype=torch.bool, device=key.device) if mask is None else mask
+    counts = state["count"].unsqueeze(1) + real.long().cumsum(dim=1)
+    shares = counts.clamp_min(1).to(dtype).reciprocal()[:, None, None, :, None]  # 1/n_i, [B, 1, 1, L, 1]
+    key_sum, value_sum = state["packed_key"], state["packed_value"]
+    outputs = []
+    for start in range(0, length, CHUNK):
+        chunk = slice(start, min(start + CHUNK, length))
+        part = None if mask is None else mask[:, chunk]
+        queries, keys, values = (mask_tokens(x[:, :, chunk].to(dtype), part) for x in (query, key, value))
+        features = mask_tokens(packing_features(packed, keys, activation, scaling), part)
+        rows, share = group_heads(queries * query_scale, groups), shares[:, :, :, chunk]
+        logits = _causal_read(rows, keys, features, key_sum.transpose(-1, -2)) * share
+        out = _causal_read(torch.softmax(logits, dim=-1), features, values, value_sum) * share
+        outputs.append(out.flatten(1, 2).to(value.dtype))
+        key_sum = key_sum + features.transpose(-1, -2) @ keys
+        value_sum = value_sum + features.transpose(-1, -2) @ values
+    after = {
+        "packed_key": key_sum,
+        "packed_value": value_sum,
+        "count": counts[:, -1] if length else state["count"],
+    }
+    if not outputs:
+        return value.new_zeros(batch, heads, 0, value.shape[-1]), after
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), after
+
+
+def packing_features(packed: Tensor, key: Tensor, activation: Activation, scaling: float) -> Tensor:
+    """`a_j = f(τ P k_j)`: `[G, l, d] x [B, G, S, d] -> [B, G, S, l]`."""
+    return activation((key * scaling) @ packed.to(key.dtype).transpose(-1, -2))
+
+
+def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Tensor:
+    """`Σ_{j<=i} (r_i·k_j) v_j` in one chunk plus `r_iᵀ past`: `[B, G, R, n, x]`, `[B, G, n, x]`, `[B, G, n, y]`,
+    `[B, G, x, y]` -> `[B, G, R, n, y]`."""
+    weights = (rows @ keys.unsqueeze(2).transpose(-1, -2)).tril()
+    return weights @ values.unsqueeze(2) + rows @ past.unsqueeze(2)
+
+
+def dense_causal_weights(
+    query: Tensor,
+    key: Tensor,
+    packed: Tensor,
+    activation: Activation,
+    allowed: Tensor,
+    *,
+    scaling: float,
+    query_scale: float,
+) -> Tensor:
+    """The weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form; allowed `[B | 1, H | 1, L, S]`. O(L·S)."""
+    dtype = compute_dtype(query)
+    heads, groups = query.shape[1], key.shape[1]
+    keys = mask_tokens(key.to(dtype), allowed.any(dim=2).any(dim=1).expand(key.shape[0], -1))
+    features = packing_features(packed, keys, activation, scaling).repeat_interleave(heads // groups, dim=1)
+    keys = keys.repeat_interleave(heads // groups, dim=1)
+    share = allowed.sum(dim=-1, keepdim=True).clamp_min(1).to(dtype).reciprocal()
+    products = ((query.to(dtype) * query_scale) @ keys.transpose(-1, -2)).masked_fill(~allowed, 0.0)
+    mixture = torch.softmax((products @ features) * share, dim=-1)
+    return (mixture @ features.transpose(-1, -2)).masked_fill(~allowed, 0.0) * share
