@@ -1,0 +1,185 @@
+"""Scatterbrain: exact weights on a sparse support, a kernel estimate everywhere else, one normaliser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..feature_maps.base import AttentionShape
+from ..feature_maps.favor_plus import LAYER_SEED_STRIDE
+from ..ops import banded, buckets, windowed
+from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.kernelized import dense_weights
+from ..registry import FEATURE_MAPS, build_options, register_attention
+from .base import LinearAttention, visible
+
+#: Keeps the hash directions apart from the random features that the same seed gives.
+HASH_SEED_OFFSET = 500_009
+
+
+@dataclass(frozen=True)
+class ScatterbrainOptions:
+    window_size: int = field(default=64, metadata={"help": "the band: the last w tokens, or |i - j| < w"})
+    feature_map: str = field(default="favor+", metadata={"help": "φ, an estimate of exp(τ q·k), outside the support"})
+    feature_map_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of that map"})
+    num_hash_buckets: int = field(
+        default=0, metadata={"help": "hash buckets beside the band, an even number (0: the band only)"}
+    )
+    hash_rounds: int = field(default=1, metadata={"help": "independent rounds of hashing"})
+    bucket_capacity: int = field(default=16, metadata={"help": "keys that a query takes from its bucket in each round"})
+    seed: int = field(default=0, metadata={"help": "seed of the hash directions; layers draw different ones from it"})
+
+    def __post_init__(self) -> None:
+        for name in ("window_size", "hash_rounds", "bucket_capacity"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+        if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
+            raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
+        entry = FEATURE_MAPS.get(self.feature_map)
+        build_options(entry, dict(self.feature_map_options))
+        for flag, reason in (("uses_positions", "needs the tokens' positions"), ("signed", "gives negative weights")):
+            if getattr(entry.cls, flag, False):
+                raise ValueError(f"scatterbrain cannot use {self.feature_map!r}: this feature map {reason}.")
+
+
+@register_attention(
+    "scatterbrain",
+    description="exact weights in a band and in hash buckets, random features elsewhere, one normaliser",
+    paper="Chen et al. 2021, arXiv:2110.15343",
+    options=ScatterbrainOptions,
+    causal=True,
+    bidirectional=True,
+    learned=False,
+    state="constant",
+    cost="O(L·(w + m)·d) time, O((w + m)·d) state; buckets add O(L·r·c·m·d) and O(b·r·c·d)",
+    advice="conversion without any training: better than favor+ alone wherever attention is local",
+)
+class ScatterbrainAttention(LinearAttention):
+    """`w_ij = exp(τ q_i·k_j)` for (i, j) in Ω, `φ(q_i)·φ(k_j)` elsewhere, one normaliser. Chen et al. 2021.
+
+    Ω is a band (the last w tokens, or |i - j| < w) and, with `num_hash_buckets`, the keys that share a hash bucket with
+    the query: at most `bucket_capacity` of them in each round, the last ones (causal) or the nearest ones. Each pair
+    counts once. Exact and estimated weights share one stabiliser per row. With an unbiased φ the sums are unbiased;
+    with everything inside Ω this is exact attention. A map without a log scale counts as an estimate of exp(τ q·k) too.
+
+    State: S, z, a ring of w keys and values; with buckets also the last c keys and values of every bucket and round, so
+    that decoding is of constant size. Bucket pairs gather their keys one by one: several times slower than the band.
+    """
+
+    def __init__(self, shape: AttentionShape, options: ScatterbrainOptions) -> None:
+        super().__init__(shape, options)
+        entry = FEATURE_MAPS.get(options.feature_map)
+        self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        #: Buckets rank the keys of a row, which a mask of its own for every query would not leave one order of.
+        self.dense_masks = options.num_hash_buckets == 0
+        if options.num_hash_buckets:
+            seed = options.seed + HASH_SEED_OFFSET + LAYER_SEED_STRIDE * shape.layer_index
+            generator = torch.Generator(device="cpu").manual_seed(seed)
+            size = (options.hash_rounds, shape.head_dim, options.num_hash_buckets // 2)
+            self.register_buffer("directions", torch.randn(size, generator=generator, device="cpu"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        if not causal and (state is not None or keep_state):
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        inputs = (query, key, value, *self._feature_functions(scaling))
+        window, hashing = self.options.window_size, self._hashing()
+        settings: dict[str, Any] = {"window": window, "scaling": scaling, "mask": mask, "normalise": hashing is None}
+        settings["log_mix"] = torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device)
+        after: State | None = None
+        if causal:
+            band = None if state is None else {k: held for k, held in state.items() if not k.startswith("bucket_")}
+            sums, after = windowed.causal_sums(*inputs, **settings, state=band)
+        else:
+            sums = banded.banded_sums(*inputs, **settings)
+        if hashing is None:
+            return sums.values, after
+        if query.shape[2] == 0:
+            return value.new_zeros(*query.shape[:3], value.shape[-1]), state
+        sums, stored = buckets.add_buckets(
+            sums, *inputs, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
+        )
+        out = mask_tokens(sums.normalised(), mask).to(value.dtype)
+        return out, None if after is None else {**after, **stored}
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        return windowed.dense_windowed_weights(
+            query,
+            key,
+            *self._feature_functions(scaling),
+            inside=self._support(query, key, causal, mask),
+            allowed=visible(mask, query, key, causal),
+            scaling=scaling,
+            log_mix=torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device),
+        )
+
+    def branch_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(query)
+        outside = visible(mask, query, key, causal) & ~self._support(query, key, causal, mask)
+        query_features, key_features = self._feature_functions(scaling)
+        return dense_weights(query_features(query.to(dtype), 0), key_features(key.to(dtype), 0), outside), outside
+
+    def _support(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+        """Ω, `[B | 1, H | 1, L, S]`."""
+        window, hashing = self.options.window_size, self._hashing()
+        places = windowed.places(mask, key.shape[2], causal, key.device)
+        band = windowed.inside_window(places, query.shape[2], window, causal)
+        if hashing is None:
+            return band
+        if mask is not None and mask.dim() == 4:
+            raise NotImplementedError(
+                "Hash buckets cannot honour a mask [B, H, L, S]. Pass a padding mask [B, S], or set num_hash_buckets=0."
+            )
+        return band | buckets.bucket_pairs(query, key, hashing, window=window, causal=causal, mask=mask)
+
+    def _hashing(self) -> buckets.Hashing | None:
+        if not self.options.num_hash_buckets:
+            return None
+        directions: Any = self.directions
+        return buckets.Hashing(directions, self.options.bucket_capacity)
+
+    def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
+        def with_scale(features: Features) -> Features:
+            if features.log_scale is not None:
+                return features
+            return Features(features.values, features.values.new_zeros(features.values.shape[:-1]))
+
+        def query_features(x: Tensor, start: int) -> Features:
+            return with_scale(self.feature_map.query(x, scaling))
+
+        def key_features(x: Tensor, start: int) -> Features:
+            return with_scale(self.feature_map.key(x, scaling))
+
+        return query_features, key_features
+
+    def state_bytes(self, length: int = 0) -> int:
+        shape, options = self.shape, self.options
+        token = 4 * (shape.head_dim + shape.value_dim)
+        sums = 4 * shape.num_key_value_heads * (self.feature_map.num_features * (shape.value_dim + 1) + 1)
+        ring = options.window_size * (shape.num_key_value_heads * token + 1)
+        kept = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
+        return sums + ring + (shape.num_key_value_heads * kept * (token + 8) + 8 if kept else 0)
+
+    def extra_repr(self) -> str:
+        hashed = f", num_hash_buckets={self.options.num_hash_buckets}" if self.options.num_hash_buckets else ""
+        return f"window_size={self.options.window_size}{hashed}"

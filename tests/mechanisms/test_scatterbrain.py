@@ -1,0 +1,293 @@
+"""Scatterbrain against its definition, with and without hash buckets."""
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
+from hf_linear_attn.ops import banded, buckets, naive, naive_scatterbrain, windowed
+from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
+
+HASHED = {"num_hash_buckets": 4, "hash_rounds": 2, "bucket_capacity": 3}
+OPTIONS = [{}, HASHED]
+both = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+kinds = pytest.mark.parametrize("options", OPTIONS, ids=["band", "hashed"])
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(windowed, "CAUSAL_CHUNK", 8)
+    monkeypatch.setattr(banded, "MIN_BLOCK", 4)
+    monkeypatch.setattr(banded, "MIN_GROUP", 2)
+    monkeypatch.setattr(banded, "GROUP_ELEMENTS", 1)
+    monkeypatch.setattr(buckets, "GATHER_ELEMENTS", 2000)
+
+
+def module(groups=2, value_dim=6, **options):
+    chosen = {"window_size": 4, "feature_map_options": {"num_features": 24}, **options}
+    shape = AttentionShape(4, groups, 6, value_dim, layer_index=1, max_length=64)
+    return ScatterbrainAttention(shape, ScatterbrainOptions(**chosen)).double()
+
+
+def doubles(length, **kwargs):
+    return [tensor.double().requires_grad_() for tensor in qkv(length, **kwargs)]
+
+
+def run(layer, tensors, causal, mask=None, **kwargs):
+    return layer(*tensors, scaling=0.4, causal=causal, mask=mask, **kwargs)
+
+
+def definition(layer, tensors, causal, mask=None):
+    q, k, v = tensors
+    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
+    features = [side(x, 0.4) for side, x in ((layer.feature_map.query, q), (layer.feature_map.key, k))]
+    phi = [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
+    options = layer.options
+    support = naive_scatterbrain.support(
+        q.detach(),
+        k.detach(),
+        allowed,
+        getattr(layer, "directions", None),
+        window=options.window_size,
+        capacity=options.bucket_capacity,
+        causal=causal,
+    )
+    return naive_scatterbrain.scatterbrain_attention(q, k, v, *phi, allowed, support, 0.4)
+
+
+@both
+@kinds
+@pytest.mark.parametrize("length", [1, 2, 9, 23])
+def test_outputs_and_gradients_equal_the_definition(length, options, causal):
+    layer, tensors = module(value_dim=3, **options), doubles(length, value_dim=3)
+    out, expected = run(layer, tensors, causal)[0], definition(layer, tensors, causal)
+    assert_close(out, expected, torch.float64)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    floor = torch.full((1,), 1e-6, dtype=torch.float64)  # a gradient may be zero but for rounding
+    for got, wanted in zip(
+        *(torch.autograd.grad((t * probe).sum(), tensors) for t in (out, expected)),
+        strict=True,
+    ):
+        assert_close(*(torch.cat([t.flatten(), floor]) for t in (got, wanted)), torch.float64, 10)
+
+
+@both
+@kinds
+@pytest.mark.parametrize("groups", [1, 4])
+def test_grouped_heads(groups, options, causal):
+    layer, tensors = module(groups, **options), doubles(17, groups=groups)
+    assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
+
+
+@both
+@kinds
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_and_nan_in_padding(side, options, causal):
+    mask = padding_mask([21, 8], 21, side)
+    layer, tensors = module(**options), doubles(21)
+    expected = definition(layer, tensors, causal, mask).transpose(1, 2)[mask]
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.transpose(1, 2)[~mask] = float("nan")
+    out = run(layer, tensors, causal, mask)[0].transpose(1, 2)[mask]
+    assert_close(out, expected, torch.float64)
+    assert all(bool(torch.isfinite(g).all()) for g in torch.autograd.grad(out.square().sum(), tensors))
+
+
+@both
+@pytest.mark.parametrize("name", ["taylor", "hedgehog"])
+def test_a_map_without_a_log_scale_is_an_absolute_estimate(name, causal):
+    if name not in hla.list_attentions():
+        pytest.skip("not registered")
+    layer, tensors = module(feature_map=name, feature_map_options={}, **HASHED), doubles(14)
+    assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
+
+
+@both
+def test_with_everything_in_the_band_it_is_exact_attention(causal):
+    q, k, v = doubles(20)
+    exact = naive.softmax_attention(q, k, v, naive.visible(None, 2, 20, 20, causal), 0.4)
+    assert_close(run(module(window_size=20), (q, k, v), causal)[0], exact, torch.float64)
+
+
+@both
+def test_with_everything_in_one_bucket_it_is_exact_attention(causal, monkeypatch):
+    monkeypatch.setattr(buckets.Hashing, "bucket", lambda self, x, round_: torch.zeros(x.shape[:3], dtype=torch.long))
+    layer = module(num_hash_buckets=2, hash_rounds=3, bucket_capacity=20)
+    q, k, v = doubles(20)
+    exact = naive.softmax_attention(q, k, v, naive.visible(None, 2, 20, 20, causal), 0.4)
+    assert_close(run(layer, (q, k, v), causal)[0], exact, torch.float64)
+
+
+@both
+def test_the_sums_are_unbiased(causal):
+    q, k, v = (tensor.detach() for tensor in doubles(12, batch=1))
+    q, k = q / 2, k / 2  # the estimates of larger products have tails too heavy for a mean of a few hundred
+    allowed = naive.visible(None, 1, 12, 12, causal)
+    weights = torch.exp(0.4 * q @ naive.repeat_heads(k, 4).transpose(-1, -2)).masked_fill(~allowed, 0.0)
+    exact = weights @ naive.repeat_heads(v, 4)
+    settings = {"window": 3, "scaling": 0.4, "log_mix": torch.zeros(4, dtype=torch.float64)}
+    hashing, draws = module(**HASHED)._hashing(), []
+    for seed in range(300):
+        maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
+        if causal:
+            sums, _ = windowed.causal_sums(q, k, v, *maps, **settings)
+        else:
+            sums = banded.banded_sums(q, k, v, *maps, **settings)
+        sums, _ = buckets.add_buckets(sums, q, k, v, *maps, hashing, window=3, scaling=0.4, causal=causal)
+        draws.append(sums.values[..., :-1] * sums.log_scale.exp().unsqueeze(-1))
+    stacked = torch.stack(draws)
+    error = (stacked.mean(0) - exact) / (stacked.std(0) / len(draws) ** 0.5 + 1e-9)
+    assert float((error.abs() > 4).double().mean()) < 0.01  # 4 standard errors: one in 16,000 if normal
+
+
+@both
+def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
+    tensors = [tensor.detach() for tensor in doubles(60)]
+    exact = naive.softmax_attention(*tensors, naive.visible(None, 2, 60, 60, causal), 0.4)
+
+    def error(**options):
+        draws = [{"feature_map_options": {"num_features": 32, "seed": seed}, **options} for seed in range(6)]
+        return sum(float((run(module(**draw), tensors, causal)[0] - exact).norm()) for draw in draws)
+
+    band = error(window_size=9)
+    assert error(window_size=1) > band > error(window_size=9, num_hash_buckets=4, bucket_capacity=16, hash_rounds=2)
+
+
+@kinds
+@pytest.mark.parametrize("pieces", [(1,) * 29, (2, 0, 17, 1, 9), (0, 28, 1)])
+def test_split_and_resume(pieces, options):
+    layer, tensors = module(**options), [t.detach() for t in doubles(29)]
+    whole, end = run(layer, tensors, True, keep_state=True)
+    outs, state, start = [], None, 0
+    for size in pieces:
+        part = [tensor[:, :, start : start + size] for tensor in tensors]
+        out, state = run(layer, part, True, state=state, keep_state=True)
+        outs.append(out)
+        start += size
+    assert_close(torch.cat(outs, dim=2), whole, torch.float64)
+    for name, tensor in end.items():
+        assert_close(state[name].double(), tensor.double(), torch.float64)
+
+
+@kinds
+def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
+    layer, tensors = module(**options), [t.detach()[:1] for t in doubles(18)]
+    alone, state = run(layer, tensors, True, keep_state=True)
+    real = torch.zeros(1, 30, dtype=torch.bool)
+    real[:, [0, 1, 5, 7, *range(9, 20), 25, 26, 28]] = True
+    spread = [torch.full((1, t.shape[1], 30, t.shape[3]), 7.0, dtype=torch.float64) for t in tensors]
+    for wide, tensor in zip(spread, tensors, strict=True):
+        wide.transpose(1, 2)[real] = tensor.transpose(1, 2)[0]
+    outs, after = [], None
+    for start, stop in ((0, 8), (8, 24), (24, 30)):
+        mask = real[:, start:stop]
+        out, after = run(layer, [t[:, :, start:stop] for t in spread], True, mask, state=after, keep_state=True)
+        outs.append(out)
+    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
+    for name in [name for name in state if name.startswith("bucket") or name in ("kv", "k_sum", "log_scale")]:
+        assert_close(after[name].double(), state[name].double(), torch.float64)
+
+
+@kinds
+def test_a_large_last_token_does_not_change_the_past(options):
+    layer, tensors = module(**options), [t.detach() for t in doubles(25)]
+    first = run(layer, tensors, True)[0]
+    for tensor in tensors:
+        tensor[:, :, -1] *= 20
+    assert torch.equal(run(layer, tensors, True)[0][:, :, :-1], first[:, :, :-1])
+
+
+@both
+@kinds
+def test_gradcheck(options, causal):
+    layer, tensors = module(**options), [t[:1].detach().requires_grad_() for t in doubles(8)]
+    assert torch.autograd.gradcheck(lambda *x: run(layer, x, causal)[0], tensors, fast_mode=True)
+
+
+@both
+@kinds
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_explicit_weights_give_the_same_output(side, options, causal):
+    layer, (q, k, v), mask = module(**options), doubles(19), padding_mask([19, 7], 19, side)
+    weights = layer.attention_weights(q, k, scaling=0.4, causal=causal, mask=mask)
+    out = run(layer, (q, k, v), causal, mask)[0]
+    assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ naive.repeat_heads(v, 4), out)), torch.float64)
+    inside, outside = layer.branch_weights(q, k, scaling=0.4, causal=causal, mask=mask)
+    assert float(inside.masked_fill(outside, 0.0).abs().max()) == 0.0
+
+
+@both
+@kinds
+def test_rows_of_padding_are_zero(options, causal):
+    mask = torch.stack([torch.ones(9), torch.zeros(9)]).bool()
+    assert not bool(run(module(**options), doubles(9), causal, mask)[0][1].any())
+
+
+@both
+@kinds
+def test_half_precision(options, causal):
+    layer, tensors = module(**options).half(), [t.detach().half() for t in doubles(25)]
+    out = run(layer, tensors, causal)[0]
+    assert out.dtype == torch.float16
+    assert_close(out, run(layer.double(), [t.double() for t in tensors], causal)[0], torch.float16)
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_a_hashed_model_decodes_and_ignores_padding(family):
+    model, ids = patched("scatterbrain", family, **HASHED), token_ids(2, 17)
+    full, cache = logits(model, ids), None
+    for step in range(17):
+        with torch.no_grad():
+            out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        assert_close(out.logits[:, 0], full[:, step])
+    batch = padded_batch([ids[0], ids[1, :7]], "left")
+    padded = logits(model, batch.pop("input_ids"), **batch)
+    assert_close(padded[1, -7:], logits(model, ids[1:, :7])[0])
+
+
+def test_state_bytes():
+    for options in OPTIONS:
+        layer = module(**options).float()
+        _, state = layer(*(x[:1] for x in qkv(30)), scaling=0.4, causal=True, keep_state=True)
+        assert layer.state_bytes(30) == sum(tensor.nbytes for tensor in state.values())
+
+
+def test_compiles_with_buckets():
+    layer, tensors = module(**HASHED), [t.detach() for t in doubles(13)]
+    for causal in (False, True):
+        torch.compiler.reset()
+        compiled = torch.compile(lambda *x: run(layer, x, causal)[0], backend="aot_eager", fullgraph=True)  # noqa: B023
+        assert_close(compiled(*tensors), run(layer, tensors, causal)[0], torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_size": 0}, "window_size must be a positive integer, got 0"),
+        ({"num_hash_buckets": 3}, "num_hash_buckets must be an even number or 0, got 3"),
+        ({"hash_rounds": 0}, "hash_rounds must be a positive integer, got 0"),
+        ({"bucket_capacity": "4"}, "bucket_capacity must be a positive integer, got '4'"),
+        ({"seed": -1}, "seed must be a non-negative integer, got -1"),
+        ({"feature_map": "favour+"}, r"Did you mean 'favor"),
+        ({"feature_map": "cosformer"}, "needs the tokens' positions"),
+    ],
+)
+def test_bad_options(options, message):
+    hla.list_attentions()
+    with pytest.raises(ValueError, match=message):
+        ScatterbrainOptions(**options)
+
+
+def test_buckets_refuse_a_full_mask():
+    layer, (q, k, _) = module(**HASHED), doubles(5)
+    assert not layer.dense_masks
+    with pytest.raises(NotImplementedError, match="num_hash_buckets=0"):
+        layer.attention_weights(q, k, scaling=0.4, causal=False, mask=torch.ones(2, 1, 5, 5, dtype=torch.bool))
+
+
+def test_a_state_of_a_bidirectional_layer_is_refused():
+    with pytest.raises(ValueError, match="no state"):
+        run(module(), doubles(5), False, keep_state=True)
