@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DEMO = ROOT / "recipes" / "results" / "demo-minilm"
 PLOT = "speedup.png"
+#: Sentences of the report to repeat: the best mechanism, and the model without attention for scale.
+FINDINGS = 2
 
 
 def mechanisms_table() -> str:
@@ -49,17 +51,17 @@ def demo_results(folder: Path = DEMO) -> str | None:
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     summary = summarise_report(report)
     hardware, versions = report["hardware"], report["versions"]
-    where = hardware["device"] if hardware["device"] != "cpu" else f"{hardware['cpu']}, {hardware['threads']} threads"
+    where = f"{hardware['cpu']}, threads: {hardware['threads']}" if hardware["device"] == "cpu" else hardware["device"]
     lines = [
         f"`hf-linear-attn demo` on {report['model']['name']} ({where}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; {report['seconds'] / 60:.0f} minutes). Quality on held-out text, before → after "
+        f"{versions['transformers']}; {report['seconds']:.0f} seconds). Quality on held-out text, before → after "
         "attention transfer; speed of the whole model by length in tokens:",
         "",
         _row([column.title for column in summary.columns]),
         _row(["---"] * len(summary.columns)),
         *(_row(cells) for cells in summary.rows),
         "",
-        *(f"- {text}" for text in report["verdicts"]),
+        *(f"- {text}" for text in report["verdicts"][:FINDINGS]),
     ]
     if (folder / PLOT).is_file():
         picture = (folder / PLOT).relative_to(ROOT) if folder.is_relative_to(ROOT) else folder / PLOT
