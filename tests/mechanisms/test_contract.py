@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import assert_close, entries, every_direction, every_mechanism, mechanism, padding_mask, qkv
+from hf_linear_attn.ops import naive
+from tests.helpers import (
+    assert_close,
+    entries,
+    every_direction,
+    every_feature_map,
+    every_mechanism,
+    mechanism,
+    padding_mask,
+    qkv,
+)
 
 SCALING = 0.4
 
@@ -73,6 +83,22 @@ def test_dense_forward_honours_any_mask_where_declared(name, causal):
         other[0, :, ~allowed[0, 0, i]] = 100.0
         changed = module.dense_forward(q, k, other, scaling=SCALING, causal=causal, mask=allowed)
         assert_close(changed[0, :, i], out[0, :, i])
+
+
+@every_feature_map()
+@torch.no_grad()
+def test_any_mask_equals_the_definition(name):
+    module, inputs = mechanism(name, True).double(), [x.double() for x in qkv(19, batch=3)]
+    if not module.distribution:
+        pytest.skip(f"{name} declares signed weights; its own tests compare it with its definition")
+    features = []
+    for values, log_scale in (module.feature_map.query(inputs[0], SCALING), module.feature_map.key(inputs[1], SCALING)):
+        features.append(values if log_scale is None else values * log_scale.exp().unsqueeze(-1))
+    allowed = torch.rand(3, 4, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[0, :, 5] = False
+    out = module.dense_forward(*inputs, scaling=SCALING, causal=True, mask=allowed)
+    assert_close(out, naive.kernelized_attention(*features, inputs[2], allowed), torch.float64)
+    assert not bool(out[0, :, 5].any())
 
 
 @every_mechanism(causal=True)
