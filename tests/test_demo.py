@@ -79,6 +79,7 @@ def test_files_and_screen(kind: str, reports: dict[str, Any]) -> None:
     decoder = kind != "bert"
     assert report["model"]["kind"] == ("decoder" if decoder else "encoder")
     assert (out / "perplexity.png").exists() is decoder
+    assert (out / "sentences.png").exists() is not decoder
     assert {"fidelity.png", "time.png", "speedup.png", "layer.png"} <= {path.name for path in out.iterdir()}
 
 

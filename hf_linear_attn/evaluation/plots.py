@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from .formats import fixed, format_bytes, format_seconds
 from .speed import FREE
 from .verdicts import default_mechanism, final, is_trivial
 
@@ -31,6 +32,8 @@ def draw_plots(report: dict[str, Any]) -> dict[str, bytes]:
     drawings: dict[str, Callable[[dict[str, Any]], Any]] = {"fidelity.png": _fidelity}
     if report["decode"]:
         drawings["perplexity.png"] = _perplexity
+    else:
+        drawings["sentences.png"] = _sentences
     if _transferred(report):
         drawings["transfer.png"] = _transfer
     if heat_map_of(report):
@@ -148,22 +151,6 @@ def _plain_log_axis(axis: Any, limits: tuple[float, float], unit: Callable[[floa
     axis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
 
 
-def format_seconds(value: float) -> str:
-    """Seconds in the unit that fits: `1.2 s`, `35 ms`, `80 µs`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} µs"
-
-
-def format_bytes(value: float) -> str:
-    """`640 B`, `12 kB`, `3.1 MB`: powers of 1000."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
 def _legend_below(figure: Any, axes: Any, columns: int = 3, more: Sequence[Any] = ()) -> None:
     handles = [*axes.get_legend_handles_labels()[0], *more]
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4)
@@ -250,8 +237,8 @@ def _speedup(report: dict[str, Any]) -> Any:
 
 def _fidelity(report: dict[str, Any]) -> Any:
     figure, (left, right) = _figure(0.62 * len(report["mechanisms"]) + 1.6, 2, sharey=True)
-    _before_after(left, report, lambda quality: quality["kl"], "{:.2f}", missing="no distribution")
-    _before_after(right, report, lambda quality: quality["output_error"], "{:.2f}")
+    _before_after(left, report, lambda quality: quality["kl"], 2, missing="no distribution")
+    _before_after(right, report, lambda quality: quality["output_error"], 2)
     left.set_title("KL of the weights (nats)")
     right.set_title("Error of the output")
     _legend_below(figure, right, 2, _bar_handles())
@@ -260,7 +247,7 @@ def _fidelity(report: dict[str, Any]) -> Any:
 
 def _perplexity(report: dict[str, Any]) -> Any:
     figure, axes = _figure(0.62 * len(report["mechanisms"]) + 1.7)
-    _before_after(axes, report, lambda quality: quality["perplexity"]["perplexity"], "{:.2f}")
+    _before_after(axes, report, lambda quality: quality["perplexity"]["perplexity"], 2)
     exact = report["exact"]["perplexity"]["perplexity"]
     off = report["control"]["perplexity"]["perplexity"]
     axes.axvline(exact, color=BASELINE_COLOR, linewidth=1.6, label=f"exact attention ({exact:.2f})")
@@ -271,8 +258,26 @@ def _perplexity(report: dict[str, Any]) -> Any:
     return figure
 
 
+def _sentences(report: dict[str, Any]) -> Any:
+    figure, axes = _figure(0.62 * len(report["mechanisms"]) + 1.7)
+    _before_after(axes, report, lambda quality: quality["sentences"]["cosine"], 3)
+    unrelated, off = report["exact"]["unrelated_cosine"], report["control"]["sentences"]["cosine"]
+    axes.axvline(off, color=FREE_COLOR, linewidth=1.6, linestyle=(0, (4, 3)), label=f"attention off ({off:.2f})")
+    axes.axvline(
+        unrelated,
+        color=COLORS[1],
+        linewidth=1.6,
+        linestyle=(0, (1, 1.5)),
+        label=f"unrelated passages ({unrelated:.2f})",
+    )
+    axes.set_xlim(min(0.0, off, unrelated), 1.18)
+    axes.set_title("Sentence embeddings: cosine with the exact ones")
+    _legend_below(figure, axes, 2, _bar_handles())
+    return figure
+
+
 def _before_after(
-    axes: Any, report: dict[str, Any], pick: Callable[[dict[str, Any]], float | None], form: str, missing: str = ""
+    axes: Any, report: dict[str, Any], pick: Callable[[dict[str, Any]], float | None], digits: int, missing: str = ""
 ) -> None:
     """Two bars a mechanism: untrained, and after transfer (one where nothing is learned)."""
     names = [held["name"] for held in report["mechanisms"]]
@@ -290,7 +295,7 @@ def _before_after(
             axes.barh(
                 -index + shift, value, height=0.36, color=color, hatch="//" if color == BEFORE else "", ec="white"
             )
-            axes.text(value + top * 0.02, -index + shift, form.format(round(value, 4) + 0.0), va="center", fontsize=8.5)
+            axes.text(value + top * 0.02, -index + shift, fixed(value, digits), va="center", fontsize=8.5)
     axes.set_yticks([-index for index in range(len(names))], names)
     axes.set_xlim(0, top * 1.22)
     axes.grid(axis="y", visible=False)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..version import __version__
-from .plots import HINT, draw_plots, format_bytes, format_seconds, heat_map_of
+from .formats import fixed, format_bytes, format_seconds
+from .plots import HINT, draw_plots, heat_map_of
 from .speed import FREE
-from .summary import crossover_words, fixed, summarise_report
+from .summary import crossover_words, summarise_report
 from .verdicts import best, final
 
 FORMAT_VERSION = 1
@@ -27,6 +28,8 @@ PLOTS = {
     "fidelity.png": "How near each layer comes to exact attention, mean over layers and heads, on held-out text. "
     "Shorter bars are better.",
     "perplexity.png": "Perplexity on held-out text, against the exact model and the same model with its attention off.",
+    "sentences.png": "Cosine of mean-pooled embeddings of held-out passages with those of the exact model. Longer is "
+    "better; unrelated passages and the model with its attention off give the scale.",
     "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on "
     "different losses: compare a line with its own start only.",
     "heatmap.png": "Where a mechanism differs from exact attention: KL of the weights by layer and head.",

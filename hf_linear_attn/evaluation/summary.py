@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .plots import format_bytes, format_seconds
+from .formats import fixed, format_bytes, format_seconds
 from .speed import FREE
 
 #: The lengths that the table shows, where they were measured.
@@ -65,11 +65,6 @@ def change(before: float | None, after: float | None, digits: int) -> str:
     if before is None:
         return "–"
     return fixed(before, digits) if after is None else f"{fixed(before, digits)}→{fixed(after, digits)}"
-
-
-def fixed(value: float, digits: int) -> str:
-    """With this many decimals, and never `-0.00`."""
-    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def score(report: dict[str, Any], quality: dict[str, Any] | None) -> float | None:

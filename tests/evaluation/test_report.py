@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.evaluation.plots import draw_plots, format_bytes, format_seconds, heat_map_of
+from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_seconds
+from hf_linear_attn.evaluation.plots import draw_plots, heat_map_of
 from hf_linear_attn.evaluation.report import PLOTS, plain, render_page, write_report
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
 from hf_linear_attn.evaluation.verdicts import verdicts
@@ -56,7 +57,7 @@ def test_page_is_whole_and_loads_nothing(decoder: bool) -> None:
     parsed = Page(page)
     assert parsed.open == []
     assert all(held.startswith("data:image/png;base64,") for held in parsed.loads)
-    assert len(parsed.loads) == (9 if decoder else 6)
+    assert len(parsed.loads) == (9 if decoder else 7)
     assert not re.search(r"https?://|@import|url\(", page)
     assert not {"script", "link", "iframe", "object"} & set(parsed.tags)
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -75,8 +76,8 @@ def test_page_shows_the_numbers_of_the_data(decoder: bool) -> None:
     assert text.count("4.56×") == 2
     for line in report["verdicts"]:
         assert line in text
-    for key in ("created", "seconds"):
-        assert str(report[key]).removesuffix(".0") in text
+    assert "2030-01-02 at 03:04:05 UTC" in text
+    assert format_seconds(report["seconds"]) in text
 
 
 def test_page_escapes_what_comes_from_outside() -> None:
@@ -92,7 +93,7 @@ def test_page_escapes_what_comes_from_outside() -> None:
 @kinds
 def test_plots_are_png_of_the_width_of_a_phone_at_double_density(decoder: bool) -> None:
     plots = draw_plots(made_up_report(decoder))
-    expected = set(PLOTS) - (set() if decoder else {"perplexity.png", "decode.png", "cache.png"})
+    expected = set(PLOTS) - ({"sentences.png"} if decoder else {"perplexity.png", "decode.png", "cache.png"})
     assert set(plots) == expected
     for name, data in plots.items():
         assert data.startswith(b"\x89PNG"), name
@@ -107,7 +108,7 @@ def test_plots_of_a_report_without_anything_learned_or_timed() -> None:
     for part in ("model", "layer"):
         report["speed"][part].update(lengths=[], rows={}, crossover={})
     report["speed"]["model"].update(ceiling=[], attention_share=[])
-    assert set(draw_plots(report)) == {"fidelity.png", "heatmap.png"}
+    assert set(draw_plots(report)) == {"fidelity.png", "heatmap.png", "sentences.png"}
     assert "elu" in Page(render_page(report, {})).text
 
 
@@ -221,4 +222,5 @@ def test_cells() -> None:
     assert crossover_words({"length": 128.0, "relation": "at or under"}) == "≤ 128"
     assert crossover_words({"length": None, "relation": "none"}) == "never"
     assert [format_seconds(value) for value in (2.0, 0.0351, 8.04e-5)] == ["2 s", "35.1 ms", "80.4 µs"]
+    assert [fixed(value, 2) for value in (-0.001, 1.005, -1.0)] == ["0.00", "1.00", "-1.00"]
     assert [format_bytes(value) for value in (640, 12_300, 3.1e6, 2e9)] == ["640 B", "12.3 kB", "3.1 MB", "2 GB"]

@@ -1,0 +1,24 @@
+"""Numbers as text, the same on the screen, on the page and in the plots."""
+
+from __future__ import annotations
+
+
+def fixed(value: float, digits: int) -> str:
+    """With this many decimals, and never `-0.00`."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def format_seconds(value: float) -> str:
+    """Seconds in the unit that fits: `1.2 s`, `35 ms`, `80 µs`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} µs"
+
+
+def format_bytes(value: float) -> str:
+    """`640 B`, `12 kB`, `3.1 MB`: powers of 1000."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
