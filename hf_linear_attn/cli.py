@@ -41,7 +41,7 @@ examples:
   hf-linear-attn patch ./llama out --attention window --layers 0,1,-1 --dtype bfloat16
   hf-linear-attn patch ./llama out --plan plan.json
 
-plan.json holds one mechanism a layer, for example
+plan.json (or plan.yaml) holds one mechanism a layer, for example
   {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 128}}
 
 DST appears whole or not at all. Load it with hf_linear_attn.load_pretrained("DST").
@@ -138,7 +138,7 @@ def _add_patch_flags(patch: argparse.ArgumentParser) -> None:
     patch.add_argument("target", metavar="DST", help="the folder to write")
     which = patch.add_mutually_exclusive_group(required=True)
     which.add_argument("--attention", metavar="NAME", help=f"the mechanism (see `{PROGRAM} list`)")
-    which.add_argument("--plan", metavar="FILE", help="JSON file with a mechanism for each layer")
+    which.add_argument("--plan", metavar="FILE", help="JSON or YAML file with a mechanism for each layer")
     patch.add_argument(
         "--layers", type=_layer_list, metavar="I,J,…", help="layers to patch, negative ones from the end (default: all)"
     )

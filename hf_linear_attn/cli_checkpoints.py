@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import platform
 import re
 import secrets
@@ -52,7 +51,7 @@ REPORTED_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "peft
 def read_plan(
     attention: str | None, plan: str | None, layers: list[int] | None, options: dict[str, Any]
 ) -> LinearAttentionConfig:
-    """What to patch, from the flags or from a JSON file; checked before any weight is read.
+    """What to patch, from the flags or from a JSON or YAML file; checked before any weight is read.
 
     Raises:
         ValueError: an unknown mechanism or option, or a file that is no such plan.
@@ -62,20 +61,9 @@ def read_plan(
     if plan is None:
         return LinearAttentionConfig.parse(attention or "", layers, options)
     try:
-        held = json.loads(Path(plan).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--plan {plan!r}: there is no such file.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--plan {plan!r} is not JSON ({error}).") from error
-    if not isinstance(held, dict):
-        raise ValueError(
-            f'--plan {plan!r} must hold an object such as {{"default": "hedgehog", "0": "softmax"}}, '
-            f"got {type(held).__name__}."
-        )
-    try:
-        return LinearAttentionConfig.parse(held)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--plan {plan!r}: {error}") from error
+        return LinearAttentionConfig.from_file(plan)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"--plan {error}") from error
 
 
 def check_target(source: str, target: str, *, force: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .registry import ATTENTIONS, build_options
@@ -93,6 +95,37 @@ class LinearAttentionConfig:
             f"got {given!r} ({type(given).__name__})."
         )
 
+    @classmethod
+    def from_file(cls, path: str | Path) -> LinearAttentionConfig:
+        """Read a plan from a JSON or YAML file: the dict that `patch_model` takes, or the saved form.
+
+            default: hedgehog
+            0: softmax
+            -1: {attention: window, window_size: 128}
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: not `.json`, `.yaml` or `.yml`; not such a dict; a key given twice; an unknown mechanism or
+                option; a value of the wrong type. The message names the file.
+            ImportError: a YAML file, and PyYAML is not installed.
+        """
+        path = Path(path)
+        readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml}
+        if path.suffix.lower() not in readers:
+            raise ValueError(f"{str(path)!r}: a plan is a file that ends in {', '.join(readers)}.")
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r}: there is no such file.")
+        try:
+            held = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
+            if not isinstance(held, Mapping):
+                raise ValueError(
+                    'the file must hold an object such as {"default": "hedgehog", "0": "softmax"}, '
+                    f"got {type(held).__name__}."
+                )
+            return cls.parse(held)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{str(path)!r}: {error}") from error
+
     def resolve(self, names: Sequence[str]) -> list[LayerConfig | None]:
         """The mechanism of each layer, given the module names in order; None where nothing is said.
 
@@ -162,6 +195,42 @@ class LinearAttentionConfig:
             None if default is None else LayerConfig.parse(default),
             {str(key): LayerConfig.parse(layer) for key, layer in saved.get("layers", {}).items()},
         )
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the file is not JSON ({error}).") from error
+
+
+def _read_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("Plans in YAML need PyYAML: pip install pyyaml. Or write the plan in JSON.") from error
+
+    class Loader(yaml.SafeLoader):
+        """The safe loader, which by itself lets the last of two equal keys win."""
+
+    def mapping(loader: Any, node: Any) -> dict[str, Any]:
+        return _unique(loader.construct_pairs(node, deep=True))
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the file is not YAML ({' '.join(str(error).split())}).") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """A dict with string keys (YAML reads `0:` as a number); a key given twice is an error, not an override."""
+    held: dict[str, Any] = {}
+    for key, value in pairs:
+        if str(key) in held:
+            raise ValueError(f"{str(key)!r} is named twice.")
+        held[str(key)] = value
+    return held
 
 
 def _layer_dict(layer: LayerConfig) -> dict[str, Any]:
