@@ -1,0 +1,108 @@
+"""Nyström attention: the softmax matrix from landmarks. Bidirectional only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps.base import AttentionShape
+from ..ops import nystrom as ops
+from ..ops.common import State, compute_dtype
+from ..registry import register_attention
+from .base import LinearAttention
+
+
+@dataclass(frozen=True)
+class NystromOptions:
+    num_landmarks: int = field(default=64, metadata={"help": "m, the landmarks; shorter inputs are exact"})
+    iterations: int = field(default=6, metadata={"help": "steps of the pseudo-inverse; many invert the noise as well"})
+    conv_kernel: int | None = field(
+        default=None,
+        metadata={"help": "odd size of a learned depthwise convolution of the values, added to the output (None: off)"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_landmarks", "iterations"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+        size = self.conv_kernel
+        if size is not None and (not isinstance(size, int) or size < 1 or size % 2 == 0):
+            raise ValueError(f"conv_kernel must be an odd positive integer or None, got {size!r}.")
+
+
+@register_attention(
+    "nystrom",
+    description="softmax matrix from m landmarks with an iterative pseudo-inverse, nothing learned",
+    paper="Xiong et al. 2021, arXiv:2102.03902",
+    options=NystromOptions,
+    causal=False,
+    bidirectional=True,
+    learned=False,
+    cost="O(L·m·d + m³) time, O(L·m) memory",
+    advice="encoders without any training: the nearest to exact attention; inputs up to m tokens are exact",
+    alternative="window",
+)
+class NystromAttention(LinearAttention):
+    """`o = softmax(τ Q K̃ᵀ) softmax(τ Q̃ K̃ᵀ)⁺ softmax(τ Q̃ Kᵀ) V`. Xiong et al. 2021, arXiv:2102.03902.
+
+    Q̃ and K̃ are means of m equal segments of each row's real tokens: a row in a padded batch equals the row alone, and
+    a row of at most m tokens is exact attention. The pseudo-inverse takes `iterations` steps of third order (see
+    `ops.nystrom.iterative_pinv`), each matrix scaled by its own norms. 4 to 8 are best: fewer leave out what matters,
+    and the complete inverse of a nearly singular matrix is large and noisy. The implied weights can be negative.
+
+    The paper adds a depthwise convolution of the values (`conv_kernel`, 33 or so), for training from scratch. It is off
+    by default: a pretrained model knows nothing of it. Its kernel starts at zero, one per head.
+    """
+
+    distribution = False  # the pseudo-inverse has negative entries
+
+    def __init__(self, shape: AttentionShape, options: NystromOptions) -> None:
+        super().__init__(shape, options)
+        self.kernel: nn.Parameter | None = None
+        if options.conv_kernel is not None:
+            self.kernel = nn.Parameter(torch.zeros(shape.num_heads, options.conv_kernel, device="cpu"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        self._check(causal)
+        out = ops.nystrom(query, key, value, **self._settings(), scaling=scaling, mask=mask)
+        if self.kernel is not None:
+            out = (out + ops.depthwise_skip(value, self.kernel, mask)).to(value.dtype)
+        return out, None
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        self._check(causal)
+        weights = ops.dense_nystrom_weights(query, key, **self._settings(), scaling=scaling, mask=mask)
+        if self.kernel is not None:
+            dtype, length = compute_dtype(query), key.shape[2]
+            identity = torch.eye(length, dtype=dtype, device=key.device).expand(*key.shape[:2], length, length)
+            weights = weights + ops.depthwise_skip(identity, self.kernel, mask)
+        return weights
+
+    def _settings(self) -> dict[str, int]:
+        return {"landmarks": self.options.num_landmarks, "iterations": self.options.iterations}
+
+    def _check(self, causal: bool) -> None:
+        if causal:
+            raise NotImplementedError(
+                "nystrom builds its landmarks from the whole sequence and cannot be causal. Use 'window' on decoders "
+                "('linformer-causal' for a growing state of slots)."
+            )
+
+    def extra_repr(self) -> str:
+        return f"num_landmarks={self.options.num_landmarks}, iterations={self.options.iterations}"
