@@ -292,7 +292,7 @@ class PatchReport:
         ]
         lines.append(f"{'':>5}  {'layer':<{width}}  {'attention':<{kind}}  {'parameters':>10}  {'state bytes':>11}")
         for layer in self.layers:
-            size = "cache" if layer.attention == SOFTMAX else f"{layer.state_bytes:,}"
+            size = "cache" if layer.attention == SOFTMAX and layer.state != "none" else f"{layer.state_bytes:,}"
             note = " (growing)" if layer.state == "growing" and layer.attention != SOFTMAX else ""
             lines.append(
                 f"{layer.index:>5}  {layer.name:<{width}}  {layer.attention:<{kind}}  {layer.parameters:>10,}  "

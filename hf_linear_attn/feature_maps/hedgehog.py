@@ -89,4 +89,4 @@ def _initial_rows(head_dim: int, rows: int, layer_index: int) -> Tensor:
     """`[1, head_dim, rows]`: the identity, continued by orthogonal unit rows where more features are asked for."""
     extra = gaussian_features(max(rows - head_dim, 0), head_dim, seed=layer_index, scaling="constant")
     stacked = torch.cat([torch.eye(head_dim, device="cpu"), extra / head_dim**0.5])[:rows]
-    return stacked.T.unsqueeze(0)
+    return stacked.T.contiguous().unsqueeze(0)

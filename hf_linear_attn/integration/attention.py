@@ -322,6 +322,12 @@ def _observed_masks(mask: Tensor | None, query: Tensor, key: Tensor, causal: boo
 
 def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of every self-attention module of a patched model: puts our state into the cache in use."""
+    implementation: Any = module.config._attn_implementation  # type: ignore[union-attr]
+    if implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"The attention implementation of this patched model was changed to {implementation!r}, which would bring "
+            f"softmax attention back. Call unpatch_model(model) instead, or set it back to {IMPLEMENTATION!r}."
+        )
     take_layer()  # left over where an earlier call raised
     # Called past_key_values almost everywhere (layer_past in GPT-NeoX), and seldom passed by position.
     cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, Cache)), None)

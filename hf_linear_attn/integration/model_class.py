@@ -59,16 +59,26 @@ class LinearAttentionModelMixin:
             patch_model(self, saved)  # type: ignore[arg-type]
 
     @classmethod
-    def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls,
+        path: Any,
+        *args: Any,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """As in Transformers. Also refuses a checkpoint whose weights do not match its linear attention."""
         try:
-            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+            # Mismatched sizes are reported by `check_loading`, which can say what they mean.
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
         except SafetensorError as error:
             raise ValueError(
                 f"The weights in {str(path)!r} cannot be read ({error}): a file is truncated or corrupt. Copy or "
                 "download the checkpoint again."
             ) from error
-        check_loading(path, info)
+        check_loading(path, info, ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,8 +163,8 @@ def write_code_file(folder: Path) -> None:
     os.replace(file.name, folder / CODE_FILE)
 
 
-def check_loading(path: Any, info: dict[str, Any]) -> None:
-    """Raise a ValueError where the weights of the linear attention do not fit the config."""
+def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:
+    """Raise a ValueError where the weights of the linear attention do not fit the config, or others differ in size."""
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
@@ -167,6 +177,13 @@ def check_loading(path: Any, info: dict[str, Any]) -> None:
             f"({'; '.join(problems)}). "
             "The checkpoint was changed after it was saved, or belongs to another config: save it again from the "
             "patched model."
+        )
+    others = sorted(key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ()))
+    if others and not ignore_mismatched_sizes:
+        raise ValueError(
+            f"The weights in {str(path)!r} have other sizes than the model of its config: {', '.join(others[:3])}"
+            + (" …" if len(others) > 3 else "")
+            + ". Give the config that belongs to them, or pass ignore_mismatched_sizes=True to start these anew."
         )
 
 

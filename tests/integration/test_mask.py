@@ -5,7 +5,6 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.mask import exact_mask, full_mask_to_bool, linear_attention_mask
-from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import (
     BERT,
     FAMILIES,
@@ -213,9 +212,3 @@ def test_exact_masks():
     both = exact_mask(padding, 4, 4, True, padding.device)
     assert torch.equal(both[1, 0], torch.ones(4, 4, dtype=torch.bool).tril() & padding[1])
     assert torch.equal(exact_mask(padding, 1, 4, True, padding.device)[:, 0, 0], padding)
-
-
-def test_every_dense_mechanism_is_declared_once_for_both_directions():
-    for entry in entries():
-        if ATTENTIONS.get(entry.name).causal and entry.bidirectional:
-            assert mechanism(entry.name, True).dense_masks == mechanism(entry.name, False).dense_masks
