@@ -138,10 +138,14 @@ def every_direction() -> Any:
     )
 
 
-def every_feature_map() -> Any:
-    """Every map that is a function of the token alone (those with positions have tests of their own)."""
+def every_feature_map(*, signed: bool = True) -> Any:
+    """Every map that is a function of the token alone (those with positions have tests of their own).
+
+    `signed=False` leaves out maps whose weights can be negative.
+    """
     hla.list_attentions()
-    return pytest.mark.parametrize("name", sorted(name for name, e in FEATURE_MAPS if not e.cls.uses_positions))
+    found = [(name, e.cls) for name, e in FEATURE_MAPS if not e.cls.uses_positions]
+    return pytest.mark.parametrize("name", sorted(name for name, cls in found if signed or not cls.signed))
 
 
 def small_options(options: type) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class FeatureMap(nn.Module):
         """Fill in what the options leave to the model, so that the saved settings are complete."""
         return options
 
+    def begin_forward(self) -> None:
+        """Called by the mechanism before each forward pass that does not go on from a state."""
+
     def query(self, x: Tensor, scaling: float) -> Features:
         raise NotImplementedError
 

@@ -41,15 +41,27 @@ class KernelizedAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
+        if state is None:
+            self.feature_map.begin_forward()
         positions, counts = self._positions(key, mask, state)
         maps = self._feature_functions(scaling, positions, query.shape[2])
-        size = self.feature_map.num_features
+        settings: dict[str, Any] = {
+            "num_features": self.feature_map.num_features,
+            "signed": self.feature_map.signed,
+            "mask": mask,
+        }
         if not causal:
             if state is not None or keep_state:
                 raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-            return ops.bidirectional(query, key, value, *maps, num_features=size, mask=mask), None
-        out, after = ops.causal(query, key, value, *maps, num_features=size, mask=mask, state=state)
+            return ops.bidirectional(query, key, value, *maps, **settings), None
+        out, after = ops.causal(query, key, value, *maps, **settings, state=state)
         return out, after if counts is None or after is None else {**after, "count": counts}
+
+    def dense_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
+    ) -> Tensor:
+        self.feature_map.begin_forward()
+        return super().dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
@@ -59,7 +71,7 @@ class KernelizedAttention(LinearAttention):
         positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
         query_features, key_features = self._feature_functions(scaling, positions, query.shape[2])
         features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
-        return ops.dense_weights(*features, visible(mask, query, key, causal))
+        return ops.dense_weights(*features, visible(mask, query, key, causal), signed=self.feature_map.signed)
 
     def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
         """Places `[B | 1, S]` of the keys among the real tokens of their rows, and the number of these `[B]`."""

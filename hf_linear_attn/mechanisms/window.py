@@ -81,6 +81,8 @@ class WindowAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
+        if state is None:
+            self.feature_map.begin_forward()
         maps = self._feature_functions(scaling)
         window = self.options.window_size
         if causal:
@@ -93,6 +95,12 @@ class WindowAttention(LinearAttention):
             query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask
         )
         return out, None
+
+    def dense_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
+    ) -> Tensor:
+        self.feature_map.begin_forward()
+        return super().dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -42,17 +42,17 @@ def masked_key_features(
     return Features(values, None if log_scale is None else mask_tokens(log_scale, mask, float("-inf")))
 
 
-def merge_keys(state: State | None, keys: Features, value: Tensor) -> State:
+def merge_keys(state: State | None, keys: Features, value: Tensor, *, signed: bool = False) -> State:
     """Add keys `[B, G, l, m]` and values `[B, G, l, e]` to a state. Masked keys must have been zeroed.
 
     With a log scale, `c' = max(c, max_j s_j)` and both sides are rescaled to `c'`: nothing overflows at any length.
-    The result does not depend on `c`, so no gradient flows through it.
+    The result does not depend on `c`, so no gradient flows through it, unless the guard of signed features reads it.
     """
     values, log_scale = keys
     carried = state
     scales: State = {}
     if log_scale is not None:
-        top = log_scale.detach().amax(dim=-1)
+        top = (log_scale if signed else log_scale.detach()).amax(dim=-1)
         if state is not None:
             top = torch.maximum(top, state["log_scale"])
             decay = torch.exp(state["log_scale"] - finite_or_zero(top))
@@ -75,6 +75,7 @@ def bidirectional(
     *,
     num_features: int,
     mask: Tensor | None = None,
+    signed: bool = False,
 ) -> Tensor:
     """`o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j m_j φ(k_j) v_jᵀ`, `z = Σ_j m_j φ(k_j)`.
 
@@ -90,7 +91,8 @@ def bidirectional(
         stop = min(start + step, keys)
         part = None if mask is None else mask[:, start:stop]
         features = masked_key_features(key_features, key[:, :, start:stop], start, part, dtype)
-        state = merge_keys(state, features, mask_tokens(value[:, :, start:stop].to(dtype), part))
+        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
+        state = merge_keys(state, features, values, signed=signed)
     if state is None:  # no keys at all
         return value.new_zeros(batch, heads, length, value.shape[-1])
     step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
@@ -99,14 +101,16 @@ def bidirectional(
         block = query_features(query[:, :, start : start + step].to(dtype), start).values
         rows = block.shape[2]
         folded = block.reshape(batch, groups, -1, block.shape[-1])
-        out = divide(folded @ state["kv"], (folded @ state["k_sum"].unsqueeze(-1)).squeeze(-1))
+        out = divide(folded @ state["kv"], (folded @ state["k_sum"].unsqueeze(-1)).squeeze(-1), signed=signed)
         outputs.append(out.view(batch, heads, rows, -1).to(value.dtype))
     if not outputs:
         return value.new_zeros(batch, heads, 0, value.shape[-1])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def chunk_weights(query: Tensor, keys: Features, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def chunk_weights(
+    query: Tensor, keys: Features, carried: Tensor | None, *, signed: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Causal weights within one chunk, relative to the running log scale of each row.
 
     query `[B, G, R, n, m]`, keys `[B, G, n, …]`, carried `[B, G]` (log scale of the state) ->
@@ -119,7 +123,7 @@ def chunk_weights(query: Tensor, keys: Features, carried: Tensor | None) -> tupl
     weights = (folded @ values.transpose(-1, -2)).view(batch, groups, repeats, length, length)
     if log_scale is None:
         return weights.tril(), None
-    running = log_scale.detach().cummax(dim=-1).values
+    running = (log_scale if signed else log_scale.detach()).cummax(dim=-1).values
     if carried is not None:
         running = torch.maximum(running, carried.unsqueeze(-1))
     # For j <= i the exponent is at most 0; the clamp only keeps the entries that tril drops from overflowing.
@@ -138,6 +142,7 @@ def causal(
     mask: Tensor | None = None,
     state: State | None = None,
     chunk: int = CHUNK,
+    signed: bool = False,
 ) -> tuple[Tensor, State | None]:
     """The same sums over `j <= i` only, continued from `state`; returns the output and the state after the last token.
 
@@ -161,17 +166,19 @@ def causal(
             chunk_k = Features(
                 keys.values[:, :, low:high], None if keys.log_scale is None else keys.log_scale[:, :, low:high]
             )
-            out, state = _causal_chunk(chunk_q, chunk_k, chunk_v, state)
+            out, state = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
             outputs.append(out.reshape(batch, groups * repeats, high - low, -1).to(value.dtype))
     if not outputs:
         return value.new_zeros(batch, heads, 0, value.shape[-1]), state
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
 
 
-def _causal_chunk(query: Tensor, keys: Features, value: Tensor, state: State | None) -> tuple[Tensor, State]:
+def _causal_chunk(
+    query: Tensor, keys: Features, value: Tensor, state: State | None, signed: bool
+) -> tuple[Tensor, State]:
     batch, groups, repeats, length, _ = query.shape
     carried = None if state is None else state.get("log_scale")
-    weights, running = chunk_weights(query, keys, carried)
+    weights, running = chunk_weights(query, keys, carried, signed=signed)
     folded_weights = weights.view(batch, groups, repeats * length, length)
     numerator = (folded_weights @ value).view(batch, groups, repeats, length, -1)
     denominator = weights.sum(dim=-1)
@@ -181,7 +188,7 @@ def _causal_chunk(query: Tensor, keys: Features, value: Tensor, state: State | N
             decay = torch.exp(carried.unsqueeze(-1) - finite_or_zero(running)).unsqueeze(2)
             past, past_sum = past * decay.unsqueeze(-1), past_sum * decay
         numerator, denominator = numerator + past, denominator + past_sum
-    return divide(numerator, denominator), merge_keys(state, keys, value)
+    return divide(numerator, denominator, signed=signed), merge_keys(state, keys, value, signed=signed)
 
 
 def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -193,7 +200,7 @@ def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
     return numerator, denominator
 
 
-def dense_weights(query: Features, keys: Features, allowed: Tensor) -> Tensor:
+def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: bool = False) -> Tensor:
     """Explicit normalised weights, for study and for masks that no recurrence can honour. O(L·S) time and memory.
 
     query features `[B, H, L, m]`, key features `[B, G, S, m]`, allowed `[B | 1, H | 1, L, S]` -> `[B, H, L, S]`.
@@ -205,7 +212,8 @@ def dense_weights(query: Features, keys: Features, allowed: Tensor) -> Tensor:
     if keys.log_scale is not None:
         repeats = weights.shape[1] // groups
         scales = keys.log_scale.repeat_interleave(repeats, dim=1).unsqueeze(-2)
-        top = scales.detach().expand(weights.shape).masked_fill(~allowed, float("-inf")).amax(dim=-1, keepdim=True)
+        top = (scales if signed else scales.detach()).expand(weights.shape).masked_fill(~allowed, float("-inf"))
+        top = top.amax(dim=-1, keepdim=True)
         weights = weights * (scales - finite_or_zero(top)).clamp(max=0.0).exp()
     weights = weights.masked_fill(~allowed, 0.0)
-    return divide(weights, weights.sum(dim=-1))
+    return divide(weights, weights.sum(dim=-1), signed=signed)

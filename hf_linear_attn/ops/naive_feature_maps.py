@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .common import SIGNED_NORMALISER_EPS
 from .naive import repeat_heads
 
 
@@ -19,7 +20,7 @@ def t2r_weights(
     scaling: float,
     epsilon: float,
 ) -> Tensor:
-    """`Σ_r (relu(s w_r·q + b_r) + ε)(relu(s u_r·k + c_r) + ε)`, `s = √(τd)`; layers: `W [heads, d, m], b [heads, m]`."""
+    """`Σ_r (relu(s w_r·q + b_r) + ε)(relu(s u_r·k + c_r) + ε)`, `s = √(τd)`; layers: `W [heads, d, m]`, `b`."""
     temperature = (scaling * query.shape[-1]) ** 0.5
 
     def features(x: Tensor, layer: tuple[Tensor, Tensor]) -> Tensor:
@@ -45,7 +46,7 @@ def taylor_weights(
 
 
 def dpfp_weights(query: Tensor, key: Tensor, scaling: float, nu: int, epsilon: float) -> Tensor:
-    """`Σ_n Σ_i (r_i(q) r_{i+n}(q) + ε)(r_i(k) r_{i+n}(k) + ε)`, `r(x) = relu([x, -x]) √τ`, indices mod 2d, n = 1 … ν."""
+    """`Σ_n Σ_i (r_i(q) r_{i+n}(q) + ε)(r_i(k) r_{i+n}(k) + ε)`, `r(x) = relu([x, -x]) √τ`, indices mod 2d, n ≤ ν."""
 
     def rectified(x: Tensor) -> Tensor:
         return scaling**0.5 * torch.cat([x.clamp_min(0), (-x).clamp_min(0)], dim=-1)
@@ -60,3 +61,39 @@ def dpfp_weights(query: Tensor, key: Tensor, scaling: float, nu: int, epsilon: f
             right = columns[..., i] * columns[..., other] + epsilon
             weights = weights + left[..., :, None] * right[..., None, :]
     return weights
+
+
+def favor_weights(
+    query: Tensor, key: Tensor, allowed: Tensor, rows: Tensor, scaling: float, phase: Tensor | None = None
+) -> Tensor:
+    """`e^{‖k‖²/2} · mean_r cos(w_r·(q - k))`, or with phases `e^{‖k‖²/2} · mean_r 2 cos(w_r·q + b_r) cos(w_r·k + b_r)`.
+
+    q and k times √τ. Relative to the largest `e^{‖k‖²/2}` that the query may see, a constant of its row; the factor
+    `e^{‖q‖²/2}` of each row is left out.
+    """
+    q, k = scaling**0.5 * query, scaling**0.5 * repeat_heads(key, query.shape[1])
+    left, right = (q @ rows.T).unsqueeze(3), (k @ rows.T).unsqueeze(2)
+    waves = torch.cos(left - right) if phase is None else 2 * torch.cos(left + phase) * torch.cos(right + phase)
+    scale = (k.square().sum(dim=-1) / 2).unsqueeze(2).expand(*q.shape[:3], k.shape[2])
+    scale = scale.masked_fill(~allowed, float("-inf"))
+    if not scale.numel():
+        return scale
+    top = scale.amax(dim=-1, keepdim=True)
+    return waves.mean(dim=-1) * torch.exp(scale - torch.where(top.isinf(), 0.0, top))
+
+
+def favor_plus_weights(query: Tensor, key: Tensor, rows: Tensor, scaling: float, hyperbolic: bool = False) -> Tensor:
+    """`e^{-(‖q‖² + ‖k‖²)/2} · mean_r f(w_r·(q + k))` with f = exp, or cosh if `hyperbolic`; q and k times √τ."""
+    q, k = scaling**0.5 * query, scaling**0.5 * repeat_heads(key, query.shape[1])
+    projected = (q @ rows.T).unsqueeze(3) + (k @ rows.T).unsqueeze(2)
+    if hyperbolic:
+        projected = torch.cat([projected, -projected], dim=-1)
+    norms = q.square().sum(dim=-1).unsqueeze(3) + k.square().sum(dim=-1).unsqueeze(2)
+    return torch.exp(projected - norms.unsqueeze(-1) / 2).mean(dim=-1)
+
+
+def normalise_signed(weights: Tensor, value: Tensor) -> Tensor:
+    """`Σ_j w_ij v_j · D_i / max(D_i², ε²)` with `D_i = Σ_j w_ij`: weights over their sum, guarded where it is small."""
+    total = weights.sum(dim=-1, keepdim=True)
+    guarded = torch.where(total.abs() >= SIGNED_NORMALISER_EPS, 1 / total, total / SIGNED_NORMALISER_EPS**2)
+    return (weights * guarded) @ repeat_heads(value, weights.shape[1])

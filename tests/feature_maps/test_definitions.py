@@ -20,19 +20,29 @@ from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
 SCALING = 0.4
 
 
-def t2r(module: Any, q: Tensor, k: Tensor) -> Tensor:
+def t2r(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     phi = module.feature_map
     layers = (phi.query_weight, phi.query_bias), (phi.key_weight, phi.key_bias)
     return definitions.t2r_weights(q, k, *layers, SCALING, phi.options.epsilon)
 
 
-def taylor(module: Any, q: Tensor, k: Tensor) -> Tensor:
+def taylor(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     phi = module.feature_map
     return definitions.taylor_weights(q, k, SCALING, phi.query_weight, phi.key_weight)
 
 
-def dpfp(module: Any, q: Tensor, k: Tensor) -> Tensor:
+def dpfp(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     return definitions.dpfp_weights(q, k, SCALING, module.options.nu, module.options.epsilon)
+
+
+def favor(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    phi = module.feature_map
+    return definitions.favor_weights(q, k, allowed, phi.weight, SCALING, phi.phase)
+
+
+def favor_plus(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    phi = module.feature_map
+    return definitions.favor_plus_weights(q, k, phi.weight, SCALING, phi.options.hyperbolic)
 
 
 #: Name, options, and the explicit weights.
@@ -44,6 +54,10 @@ CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
     ("taylor", {"projection_dim": 10}, taylor),
     ("dpfp", {}, dpfp),
     ("dpfp", {"nu": 3, "epsilon": 0.1}, dpfp),
+    ("favor", {"num_features": 48}, favor),
+    ("favor", {"num_features": 37, "trig": "cos", "scaling": "constant"}, favor),
+    ("favor+", {"num_features": 21, "orthogonal": False}, favor_plus),
+    ("favor+", {"num_features": 22, "hyperbolic": True}, favor_plus),
 ]
 
 
@@ -71,7 +85,7 @@ def run(module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **kwargs:
 
 def definition(case: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Any = None) -> Tensor:
     allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
-    weights = case[2](module, q, k).masked_fill(~allowed, 0.0)
+    weights = case[2](module, q, k, allowed).masked_fill(~allowed, 0.0)
     if module.feature_map.signed:
         return definitions.normalise_signed(weights, v)
     return naive.normalise(weights, v)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_linear_attn.ops import common, kernelized, naive
+from hf_linear_attn.ops.naive_feature_maps import normalise_signed
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
 
 SCALING = 0.4
@@ -22,9 +23,10 @@ def fast(built, q, k, v, *, causal, mask=None, state=None):
         return built.key(x, SCALING)
 
     maps = (query_features, key_features)
+    settings = {"num_features": built.num_features, "mask": mask, "signed": built.signed}
     if causal:
-        return kernelized.causal(q, k, v, *maps, num_features=built.num_features, mask=mask, state=state)
-    return kernelized.bidirectional(q, k, v, *maps, num_features=built.num_features, mask=mask), None
+        return kernelized.causal(q, k, v, *maps, **settings, state=state)
+    return kernelized.bidirectional(q, k, v, *maps, **settings), None
 
 
 def full_features(features):
@@ -34,10 +36,7 @@ def full_features(features):
 
 def definition(built, q, k, v, *, causal, mask=None):
     """In float64, with explicit weights."""
-    q, k, v, built = q.double(), k.double(), v.double(), copy.deepcopy(built).double()
-    allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
-    query, key = full_features(built.query(q, SCALING)), full_features(built.key(k, SCALING))
-    return naive.kernelized_attention(query, key, v, allowed)
+    return definition_of(copy.deepcopy(built).double(), q.double(), k.double(), v.double(), causal=causal, mask=mask)
 
 
 def gradients(compute, built, inputs):
@@ -84,8 +83,15 @@ def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value
 def definition_of(precise, q, k, v, *, causal, mask):
     """As `definition`, for a map that is in float64 already and whose own gradients are wanted."""
     allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
-    query, key = full_features(precise.query(q, SCALING)), full_features(precise.key(k, SCALING))
-    return naive.kernelized_attention(query, key, v, allowed)
+    query, key = precise.query(q, SCALING), precise.key(k, SCALING)
+    if not precise.signed:
+        return naive.kernelized_attention(full_features(query), full_features(key), v, allowed)
+    weights = query.values @ naive.repeat_heads(key.values, q.shape[1]).transpose(-1, -2)
+    if key.log_scale is not None and k.shape[2]:
+        scale = naive.repeat_heads(key.log_scale.unsqueeze(-1), q.shape[1]).transpose(-1, -2)
+        top = scale.masked_fill(~allowed, float("-inf")).amax(dim=-1, keepdim=True)
+        weights = weights * torch.exp((scale - torch.where(top.isinf(), 0.0, top)).masked_fill(~allowed, 0.0))
+    return normalise_signed(weights.masked_fill(~allowed, 0.0), v)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
@@ -195,7 +201,8 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name):
     built, (q, k, v) = feature_map(name), qkv(33)
     mask = padding_mask([33, 20], 33, "left")
     allowed = naive.visible(mask, 2, 33, 33, True)
-    weights = kernelized.dense_weights(built.query(q, SCALING), built.key(k, SCALING), allowed)
+    features = built.query(q, SCALING), built.key(k, SCALING)
+    weights = kernelized.dense_weights(*features, allowed, signed=built.signed)
     out, _ = fast(built, q, k, v, causal=True, mask=mask)
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
 

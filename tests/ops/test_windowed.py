@@ -53,7 +53,7 @@ def defined(built, *inputs, **options):
 
 @BOTH
 @pytest.mark.parametrize(("length", "window"), [(1, 4), (2, 1), (64, 63), (65, 64), (129, 5), (300, 70)])
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_output_equals_the_definition(name, length, window, causal):
     built, inputs = feature_map(name), qkv(length, value_dim=9)
     out, _ = fast(built, *inputs, window=window, causal=causal)
@@ -61,14 +61,14 @@ def test_output_equals_the_definition(name, length, window, causal):
 
 
 @BOTH
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_no_tokens_give_no_outputs(name, causal):
     assert fast(feature_map(name), *qkv(0, value_dim=9), window=4, causal=causal)[0].shape == (2, 4, 0, 9)
 
 
 @BOTH
 @pytest.mark.parametrize("side", ["left", "right"])
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_padding(name, side, causal):
     built, inputs, mask = feature_map(name), qkv(150, batch=3), padding_mask([150, 90, 0], 150, side)
     out, _ = fast(built, *inputs, window=20, causal=causal, mask=mask)
@@ -79,7 +79,7 @@ def test_padding(name, side, causal):
 
 @BOTH
 @pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(1, 1, 3, 1), (6, 2, 5, 11)])
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value_dim, causal):
     built = feature_map(name, heads, groups, dim)
     inputs = qkv(131, heads=heads, groups=groups, dim=dim, value_dim=value_dim)
@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value
 
 
 @BOTH
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_gradcheck(name, causal):
     built = feature_map(name, 2, 1, 3).double()
     inputs = [x.double().requires_grad_() for x in qkv(6, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
@@ -113,7 +113,7 @@ def test_gradcheck(name, causal):
 
 @BOTH
 @pytest.mark.parametrize("length", [1, 30, 90])
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_with_everything_inside_the_window_it_is_exact_attention(name, length, causal):
     q, k, v = qkv(length)
     mask = padding_mask([length, length // 2], length, "left")
@@ -125,7 +125,7 @@ def test_with_everything_inside_the_window_it_is_exact_attention(name, length, c
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @BOTH
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_poison_in_padding_does_not_spread(name, causal, poison):
     built, (q, k, v), mask = feature_map(name), qkv(70), padding_mask([70, 41], 70, "left")
     clean, _ = fast(built, q, k, v, window=9, causal=causal, mask=mask)
@@ -140,7 +140,7 @@ def test_poison_in_padding_does_not_spread(name, causal, poison):
     repeats=st.integers(1, 3),
     padding=st.integers(0, 30),
 )
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_any_split_equals_the_whole(name, splits, window, repeats, padding):
     built, length = feature_map(name, 2 * repeats, 2), sum(splits)
     inputs = qkv(length, heads=2 * repeats)
@@ -158,7 +158,7 @@ def test_any_split_equals_the_whole(name, splits, window, repeats, padding):
 
 
 @BOTH
-@every_feature_map()
+@every_feature_map(signed=False)
 def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     built, (q, k, v), mask = feature_map(name), qkv(80), padding_mask([80, 50], 80, "right")
     out, _ = fast(built, q, k, v, window=6, causal=causal, mask=mask)

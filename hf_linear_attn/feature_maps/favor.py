@@ -1,0 +1,91 @@
+"""FAVOR: trigonometric orthogonal random features."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+from .favor_plus import LAYER_SEED_STRIDE, check_random_options, gaussian_features
+
+#: Added to the seed of the rows for the phases, which would otherwise repeat their random bits.
+PHASE_SEED_OFFSET = 500_009
+
+
+@dataclass(frozen=True)
+class FavorOptions:
+    num_features: int = field(
+        default=256, metadata={"help": "number of features m; 'sincos' makes two of each random row (m even)"}
+    )
+    trig: Literal["sincos", "cos"] = field(
+        default="sincos",
+        metadata={"help": "'sincos': [cos(Wx), sin(Wx)]; 'cos' (the paper's form): √2 cos(Wx + b), b ~ U(0, 2π)"},
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the random features; layers draw different ones from it"})
+    orthogonal: bool = field(default=True, metadata={"help": "orthogonal blocks instead of independent rows"})
+    scaling: Literal["chi", "constant"] = field(
+        default="chi",
+        metadata={"help": "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"},
+    )
+
+    def __post_init__(self) -> None:
+        check_random_options(self)
+        if self.trig not in ("sincos", "cos"):
+            raise ValueError(f"trig must be 'sincos' or 'cos', got {self.trig!r}.")
+        if self.trig == "sincos" and self.num_features % 2:
+            raise ValueError(f"num_features must be even for trig='sincos', got {self.num_features!r}.")
+
+
+@register_feature_map(
+    "favor",
+    description="trigonometric orthogonal random features, unbiased for exp(τ q·k); weights can be negative",
+    paper="Choromanski et al. 2020, arXiv:2006.03555",
+    options=FavorOptions,
+    learned=False,
+    advice="for study, or where all weights are near equal; favor+ is safer: here small weights drown in noise",
+)
+class FavorFeatureMap(FeatureMap):
+    """`φ(x) = exp(‖x'‖²/2) √(2/m) [cos(Wx'), sin(Wx')]`, `x' = √τ x`, W `[m/2, d]` with rows N(0, I); or with
+    `trig="cos"` `exp(‖x'‖²/2) √(2/m) cos(Wx' + b)`, W `[m, d]`, b ~ U(0, 2π). Choromanski et al., arXiv:2006.03555.
+
+    `E[φ(q)·φ(k)] = exp(τ q·k)` over the draw. The variance is least for q = k and, against the kernel itself, largest
+    where the kernel is small: there estimates are negative about as often as positive, so the implied weights are no
+    distribution. The normaliser can come near zero; it is guarded by `ops.common.SIGNED_NORMALISER_EPS`, and outputs
+    below that guard shrink to zero instead of blowing up. `exp(‖x'‖²/2)` leaves as the log scale: nothing overflows.
+    """
+
+    signed = True
+    weight: Tensor
+    phase: Tensor | None
+
+    def __init__(self, shape: AttentionShape, options: FavorOptions) -> None:
+        super().__init__(shape, options)
+        self.num_features = options.num_features
+        seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
+        rows = options.num_features // 2 if options.trig == "sincos" else options.num_features
+        weight = gaussian_features(
+            rows, shape.head_dim, seed=seed, orthogonal=options.orthogonal, scaling=options.scaling
+        )
+        self.register_buffer("weight", weight)
+        self.register_buffer("phase", _phases(rows, seed) if options.trig == "cos" else None)
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        x = x * scaling**0.5
+        angle = x @ self.weight.to(x.dtype).T
+        if self.phase is None:
+            waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        else:
+            waves = (angle + self.phase.to(x.dtype)).cos()
+        return Features(waves * (2 / self.num_features) ** 0.5, x.square().sum(dim=-1) / 2)
+
+
+def _phases(count: int, seed: int) -> Tensor:
+    """`[count]`, uniform in [0, 2π), float32 on the CPU, from a generator of their own."""
+    generator = torch.Generator(device="cpu").manual_seed(seed + PHASE_SEED_OFFSET)
+    return 2 * math.pi * torch.rand(count, generator=generator, device="cpu")
