@@ -14,12 +14,26 @@ from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention
 from .base import LinearAttention
 
+CHOICES = {
+    "projection": ("linear", "mean-pool", "conv"),
+    "sharing": ("none", "headwise", "kv"),
+    "init": ("segment-mean", "gaussian"),
+    "fit": ("resample", "truncate"),
+}
+
 
 @dataclass(frozen=True)
 class LinformerOptions:
     num_slots: int = field(default=128, metadata={"help": "k, the number of projected keys and values"})
     max_length: int | None = field(
         default=None, metadata={"help": "n_max, the longest input (None: the model's own limit)"}
+    )
+    projection: Literal["linear", "mean-pool", "conv"] = field(
+        default="linear",
+        metadata={
+            "help": "'linear': learned k x n_max; 'conv': one learned kernel of n_max/k, applied to every segment; "
+            "'mean-pool': means of segments, nothing learned"
+        },
     )
     sharing: Literal["none", "headwise", "kv"] = field(
         default="headwise",
@@ -39,11 +53,7 @@ class LinformerOptions:
             given = getattr(self, name)
             if not (given is None and name == "max_length") and (not isinstance(given, int) or given < 1):
                 raise ValueError(f"{name} must be a positive integer, got {given!r}.")
-        for name, choices in (
-            ("sharing", ("none", "headwise", "kv")),
-            ("init", ("segment-mean", "gaussian")),
-            ("fit", ("resample", "truncate")),
-        ):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
 
@@ -66,33 +76,60 @@ class LinformerAttention(LinearAttention):
     E and F start as segment means, so that an untrained patch pools the sequence. Each row of a batch gets E and F
     fitted to its own number of real tokens (`fit="resample"`, see `ops.linformer.resample_projection`), which makes a
     row's result independent of the padding around it. Inputs longer than n_max raise a ValueError.
+
+    `projection="conv"` is a convolution along the sequence with kernel and stride `c = ⌈n_max/k⌉`, the same kernel for
+    every feature: a row of E holds the kernel at its own segment and zeros elsewhere, with c parameters instead of
+    k·n_max. `"mean-pool"` fixes the kernel to 1/c.
+
+    The paper's layerwise sharing (one E for all layers) is not offered: each layer owns its mechanism, which may be
+    replaced, saved and adapted by itself, and parameters tied across them would come back from a checkpoint as copies.
     """
 
     distribution = False  # trained projections may be negative
     transfer_lr = 1e-3
 
     def __init__(self, shape: AttentionShape, options: LinformerOptions) -> None:
+        options = self.resolve_options(shape, options)
         super().__init__(shape, options)
         if options.max_length is None:
             raise ValueError("linformer needs max_length, the longest input: this model's config states no limit.")
+        self.kernel_size = -(-options.max_length // options.num_slots)
         heads = shape.num_key_value_heads if options.sharing == "none" else 1
-        self.project_key = nn.Parameter(self._initial(heads, 2 * shape.layer_index))
-        self.project_value = (
-            self.project_key
-            if options.sharing == "kv"
-            else nn.Parameter(self._initial(heads, 2 * shape.layer_index + 1))
-        )
+        learned = options.projection != "mean-pool"
+        self.project_key = self._initial(heads, 2 * shape.layer_index) if learned else None
+        two = learned and options.sharing != "kv"
+        self.project_value = self._initial(heads, 2 * shape.layer_index + 1) if two else None
 
     @classmethod
     def resolve_options(cls, shape: AttentionShape, options: LinformerOptions) -> LinformerOptions:
         return replace(options, max_length=shape.max_length) if options.max_length is None else options
 
-    def _initial(self, heads: int, stream: int) -> Tensor:
-        slots, length = self.options.num_slots, self.options.max_length
-        if self.options.init == "segment-mean":
-            return ops.segment_means(slots, length).repeat(heads, 1, 1)
-        generator = torch.Generator(device="cpu").manual_seed(self.options.seed * 1_000_003 + stream)
-        return torch.randn(heads, slots, length, generator=generator, device="cpu") / slots**0.5
+    def _initial(self, heads: int, stream: int) -> nn.Parameter:
+        """`[heads, k, n_max]`, or the kernel `[heads, 1, c]`."""
+        options = self.options
+        linear = options.projection == "linear"
+        slots, length = (options.num_slots, options.max_length) if linear else (1, self.kernel_size)
+        if options.init == "segment-mean":
+            return nn.Parameter(ops.segment_means(slots, length).repeat(heads, 1, 1))
+        generator = torch.Generator(device="cpu").manual_seed(options.seed * 1_000_003 + stream)
+        start = torch.randn(heads, slots, length, generator=generator, device="cpu")
+        return nn.Parameter(start / (slots if linear else length) ** 0.5)
+
+    def _projections(self, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """E and F fitted to the keys, `[B | 1, heads, k, S]`; the same tensor where they are shared."""
+        project_key = self._columns(self.project_key, key, mask)
+        if self.project_value is None:
+            return project_key, project_key
+        return project_key, self._columns(self.project_value, key, mask)
+
+    def _columns(self, parameter: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor:
+        dtype, slots = compute_dtype(key), self.options.num_slots
+        if parameter is None:
+            parameter = key.new_full((1, 1, self.kernel_size), 1 / self.kernel_size, dtype=dtype)
+        projection = parameter.to(dtype)
+        if self.options.projection != "linear":
+            projection = ops.block_diagonal(projection, slots)
+        return ops.columns(projection, key.shape[2], mask, self.options.fit == "resample")
 
     def forward(
         self,
@@ -108,9 +145,11 @@ class LinformerAttention(LinearAttention):
     ) -> tuple[Tensor, State | None]:
         self._check(key, causal)
         dtype = compute_dtype(query)
-        slots = self._columns(self.project_key, key, mask) @ mask_tokens(key.to(dtype), mask)
-        held = self._columns(self.project_value, key, mask) @ mask_tokens(value.to(dtype), mask)
-        out, _ = ops.low_rank_attention(query.to(dtype), slots, held, scaling)
+        project_key, project_value = self._projections(key, mask)
+        slots = project_key @ mask_tokens(key.to(dtype), mask)
+        held = project_value @ mask_tokens(value.to(dtype), mask)
+        # A NaN in a padded query would meet a zero gradient, and spread through the slots.
+        out, _ = ops.low_rank_attention(mask_tokens(query.to(dtype), mask), slots, held, scaling)
         return out.to(value.dtype), None
 
     def attention_weights(
@@ -119,14 +158,10 @@ class LinformerAttention(LinearAttention):
         """`softmax(τ q (E K)ᵀ) F`: what multiplies the values. Rows need not sum to 1 once F is trained."""
         self._check(key, causal)
         dtype = compute_dtype(query)
-        slots = self._columns(self.project_key, key, mask) @ mask_tokens(key.to(dtype), mask)
+        project_key, project_value = self._projections(key, mask)
+        slots = project_key @ mask_tokens(key.to(dtype), mask)
         _, weights = ops.low_rank_attention(query.to(dtype), slots, slots, scaling)
-        held = self._columns(self.project_value, key, mask)
-        return weights @ held.repeat_interleave(weights.shape[1] // held.shape[1], dim=1)
-
-    def _columns(self, projection: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        resample = self.options.fit == "resample"
-        return ops.columns(projection.to(compute_dtype(key)), key.shape[2], mask, resample)
+        return weights @ project_value.repeat_interleave(weights.shape[1] // project_value.shape[1], dim=1)
 
     def _check(self, key: Tensor, causal: bool) -> None:
         if causal:
@@ -142,4 +177,5 @@ class LinformerAttention(LinearAttention):
             )
 
     def extra_repr(self) -> str:
-        return f"num_slots={self.options.num_slots}, max_length={self.options.max_length}"
+        options = self.options
+        return f"num_slots={options.num_slots}, max_length={options.max_length}, projection={options.projection!r}"

@@ -53,6 +53,13 @@ def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) 
     return (integral((places + 1) * share) - integral(places * share)).permute(2, 0, 1, 3)
 
 
+def block_diagonal(kernel: Tensor, slots: int) -> Tensor:
+    """A convolution whose stride is its size, as a projection: `[h, 1, c] -> [h, slots, slots·c]`."""
+    heads, _, size = kernel.shape
+    places = torch.eye(slots, dtype=kernel.dtype, device=kernel.device).unsqueeze(-1)
+    return (places * kernel.unsqueeze(1)).reshape(heads, slots, slots * size)
+
+
 def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool) -> Tensor:
     """The projection fitted to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
     n = projection.shape[-1]

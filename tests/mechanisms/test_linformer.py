@@ -1,0 +1,209 @@
+"""The forms of Linformer: projection, sharing, fit, mixed lengths, saving."""
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.ops import linformer as ops
+from hf_linear_attn.ops import naive
+from tests.helpers import BERT, GPT2, assert_close, padded_batch, padding_mask, qkv, relative_error, token_ids
+from tests.mechanisms import checks
+
+PROJECTIONS = ("linear", "mean-pool", "conv")
+SHARINGS = ("none", "headwise", "kv")
+EVERY_FORM = pytest.mark.parametrize(
+    "options",
+    [{"projection": p, "sharing": s} for p in PROJECTIONS for s in SHARINGS],
+    ids=lambda o: "-".join(o.values()),
+)
+FITS = pytest.mark.parametrize("fit", ["resample", "truncate"])
+
+
+def build(*sizes, **options):
+    return checks.build("linformer", False, *sizes, seed=3, **{"num_slots": 5, "limit": 131, **options})
+
+
+def fitted(parameter, options, length, like):
+    """The projection of one row of `length` tokens, column by column: the definition of the forms."""
+    slots, n = options.num_slots, options.max_length
+    size = -(-n // slots)
+    if options.projection == "linear":
+        full = parameter
+    else:
+        kernel = like.new_full((1, 1, size), 1 / size) if parameter is None else parameter
+        full = torch.cat(
+            [torch.nn.functional.pad(kernel, (r * size, (slots - 1 - r) * size)) for r in range(slots)], dim=1
+        )
+    if options.fit == "truncate":
+        return full[..., :length]
+    columns = full.shape[-1]
+    fine = full.repeat_interleave(length, dim=-1) / length  # `length` pieces of each column
+    return torch.stack([fine[..., p * columns : (p + 1) * columns].sum(dim=-1) for p in range(length)], dim=-1)
+
+
+def definition(module, q, k, v, causal):
+    length, options = q.shape[2], module.options
+    if not length:
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    project_key = fitted(module.project_key, options, length, q)
+    own = module.project_value if options.sharing != "kv" else module.project_key
+    return naive.linformer_attention(q, k, v, project_key, fitted(own, options, length, q), checks.SCALING)
+
+
+@EVERY_FORM
+@FITS
+@pytest.mark.parametrize("length", [1, 4, 33, 131])
+def test_equals_the_definition(options, fit, length):
+    checks.check_output(build(4, 2, 5, 9, fit=fit, **options), definition, length, dim=5, value_dim=9)
+
+
+@EVERY_FORM
+@FITS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_mixed_lengths_in_one_batch(options, fit, side):
+    checks.check_padding(build(fit=fit, **options), definition, side)
+
+
+def test_no_tokens():
+    checks.check_output(build(), definition, 0)
+
+
+@EVERY_FORM
+def test_gradients(options):
+    checks.check_gradients(build(6, 2, 5, 11, **options), definition, 33, heads=6, groups=2, dim=5, value_dim=11)
+
+
+@EVERY_FORM
+def test_gradcheck(options):
+    module = build(2, 1, 3, 2, limit=7, **{"num_slots": 2, **options})
+    checks.check_gradcheck(module, heads=2, groups=1, dim=3, value_dim=2)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_poisoned_padding_reaches_no_gradient(projection):
+    checks.check_poisoned_gradients(build(projection=projection))
+
+
+@EVERY_FORM
+def test_weights(options):
+    checks.check_weights(build(**options))
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_half(dtype, projection):
+    checks.check_half(build(projection=projection), definition, dtype, length=131)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_a_row_of_padding_is_zero(projection):
+    out, _ = checks.run(build(projection=projection), *qkv(20), mask=padding_mask([20, 0], 20, "left"))
+    assert float(out[1].abs().max()) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the forms are
+
+
+def test_every_projection_starts_as_the_same_pooling():
+    inputs = qkv(33)
+    outs = []
+    for projection in PROJECTIONS:
+        outs.append(
+            checks.run(checks.build("linformer", False, num_slots=5, limit=130, projection=projection), *inputs)[0]
+        )
+    assert_close(outs[1], outs[0])
+    assert_close(outs[2], outs[0])
+
+
+def test_the_convolution_is_a_convolution():
+    kernel, keys = torch.randn(1, 1, 4), torch.randn(2, 1, 12, 6)
+    slots = ops.block_diagonal(kernel, 3) @ keys
+    expected = torch.nn.functional.conv1d(keys[:, 0].transpose(1, 2).reshape(12, 1, 12), kernel, stride=4)
+    assert_close(slots[:, 0], expected.view(2, 6, 3).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("projection", "sharing", "parameters"),
+    [
+        ("linear", "none", 2 * 2 * 5 * 131),
+        ("linear", "headwise", 2 * 5 * 131),
+        ("linear", "kv", 5 * 131),
+        ("conv", "none", 2 * 2 * 27),
+        ("conv", "headwise", 2 * 27),
+        ("conv", "kv", 27),
+        ("mean-pool", "headwise", 0),
+    ],
+)
+def test_parameters(projection, sharing, parameters):
+    assert build(projection=projection, sharing=sharing).learned_parameters() == parameters
+
+
+@pytest.mark.parametrize("projection", ["linear", "conv"])
+def test_a_gaussian_start_is_reproducible_and_differs_by_layer_and_role(projection):
+    made = [checks.build("linformer", False, init="gaussian", projection=projection, num_slots=16) for _ in range(2)]
+    assert torch.equal(made[0].project_key, made[1].project_key)
+    assert not torch.equal(made[0].project_key, made[0].project_value)
+    rows = made[0].project_key.shape[2] if projection == "conv" else 16
+    assert float(made[0].project_key.std()) == pytest.approx(rows**-0.5, rel=0.2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a model
+
+
+@EVERY_FORM
+def test_saved_and_loaded_bit_equal(options, tmp_path):
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, **options)
+    for name, parameter in model.named_parameters():
+        if "linear_attention" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path)
+    loaded = hla.load_pretrained(str(tmp_path))
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    batch = padded_batch([token_ids(1, length)[0] for length in (3, 19)], "right")
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@EVERY_FORM
+def test_a_transfer_trains_what_is_learned(options):
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, **options)
+    batches = [{"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}]
+    if options["projection"] == "mean-pool":
+        with pytest.raises(ValueError, match="anything to learn"):
+            hla.transfer_attention(model, batches, steps=1)
+        return
+    losses = hla.transfer_attention(model, batches, steps=12, lr=1e-2).losses
+    assert losses[-1] < losses[0]
+
+
+def test_mixed_lengths_through_a_model_equal_the_rows_alone():
+    model = hla.patch_model(BERT.build(), "linformer", num_slots=5, projection="conv")
+    rows = [token_ids(1, length, seed=length)[0] for length in (2, 30, 11)]
+    batch = padded_batch(rows, "right")
+    together = model(**batch).logits
+    for row, tokens in enumerate(rows):
+        assert_close(together[row][batch["attention_mask"][row].bool()], model(tokens[None]).logits[0])
+    assert relative_error(model(rows[1][None]).logits, BERT.build()(rows[1][None]).logits) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"projection": "max-pool"}, "projection must be one of 'linear', 'mean-pool', 'conv', got 'max-pool'"),
+        ({"sharing": "layerwise"}, "sharing must be one of 'none', 'headwise', 'kv', got 'layerwise'"),
+        ({"init": "zeros"}, "init must be one of"),
+        ({"fit": "pad"}, "fit must be one of"),
+        ({"num_slots": 0}, "num_slots must be a positive integer, got 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        hla.patch_model(BERT.build(), "linformer", **options)
+
+
+def test_errors_of_direction_and_length():
+    with pytest.raises(NotImplementedError, match="Use 'linformer-causal'"):
+        hla.patch_model(GPT2.build(), "linformer")
+    with pytest.raises(ValueError, match=r"132 tokens.*max_length=131"):
+        checks.run(build(), *qkv(132))
