@@ -77,14 +77,16 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     options = options or DemoOptions()
     _need_extras()
     from rich.console import Console
+    from rich.markup import escape
 
     console = console or Console()
     _check_names(options)
+    from .evaluation.screen import Screen, readable, show
     from .evaluation.texts import read_text
 
     text = read_text(options.text)
     source, name = resolve_model(options.model)
-    console.print(_readable(console, f"Loading [bold]{_plain(name)}[/] ..."), highlight=False)
+    console.print(readable(console, f"Loading [bold]{escape(name)}[/] ..."), highlight=False)
     loaded = _load(source, options)
     plan = make_plan(options, loaded)
     _check_directions(plan, loaded)
@@ -104,7 +106,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
         "model": {"name": name, "source": source, "repr": repr(source), **loaded.facts},
         "text": data.facts,
     }
-    with _Screen(console) as screen:
+    with Screen(console) as screen:
         study = Study(
             loaded.model, decoder=loaded.decoder, data=data, plan=plan, baseline=loaded.baseline, progress=screen
         )
@@ -113,7 +115,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     report = plain(report)
     report["verdicts"] = verdicts(report)
     written = write_report(report, folder)
-    _show(console, report, folder, written)
+    show(console, report, folder, written)
     return report
 
 
@@ -347,128 +349,3 @@ def _check_directions(plan: Plan, loaded: Loaded) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The screen
-
-
-def _plain(text: str) -> str:
-    """Text from outside, without rich's markup."""
-    from rich.markup import escape
-
-    return escape(text)
-
-
-class _Screen:
-    """Progress on a rich console; finished results stay above the bar."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self._console = console
-        self._progress = Progress(
-            SpinnerColumn("line"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", style="dim"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task: Any = None
-        self._step = 0
-
-    def __enter__(self) -> _Screen:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def start(self, task: str, total: int | None = None) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(_plain(task), total=total, note="")
-
-    def update(self, step: int | None = None, note: str = "") -> None:
-        changes: dict[str, Any] = {"note": _plain(note)}
-        if step is not None:
-            changes["completed"] = step
-        self._progress.update(self._task, **changes)
-
-    def say(self, line: str) -> None:
-        name, _, rest = _plain(line).partition(": ")
-        self._console.print(_readable(self._console, f"  [bold]{name}[/]: {rest}"), highlight=False)
-
-
-def _show(console: Console, report: dict[str, Any], folder: Path, written: list[str]) -> None:
-    """The table, what it says, and where the rest is."""
-    from .evaluation.summary import summarise_report
-
-    summary = summarise_report(report)
-    console.print()
-    if console.width >= 150:
-        console.print(_table(console, summary, ("", "quality", "speed"), _title(report)))
-    else:
-        console.print(_table(console, summary, ("", "quality"), f"Quality: {_title(report)}"))
-        console.print(_table(console, summary, ("", "speed"), f"Speed against {report['speed']['baseline']}"))
-    console.print(
-        _readable(console, "a→b: as patched → after transfer; ×: times as fast as the exact form, below 1 is slower"),
-        style="dim",
-        highlight=False,
-    )
-    console.print()
-    for line in report["verdicts"]:
-        console.print(_readable(console, f"• {_plain(line)}"), highlight=False)
-    console.print()
-    console.print(
-        _readable(
-            console,
-            f"Report: [bold]{_plain(str(folder / 'report.html'))}[/], with report.json and {len(written) - 2} plots",
-        ),
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _title(report: dict[str, Any]) -> str:
-    return f"{_plain(report['model']['name'])} ({report['model']['kind']})"
-
-
-def _table(console: Console, summary: Any, groups: tuple[str, ...], title: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    places = [place for place, column in enumerate(summary.columns) if column.group in groups]
-    table = Table(
-        box=SIMPLE_HEAD, title=_readable(console, title), title_justify="left", title_style="bold", pad_edge=False
-    )
-    widest = max(len(row[0]) for row in summary.rows)
-    for place in places:
-        # "fold": a cell that is too wide goes on in the next line; the other ways lose numbers.
-        justify: Any = "left" if place == 0 else "right"
-        table.add_column(
-            summary.columns[place].title, justify=justify, overflow="fold", min_width=widest if place == 0 else None
-        )
-    for row, kind in zip(summary.rows, summary.kinds, strict=True):
-        table.add_row(
-            *(_readable(console, _plain(row[place])) for place in places),
-            style="" if kind == "mechanism" else "dim",
-            end_section=kind == "exact",
-        )
-    return table
-
-
-def _readable(console: Console, text: str) -> str:
-    """Replace what the terminal's encoding cannot show."""
-    try:
-        text.encode(console.encoding)
-    except LookupError:
-        return text
-    except UnicodeEncodeError:
-        for sign, ascii_form in (("→", "->"), ("×", "x"), ("•", "-"), ("≤", "<="), ("–", "-"), ("µ", "u")):
-            text = text.replace(sign, ascii_form)
-        return text.encode(console.encoding, "replace").decode(console.encoding)
-    return text

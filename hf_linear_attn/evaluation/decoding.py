@@ -70,8 +70,8 @@ def decode_speed(
     the tokens timed, 8 to 40 of them. budget: seconds for each context.
     """
     rows: dict[str, list[DecodeRow]] = {name: [] for name in models}
-    for context in contexts:
-        announce(f"decoding after {context:,} tokens")
+    for done, context in enumerate(contexts):
+        announce(done, f"decoding after {context:,} tokens")
         caches = {name: prefill(model, tokens, context) for name, model in models.items()}
         sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
         steps = {name: _stepper(models[name], caches[name], tokens[0], context) for name in models}

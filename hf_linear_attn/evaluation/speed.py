@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,8 @@ FREE_IMPLEMENTATION = "hf_linear_attn_free"
 #: Seconds that one length may take in any case, even with a small budget: without long inputs there is little to see.
 LONGEST_WAIT = 60.0
 
-Announce = Callable[[str], None]
+Announce = Callable[[int, str], None]
+"""Called with the number of lengths done and a note."""
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -201,11 +201,9 @@ def _sweep(
             left = ", ".join(f"{held:,}" for held in lengths[index:])
             table.notes.append(f"Not timed, for want of time: {left} tokens (one length would take ~{expected:.0f} s).")
             break
-        announce(f"{length:,} tokens")
+        announce(index, f"{length:,} tokens")
         calls = prepare(length)
-        began = time.perf_counter()
         timings: dict[str, Timing] = interleaved(calls, baseline=baseline, budget=budget, device=device)
-        announce(f"{length:,} tokens: {time.perf_counter() - began:.1f} s")
         table.add(length, timings)
     return table
 

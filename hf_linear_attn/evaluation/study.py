@@ -269,7 +269,7 @@ class Study:
             whole,
             baseline=self.baseline,
             budget=self.plan.budget,
-            announce=self._announce("whole model"),
+            announce=self.progress.update,
         )
         self.progress.start("speed of one attention layer", len(lengths))
         layer = layer_speed(
@@ -278,13 +278,10 @@ class Study:
             baseline=self.baseline,
             budget=self.plan.budget / 2,
             seed=self.plan.seed,
-            announce=self._announce("one layer"),
+            announce=self.progress.update,
         )
         table.notes[:0] = notes
         return {"baseline": self.baseline, "model": speed_dict(table), "layer": speed_dict(layer)}
-
-    def _announce(self, what: str) -> Any:
-        return lambda note: self.progress.update(None, f"{what}, {note}")
 
     def decode(self) -> dict[str, Any]:
         """Time and cache of one more token after contexts of every length."""
@@ -297,7 +294,7 @@ class Study:
             contexts,
             baseline=self.baseline,
             budget=self.plan.budget / 4,
-            announce=self._announce("decode"),
+            announce=self.progress.update,
         )
         return {
             "baseline": self.baseline,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+#: p80 / p20 of the baseline's times from which on the report warns.
+NOISY = 1.5
+
 #: Longest input for which the report says "short".
 SHORT = 512
 
@@ -11,7 +14,7 @@ SHORT = 512
 def verdicts(report: dict[str, Any]) -> list[str]:
     """Sentences, the most important first."""
     found = [_best(report), _control(report), _harmful(report), _exact_here(report), *_transfers(report)]
-    found += [*_speed(report), _short(report), _decode(report)]
+    found += [*_speed(report), _short(report), _decode(report), _noise(report)]
     return [text for text in found if text]
 
 
@@ -156,6 +159,24 @@ def _decode(report: dict[str, Any]) -> str:
             smaller = exact["cache_bytes"] / max(rows[-1]["cache_bytes"], 1)
             parts.append(f"{name} {_times(rows[-1]['speedup'])} with 1/{smaller:,.0f} of the cache")
     return f"A new token after {context:,}, speed against {baseline} and its growing cache: {', '.join(parts)}."
+
+
+def _noise(report: dict[str, Any]) -> str:
+    """A warning where the times are not to be relied on."""
+    rows = report["speed"]["model"]["rows"].get(report["speed"]["baseline"], [])
+    spread = max((row["p80"] / row["p20"] for row in rows), default=1.0)
+    hardware = report["hardware"]
+    load, processors = hardware["load_average_at_start"] or 0.0, hardware["logical_cpus"] or 1
+    signs = []
+    if spread > NOISY:
+        signs.append(
+            f"{report['speed']['baseline']} itself varied by a factor of {spread:.1f} (20th to 80th percentile)"
+        )
+    if load > 0.75 * processors:
+        signs.append(f"{load:.1f} programs were already running on {processors} CPUs")
+    if not signs:
+        return ""
+    return f"The times are noisy: {' and '.join(signs)}. Run again on a quiet machine before relying on them."
 
 
 def _times(ratio: float) -> str:

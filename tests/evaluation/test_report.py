@@ -207,6 +207,16 @@ def test_verdict_on_short_inputs_names_the_ceiling() -> None:
     assert "would give 1.30×. Slower than sdpa there: hedgehog and linformer." in said
 
 
+def test_verdict_on_noise() -> None:
+    report = made_up_report()
+    assert "noisy" not in " ".join(verdicts(report))
+    report["speed"]["model"]["rows"]["sdpa"][0].update(p20=1.0, p80=2.5)
+    report["hardware"]["load_average_at_start"] = 3.0
+    said = verdicts(report)[-1]
+    assert "sdpa itself varied by a factor of 2.5" in said
+    assert "3.0 programs were already running on 2 CPUs" in said
+
+
 def test_shown_lengths() -> None:
     lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
     assert [lengths[place] for place in shown_places(lengths)] == [128, 512, 2048, 8192]
