@@ -5,6 +5,8 @@ Slow, plain, and independent of the feature maps' own code; tests use float64. `
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,18 @@ def favor_plus_weights(query: Tensor, key: Tensor, rows: Tensor, scaling: float,
         projected = torch.cat([projected, -projected], dim=-1)
     norms = q.square().sum(dim=-1).unsqueeze(3) + k.square().sum(dim=-1).unsqueeze(2)
     return torch.exp(projected - norms.unsqueeze(-1) / 2).mean(dim=-1)
+
+
+def performer_weights(
+    query: Tensor, key: Tensor, rows: Tensor, function: Callable[[Tensor], Tensor], epsilon: float
+) -> Tensor:
+    """`Σ_r (f(w_r·q)/√m + ε)(f(w_r·k)/√m + ε)`."""
+    keys, size = repeat_heads(key, query.shape[1]), rows.shape[0] ** 0.5
+    weights = torch.zeros(*query.shape[:3], key.shape[2], dtype=query.dtype)
+    for row in rows:
+        left, right = function(query @ row) / size + epsilon, function(keys @ row) / size + epsilon
+        weights = weights + left[..., :, None] * right[..., None, :]
+    return weights
 
 
 def normalise_signed(weights: Tensor, value: Tensor) -> Tensor:

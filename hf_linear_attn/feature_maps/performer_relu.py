@@ -1,0 +1,101 @@
+"""Generalised kernels of Performers: a nonlinearity over random projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..ops.common import Features
+from ..registry import register_feature_map
+from .base import AttentionShape, FeatureMap
+from .favor_plus import LAYER_SEED_STRIDE, check_random_options, gaussian_features
+
+#: Nonlinearities that are never negative, but for `exp`, which is computed with a log scale.
+POSITIVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+}
+#: Nonlinearities with negative values: the implied weights can be negative as well.
+SIGNED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "tanh": torch.tanh}
+
+
+@dataclass(frozen=True)
+class PerformerReluOptions:
+    num_features: int = field(default=256, metadata={"help": "number of random features m"})
+    kernel: Literal["relu", "exp", "abs", "sigmoid", "softplus", "gelu", "tanh"] = field(
+        default="relu",
+        metadata={"help": "the nonlinearity f: relu, exp, abs, sigmoid or softplus; gelu and tanh give signed weights"},
+    )
+    epsilon: float = field(
+        default=1e-3,
+        metadata={"help": "added to every feature; a query that shares no feature with any key sees their average"},
+    )
+    split_scaling: bool = field(
+        default=False, metadata={"help": "multiply q and k by √τ first (the paper takes them raw)"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the random features; layers draw different ones from it"})
+    orthogonal: bool = field(default=True, metadata={"help": "orthogonal blocks instead of independent rows"})
+    scaling: Literal["chi", "constant"] = field(
+        default="chi",
+        metadata={"help": "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"},
+    )
+
+    def __post_init__(self) -> None:
+        check_random_options(self)
+        known = ["exp", *POSITIVE, *SIGNED]
+        if self.kernel not in known:
+            raise ValueError(f"kernel must be one of {', '.join(map(repr, sorted(known)))}, got {self.kernel!r}.")
+        if not 0 <= self.epsilon < 1:
+            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
+
+
+@register_feature_map(
+    "performer-relu",
+    description="relu, or another nonlinearity, of random projections: a kernel of its own, not softmax",
+    paper="Choromanski et al. 2020, arXiv:2009.14794",
+    options=PerformerReluOptions,
+    learned=False,
+    advice="training from scratch; blunter and more stable than favor+, and no approximation of softmax",
+)
+class PerformerReluFeatureMap(FeatureMap):
+    """`φ(x) = f(W x)/√m + ε`, rows of W ~ N(0, I), f = relu. Choromanski et al., arXiv:2009.14794 (generalised).
+
+    `φ(q)·φ(k)` estimates `E_w[f(w·q) f(w·k)]`, for relu the arc-cosine kernel `‖q‖‖k‖ (sin θ + (π - θ) cos θ)/2π`, θ
+    the angle between q and k. Positive f keep weights positive; with ε = 0 relu may leave a query without any. `exp`
+    returns the largest exponent of each token as its log scale. For signed f see `ops.common.SIGNED_NORMALISER_EPS`.
+    W `[m, d]` is a persistent buffer.
+    """
+
+    weight: Tensor
+
+    def __init__(self, shape: AttentionShape, options: PerformerReluOptions) -> None:
+        super().__init__(shape, options)
+        self.num_features = options.num_features
+        self.signed = options.kernel in SIGNED
+        self.distribution = not self.signed and (options.epsilon > 0 or options.kernel not in ("relu", "abs"))
+        weight = gaussian_features(
+            options.num_features,
+            shape.head_dim,
+            seed=options.seed + LAYER_SEED_STRIDE * shape.layer_index,
+            orthogonal=options.orthogonal,
+            scaling=options.scaling,
+        )
+        self.register_buffer("weight", weight)
+
+    def query(self, x: Tensor, scaling: float) -> Features:
+        if self.options.split_scaling:
+            x = x * scaling**0.5
+        projected = x @ self.weight.to(x.dtype).T
+        if self.options.kernel == "exp":
+            top = projected.detach().amax(dim=-1, keepdim=True).clamp_min(0.0)
+            values = torch.exp(projected - top) * self.num_features**-0.5 + self.options.epsilon * torch.exp(-top)
+            return Features(values, top.squeeze(-1))
+        function = (SIGNED if self.signed else POSITIVE)[self.options.kernel]
+        return Features(function(projected) * self.num_features**-0.5 + self.options.epsilon)

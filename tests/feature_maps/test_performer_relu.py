@@ -1,0 +1,71 @@
+"""Generalised kernels: the kernel that relu estimates, signs, large exponents, options."""
+
+import math
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.feature_maps.performer_relu import POSITIVE, SIGNED, PerformerReluFeatureMap, PerformerReluOptions
+from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
+from tests.helpers import GPT2, qkv
+
+
+def build(dim=6, **options):
+    return PerformerReluFeatureMap(AttentionShape(4, 2, dim, dim, layer_index=1), PerformerReluOptions(**options))
+
+
+def attention(**options):
+    return KernelizedAttention(AttentionShape(4, 2, 6, 6), PerformerReluOptions(**options), PerformerReluFeatureMap)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_relu_estimates_the_arc_cosine_kernel(orthogonal):
+    phi, (q, k) = build(num_features=60_000, epsilon=0.0, orthogonal=orthogonal), torch.randn(2, 1, 1, 7, 6)
+    estimate = (phi.query(q, 1.0).values * phi.key(k, 1.0).values).sum(dim=-1)
+    lengths = q.norm(dim=-1) * k.norm(dim=-1)
+    angle = torch.arccos((q * k).sum(dim=-1) / lengths)
+    kernel = lengths * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
+    torch.testing.assert_close(estimate, kernel, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("kernel", ["exp", *POSITIVE, *SIGNED])
+def test_signs_and_distributions_are_declared_as_they_are(kernel):
+    module, (q, k, _) = attention(kernel=kernel, num_features=12), qkv(60)
+    weights = module.attention_weights(q, k, scaling=0.4, causal=True)
+    assert module.feature_map.signed is (kernel in SIGNED)
+    assert module.distribution is (kernel not in SIGNED)
+    assert bool((weights < 0).any()) is (kernel in SIGNED)
+
+
+def test_without_epsilon_relu_is_not_declared_a_distribution():
+    assert not attention(epsilon=0.0).distribution
+    assert attention(epsilon=0.0, kernel="sigmoid").distribution
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+def test_exp_does_not_overflow(causal):
+    module, (q, k, v) = attention(kernel="exp"), qkv(40)
+    out, _ = module(300 * q, 300 * k, v, scaling=0.4, causal=causal)
+    assert bool(torch.isfinite(out).all())
+    assert float(out.abs().max()) <= float(v.abs().max()) * 1.001
+
+
+def test_a_window_takes_positive_kernels_only():
+    hla.patch_model(GPT2.build(), "window", feature_map="performer-relu")
+    with pytest.raises(ValueError, match="window cannot use 'performer-relu' with these options"):
+        hla.patch_model(GPT2.build(), "window", feature_map="performer-relu", feature_map_options={"kernel": "gelu"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": "selu"}, "kernel must be one of 'abs', .* got 'selu'"),
+        ({"epsilon": 1.5}, r"epsilon must lie in \[0, 1\), got 1.5"),
+        ({"num_features": -4}, "num_features must be a positive integer, got -4"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        PerformerReluOptions(**options)
