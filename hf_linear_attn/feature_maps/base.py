@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
@@ -65,6 +67,16 @@ class FeatureMap(nn.Module):
 
     def key(self, x: Tensor, scaling: float) -> Features:
         return self.query(x, scaling)
+
+    @torch.no_grad()
+    def state_bytes(self) -> int:
+        """Bytes of the sums over keys `[G, m, e]` and `[G, m]`, in float32, with the running maxima `[G]` of a map that
+        has a log scale."""
+        shape = self.shape
+        place = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+        token = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=place)
+        maxima = 0 if self.key(token, 1.0).log_scale is None else 1
+        return 4 * shape.num_key_value_heads * (self.num_features * (shape.value_dim + 1) + maxima)
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"

@@ -124,5 +124,4 @@ class KernelizedAttention(LinearAttention):
         return query_features, key_features
 
     def state_bytes(self, length: int = 0) -> int:
-        sums = 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
-        return sums + (8 if self.feature_map.uses_positions else 0)
+        return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)

@@ -138,9 +138,8 @@ class WindowAttention(LinearAttention):
 
     def state_bytes(self, length: int = 0) -> int:
         shape, window = self.shape, self.options.window_size
-        sums = 4 * shape.num_key_value_heads * self.feature_map.num_features * (shape.value_dim + 1)
         ring = 4 * shape.num_key_value_heads * window * (shape.head_dim + shape.value_dim)
-        return sums + ring + window
+        return self.feature_map.state_bytes() + ring + window
 
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}"
