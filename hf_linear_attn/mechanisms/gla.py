@@ -1,0 +1,132 @@
+"""Gated linear attention: a state whose features forget at rates that depend on the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps.base import AttentionShape
+from ..feature_maps.favor_plus import gaussian_features
+from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
+from ..ops import gated as ops
+from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..registry import register_attention
+from .base import LinearAttention
+
+
+@dataclass(frozen=True)
+class GLAOptions:
+    feature_dim: int | None = field(
+        default=None, metadata={"help": "rows f of the feature map per head (None: the head size); 2f features"}
+    )
+    activation: Literal["softmax", "joint"] = field(
+        default="softmax", metadata={"help": "of the hedgehog map: 'softmax' or 'joint'"}
+    )
+    gate_rank: int = field(default=16, metadata={"help": "rank of the map from keys to the features' decays"})
+    initial_decay: float = field(
+        default=1e-2, metadata={"help": "share that a feature forgets per token at the start, in (0, 0.5]"}
+    )
+
+    def __post_init__(self) -> None:
+        HedgehogOptions(feature_dim=self.feature_dim, activation=self.activation)
+        if self.activation not in ("softmax", "joint"):
+            raise ValueError(f"activation must be 'softmax' or 'joint', got {self.activation!r}.")
+        if not isinstance(self.gate_rank, int) or self.gate_rank < 1:
+            raise ValueError(f"gate_rank must be a positive integer, got {self.gate_rank!r}.")
+        if not 0 < self.initial_decay <= 0.5:
+            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
+
+
+@register_attention(
+    "gla",
+    description="learned softmax features whose state forgets, feature by feature, as the keys say",
+    paper="Yang et al. 2023, arXiv:2312.06635",
+    options=GLAOptions,
+    causal=True,
+    bidirectional=False,
+    learned=True,
+    state="constant",
+    cost="O(L·m·d) time, O(m·d) state",
+    advice="decoders on long texts: hedgehog that learns what to forget",
+    alternative="hedgehog",
+)
+class GatedLinearAttention(LinearAttention):
+    """`S_t = Diag(α_t) S_{t-1} + φ(k_t) v_tᵀ`, z_t likewise, `o_t = S_tᵀφ(q_t) / z_t·φ(q_t)`. After Yang et al. 2023.
+
+    The paper's gate is a function of the hidden state; a mechanism sees keys only, so here
+    `log α_t = -sigmoid(U D √τ k_t + b)`, with D `[d, r]`, U `[r, m]`, b `[m]` per key-value head: no feature loses more
+    than the factor 1/e by one token. The paper has no normaliser and normalises the output; a pretrained model
+    expects means of values, so z is decayed along. φ is the hedgehog map. U starts at zero and b at almost no
+    forgetting: the untrained start is hedgehog. Learned: φ, D, U, b.
+    """
+
+    def __init__(self, shape: AttentionShape, options: GLAOptions) -> None:
+        super().__init__(shape, options)
+        features = HedgehogOptions(feature_dim=options.feature_dim, activation=options.activation)
+        self.feature_map = HedgehogFeatureMap(shape, features)
+        size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
+        down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
+        self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone())
+        self.gate_up = nn.Parameter(torch.zeros(groups, rank, size, device="cpu"))
+        log_decay = -math.log1p(-options.initial_decay) / ops.MAX_DECAY
+        self.gate_bias = nn.Parameter(torch.full((groups, size), math.log(log_decay / (1 - log_decay)), device="cpu"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        _check(causal)
+
+        def query_features(x: Tensor, start: int) -> Features:
+            return self.feature_map.query(x, scaling)
+
+        def key_gates(x: Tensor, start: int) -> ops.GatedKeys:
+            return self._keys(x, scaling)
+
+        return ops.gated_causal(
+            query,
+            key,
+            value,
+            query_features,
+            key_gates,
+            num_features=self.feature_map.num_features,
+            mask=mask,
+            state=state,
+            per_feature=True,
+        )
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        _check(causal)
+        dtype = compute_dtype(query)
+        keys = ops.masked_keys(self._keys(mask_tokens(key.to(dtype), mask), scaling), mask)
+        return ops.dense_gated_weights(self.feature_map.query(query.to(dtype), scaling).values, keys)
+
+    def _keys(self, key: Tensor, scaling: float) -> ops.GatedKeys:
+        down, up, bias = (p.to(key.dtype) for p in (self.gate_down, self.gate_up, self.gate_bias))
+        gate = torch.sigmoid((key * scaling**0.5) @ down @ up + bias.unsqueeze(-2))
+        return ops.GatedKeys(self.feature_map.key(key, scaling).values, -ops.MAX_DECAY * gate)
+
+    def state_bytes(self, length: int = 0) -> int:
+        return 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
+
+    def extra_repr(self) -> str:
+        return f"gate_rank={self.options.gate_rank}"
+
+
+def _check(causal: bool) -> Any:
+    if not causal:
+        raise NotImplementedError("gla forgets the past, and so has a direction. Use 'hedgehog' on encoders.")
