@@ -95,6 +95,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     from .evaluation.study import Study, prepare
     from .evaluation.verdicts import verdicts
 
+    shown = options.model or DEFAULT_MODEL  # where a package brought the default, its path says nothing to a reader
     data = prepare(text, loaded.tokenizer, plan)
     folder = check_folder(options.out)
     report: dict[str, Any] = {
@@ -103,7 +104,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
         "created": now(),
         "settings": {**asdict(options), **asdict(plan)},
         **environment(loaded.model.device),
-        "model": {"name": name, "source": source, "repr": repr(source), **loaded.facts},
+        "model": {"name": name, "source": shown, "repr": repr(shown), **loaded.facts},
         "text": data.facts,
     }
     with Screen(console) as screen:
