@@ -40,19 +40,29 @@ def gated_attention(
 
 
 def gated_delta_attention(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`S_t = α_t S_{t-1} - β_t k_t (α_t k_tᵀ S_{t-1}) + β_t k_t v_tᵀ`; returns `S_tᵀ q_t` for every token, and S_L.
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, mask: Tensor | None, guard: float
+) -> Tensor:
+    """`S_t = α_t S_{t-1} - β_t k_t (α_t k_tᵀ S_{t-1}) + β_t k_t [v_t, 1]ᵀ`, `[n, D] = S_tᵀ q_t`, output `n / D`.
 
-    query `[B, H, L, m]`, key `[B, G, L, m]` (features of length one), decay α and rate β `[B, G, L]`.
+    query `[B, H, L, m]`, key `[B, G, L, m]` (features of length one), decay α and rate β `[B, G, L]`. Where |D| is
+    smaller than `guard` times `c_t = α_t (1 - β_t) c_{t-1} + β_t`, the output is `n D / (guard c_t)²`.
     """
     heads, outputs = query.shape[1], []
+    value = torch.cat([value.nan_to_num(), torch.ones_like(value[..., :1])], dim=-1)
     key, value, decay, rate = (repeat_heads(x, heads) for x in (key, value, decay.unsqueeze(-1), rate.unsqueeze(-1)))
     state = query.new_zeros(*query.shape[:2], query.shape[3], value.shape[3])
+    level = query.new_zeros(*query.shape[:2], 1)
     for t in range(query.shape[2]):
         k, beta = key[:, :, t].unsqueeze(-1), rate[:, :, t].unsqueeze(-1)
+        now = torch.ones(len(query), dtype=torch.bool) if mask is None else mask[:, t]
         kept = decay[:, :, t].unsqueeze(-1) * state
         new = kept - beta * k @ (k.transpose(-1, -2) @ kept) + beta * k @ value[:, :, t].unsqueeze(-2)
-        state = new if mask is None else torch.where(mask[:, t, None, None, None], new, state)
-        outputs.append((query[:, :, t].unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(outputs, dim=2), state
+        state = torch.where(now[:, None, None, None], new, state)
+        filled = decay[:, :, t] * (1 - rate[:, :, t]) * level + rate[:, :, t]
+        level = torch.where(now[:, None, None], filled, level)
+        sums = (query[:, :, t].unsqueeze(-2) @ state).squeeze(-2)
+        total, floor = sums[..., -1:], guard * level
+        near = (total.abs() < floor) | (level == 0)
+        inverse = torch.where(near, total / torch.where(level > 0, floor, 1.0) ** 2, 1 / torch.where(near, 1.0, total))
+        outputs.append(torch.where(level > 0, sums[..., :-1] * inverse, 0.0))
+    return torch.stack(outputs, dim=2)

@@ -1,0 +1,130 @@
+"""The gated delta rule: a state that forgets, and that corrects what it holds under a key instead of adding to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..feature_maps.base import AttentionShape
+from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
+from ..ops import gated_delta as ops
+from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..registry import register_attention
+from .base import LinearAttention
+
+#: Smallest β: what is written by it stays well above the rounding of float32.
+MIN_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class GatedDeltaOptions:
+    feature_dim: int | None = field(
+        default=None, metadata={"help": "rows f of the feature map per head (None: the head size); 2f features"}
+    )
+    initial_decay: float = field(
+        default=1e-2, metadata={"help": "share of the state that is forgotten per token at the start, in (0, 0.5]"}
+    )
+    initial_rate: float = field(
+        default=1e-2,
+        metadata={"help": "β at the start, in (0.0001, 1): near 0 values are averaged, near 1 the last one replaces"},
+    )
+
+    def __post_init__(self) -> None:
+        HedgehogOptions(feature_dim=self.feature_dim)
+        if not 0 < self.initial_decay <= 0.5:
+            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
+        if not MIN_RATE < self.initial_rate < 1:
+            raise ValueError(f"initial_rate must lie in ({MIN_RATE}, 1), got {self.initial_rate!r}.")
+
+
+@register_attention(
+    "gated-delta",
+    description="learned softmax features; the state forgets, and corrects the value under a key",
+    paper="Yang et al. 2024, arXiv:2412.06464",
+    options=GatedDeltaOptions,
+    causal=True,
+    bidirectional=False,
+    learned=True,
+    state="constant",
+    cost="O(L·m·(m + d)) time, O(m·d) state",
+    advice="decoders that must look values up under keys; needs training",
+    alternative="hedgehog",
+)
+class GatedDeltaAttention(LinearAttention):
+    """`S_t = α_t (I - β_t k kᵀ) S_{t-1} + β_t k [v_t, 1]ᵀ`, `[n, D] = S_tᵀ q`, `o_t = n / D`. After Yang et al. 2024.
+
+    q and k are hedgehog features scaled to length one. `α = sigmoid(√τ a·k_t + b)` and `β = sigmoid(√τ c·k_t + d)`
+    (not below `MIN_RATE`), one of each per key-value head: functions of the keys, where the paper has functions of the
+    hidden state. The paper has no normaliser; a pretrained model expects means of values, so the same rule that stores
+    the values stores ones beside them, and a query divides by what it reads there. For small β and α near one, where a,
+    b, c, d start, nothing is corrected yet, and this is kernelized attention with hedgehog features.
+    Learned: the features, a, b, c, d. Implied weights may be negative.
+    """
+
+    distribution = False
+
+    def __init__(self, shape: AttentionShape, options: GatedDeltaOptions) -> None:
+        super().__init__(shape, options)
+        self.feature_map = HedgehogFeatureMap(shape, HedgehogOptions(feature_dim=options.feature_dim))
+        groups = shape.num_key_value_heads
+        rate = (options.initial_rate - MIN_RATE) / (1 - MIN_RATE)
+        starts = (-math.log(options.initial_decay / (1 - options.initial_decay)), math.log(rate / (1 - rate)))
+        #: Rows: decay and rate.
+        self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 2, device="cpu"))
+        self.gate_bias = nn.Parameter(torch.tensor(starts, device="cpu").repeat(groups, 1))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        _check(causal)
+
+        def query_features(x: Tensor, start: int) -> Features:
+            return Features(functional.normalize(self.feature_map.query(x, scaling).values, dim=-1))
+
+        def delta_keys(x: Tensor, start: int) -> ops.DeltaKeys:
+            return self._keys(x, scaling)
+
+        size = self.feature_map.num_features
+        return ops.delta_causal(
+            query, key, value, query_features, delta_keys, num_features=size, mask=mask, state=state
+        )
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        _check(causal)
+        dtype = compute_dtype(query)
+        keys = ops.masked_delta_keys(self._keys(mask_tokens(key.to(dtype), mask), scaling), mask)
+        features = functional.normalize(self.feature_map.query(query.to(dtype), scaling).values, dim=-1)
+        return ops.dense_delta_weights(features, keys)
+
+    def _keys(self, key: Tensor, scaling: float) -> ops.DeltaKeys:
+        weight, bias = self.gate_weight.to(key.dtype), self.gate_bias.to(key.dtype)
+        gates = (key * scaling**0.5) @ weight + bias.unsqueeze(-2)
+        rate = MIN_RATE + (1 - MIN_RATE) * torch.sigmoid(gates[..., 1])
+        values = functional.normalize(self.feature_map.key(key, scaling).values, dim=-1)
+        return ops.DeltaKeys(values, functional.logsigmoid(gates[..., 0]), rate)
+
+    def state_bytes(self, length: int = 0) -> int:
+        return 4 * self.shape.num_key_value_heads * (self.feature_map.num_features * (self.shape.value_dim + 1) + 1)
+
+    def extra_repr(self) -> str:
+        return f"num_features={self.feature_map.num_features}"
+
+
+def _check(causal: bool) -> None:
+    if not causal:
+        raise NotImplementedError("gated-delta forgets the past, and so has a direction. Use 'hedgehog' on encoders.")

@@ -1,0 +1,169 @@
+"""The gated delta rule in chunks against the recurrence, token by token, in float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hf_linear_attn.ops import gated_delta, naive_gated
+from hf_linear_attn.ops.common import Features
+from tests.helpers import assert_close, padding_mask, qkv
+
+strengths = pytest.mark.parametrize("strength", [0.0, 1.0, 6.0], ids=["even", "varied", "extreme"])
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(gated_delta, "CHUNK", 8)
+    monkeypatch.setattr(gated_delta, "block_length", lambda *_: 20)
+
+
+class Case:
+    """Inputs and gates in float64; strength: how far decays and rates vary between 0 and 1."""
+
+    def __init__(self, length, strength=1.0, groups=2, mask=None, signed=False):
+        self.mask, self.strength, self.signed = mask, strength, signed
+        self.leaves = [tensor.double().requires_grad_() for tensor in qkv(length, groups=groups, value_dim=3)]
+        gate = torch.randn(6, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        self.leaves.append(gate.requires_grad_())
+
+    def phi(self, x):
+        return functional.normalize(x if self.signed else x.square() + 0.1, dim=-1)
+
+    def gates(self, key):
+        """Log decay, and a rate that is not below 1e-4: a state that holds nothing at all has no mean in float32."""
+        decay, rate = (self.strength * key @ self.leaves[3]).unbind(-1)
+        return functional.logsigmoid(decay), 1e-4 + (1 - 1e-4) * torch.sigmoid(rate)
+
+    def keys(self, x, start=0):
+        return gated_delta.DeltaKeys(self.phi(x), *self.gates(x))
+
+    def fast(self, pieces=None):
+        q, k, v, _ = self.leaves
+        outs, state, start = [], None, 0
+        for size in pieces or (q.shape[2],):
+            now = slice(start, start + size)
+            part = None if self.mask is None else self.mask[:, now]
+            tensors = (tensor[:, :, now] for tensor in (q, k, v))
+            settings = {"num_features": 6, "mask": part, "state": state}
+            out, state = gated_delta.delta_causal(*tensors, lambda x, _: Features(self.phi(x)), self.keys, **settings)
+            outs.append(out)
+            start += size
+        return torch.cat(outs, dim=2), state
+
+    def definition(self):
+        q, k, v, _ = self.leaves
+        k = k if self.mask is None else k.masked_fill(~self.mask[:, None, :, None], 0.0)
+        log_decay, rate = self.gates(k)
+        guard = gated_delta.NORMALISER_EPS
+        return naive_gated.gated_delta_attention(self.phi(q), self.phi(k), v, log_decay.exp(), rate, self.mask, guard)
+
+
+def check(case):
+    out, expected = case.fast()[0], case.definition()
+    real = torch.ones(out.shape[0], out.shape[2], dtype=torch.bool) if case.mask is None else case.mask
+    out, expected = (x.transpose(1, 2)[real] for x in (out, expected))
+    assert_close(out, expected, torch.float64, 10)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    floor = torch.full((1,), 1e-5, dtype=torch.float64)  # a gradient may be zero but for rounding
+    pairs = (torch.autograd.grad((x * probe).sum(), case.leaves) for x in (out, expected))
+    for got, wanted in zip(*pairs, strict=True):
+        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, wanted)), torch.float64, 100)
+
+
+@strengths
+@pytest.mark.parametrize("length", [1, 2, 9, 23, 50])
+def test_outputs_and_gradients_equal_the_recurrence(length, strength):
+    check(Case(length, strength))
+
+
+def test_features_of_either_sign_meet_the_guard():
+    case = Case(40, signed=True)
+    check(case)
+    q, k, _, _ = case.leaves
+    sums = gated_delta._chunk(
+        case.phi(q).unflatten(1, (2, 2)),
+        case.keys(k),
+        torch.ones(2, 2, 40, 1).double(),
+        torch.zeros(2, 2, 6, 1).double(),
+    )[0]
+    assert bool((sums < 0).any())
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_grouped_heads(groups):
+    check(Case(19, groups=groups))
+
+
+@strengths
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_neither_decays_nor_writes(side, strength):
+    mask = padding_mask([31, 12], 31, side)
+    check(Case(31, strength, mask=mask))
+    check(Case(31, strength, mask=mask & (torch.arange(31) % 5 != 2)))
+
+
+@pytest.mark.parametrize("pieces", [(1,) * 37, (2, 0, 30, 5), (0, 36, 1)])
+def test_split_and_resume(pieces):
+    case = Case(37, mask=padding_mask([37, 20], 37, "left"))
+    (whole, end), (parts, state) = case.fast(), case.fast(pieces)
+    assert_close(parts, whole, torch.float64)
+    for name, tensor in end.items():
+        assert_close(state[name], tensor, torch.float64)
+
+
+def test_padding_leaves_the_state_as_it_is():
+    mask = torch.zeros(2, 33, dtype=torch.bool)
+    mask[:, [0, 3, *range(5, 20), 28]] = True
+    padded, alone = Case(33, mask=mask), Case(18)
+    alone.leaves[:3] = [x.transpose(1, 2)[mask].view(2, 18, -1, x.shape[-1]).transpose(1, 2) for x in padded.leaves[:3]]
+    (out, state), (expected, end) = padded.fast(), alone.fast()
+    assert_close(out.transpose(1, 2)[mask], expected.transpose(1, 2).flatten(0, 1), torch.float64)
+    for name in end:
+        assert_close(state[name], end[name], torch.float64)
+
+
+def test_nan_in_padding_and_rows_of_padding():
+    mask = torch.stack([torch.arange(20) < 13, torch.zeros(20, dtype=torch.bool)])
+    case = Case(20, mask=mask)
+    expected = case.fast()[0].transpose(1, 2)[mask]
+    with torch.no_grad():
+        for tensor in case.leaves[:3]:
+            tensor.transpose(1, 2)[~mask] = float("nan")
+    out, _ = case.fast()
+    assert torch.equal(out.transpose(1, 2)[mask], expected)
+    assert not bool(out[1].any())
+    assert all(bool(torch.isfinite(g).all()) for g in torch.autograd.grad(out[0, :, :13].sum(), case.leaves))
+
+
+def test_extreme_gates_in_float32():
+    case = Case(60, strength=40.0)
+    expected = case.definition()
+    case.leaves = [tensor.detach().float().requires_grad_() for tensor in case.leaves]
+    out, _ = case.fast()
+    assert_close(out, expected, factor=20)
+    assert all(bool(torch.isfinite(g).all()) for g in torch.autograd.grad(out.sum(), case.leaves))
+
+
+def test_explicit_weights_give_the_same_output():
+    case = Case(29, mask=padding_mask([29, 11], 29, "right"))
+    q, k, v, _ = case.leaves
+    keys = gated_delta.masked_delta_keys(case.keys(k), case.mask)
+    out = gated_delta.dense_delta_weights(case.phi(q), keys) @ v.repeat_interleave(2, dim=1)
+    assert_close(*(x.transpose(1, 2)[case.mask] for x in (out, case.fast()[0])), torch.float64, 10)
+
+
+def test_gradcheck():
+    case = Case(10)
+    leaves = [x.detach()[:1].requires_grad_() if x.dim() == 4 else x for x in case.leaves]
+
+    def run(*tensors):
+        case.leaves = list(tensors)
+        return case.fast()[0]
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+def test_no_tokens():
+    out, state = Case(0).fast()
+    assert out.shape == (2, 4, 0, 3)
+    assert state is None
