@@ -61,7 +61,7 @@ def environment(device: Any) -> dict[str, Any]:
             "logical_cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "load_average_at_start": load,
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
         },
     }
 
