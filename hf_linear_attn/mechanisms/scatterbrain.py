@@ -42,10 +42,11 @@ class ScatterbrainOptions:
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
+        if entry.cls.uses_positions:
+            raise ValueError(
+                f"scatterbrain cannot use {self.feature_map!r}: this feature map needs the tokens' positions."
+            )
         build_options(entry, dict(self.feature_map_options))
-        for flag, reason in (("uses_positions", "needs the tokens' positions"), ("signed", "gives negative weights")):
-            if getattr(entry.cls, flag, False):
-                raise ValueError(f"scatterbrain cannot use {self.feature_map!r}: this feature map {reason}.")
 
 
 @register_attention(
@@ -76,6 +77,11 @@ class ScatterbrainAttention(LinearAttention):
         super().__init__(shape, options)
         entry = FEATURE_MAPS.get(options.feature_map)
         self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        if self.feature_map.signed:
+            raise ValueError(
+                f"scatterbrain cannot use {options.feature_map!r} with these options: its weights can be negative, and "
+                "one normaliser over them and the exact weights could cross zero."
+            )
         #: Buckets rank the keys of a row, which a mask of its own for every query would not leave one order of.
         self.dense_masks = options.num_hash_buckets == 0
         if options.num_hash_buckets:
@@ -98,6 +104,8 @@ class ScatterbrainAttention(LinearAttention):
     ) -> tuple[Tensor, State | None]:
         if not causal and (state is not None or keep_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        if state is None:
+            self.feature_map.begin_forward()
         inputs = (query, key, value, *self._feature_functions(scaling))
         window, hashing = self.options.window_size, self._hashing()
         settings: dict[str, Any] = {"window": window, "scaling": scaling, "mask": mask, "normalise": hashing is None}

@@ -38,10 +38,6 @@ FEATURE_CHUNK = 32
 #: Strongest decay of a feature by one token: `exp(-1)`, which leaves 1 % after five tokens.
 MAX_DECAY = 1.0
 
-#: ε of the normaliser of signed weights, against the largest key scale that the query sees: `1/D` becomes
-#: `D / max(D², ε²)`, the same where |D| >= ε, and a line through zero below it.
-SIGNED_EPS = 0.1
-
 
 class GatedKeys(NamedTuple):
     """Features of keys `[B, G, L, m]`, their log decay `[B, G, L, 1 | m]`, and their log scale `[B, G, L]` or None."""
@@ -112,10 +108,7 @@ def masked_keys(keys: GatedKeys, mask: Tensor | None) -> GatedKeys:
 
 def normalise(sums: Tensor, signed: bool) -> Tensor:
     """`Σ w [v, 1]` to the weighted mean of v."""
-    if not signed:
-        return divide(sums[..., :-1], sums[..., -1])
-    total = sums[..., -1:]
-    return sums[..., :-1] * (total / total.square().clamp_min(SIGNED_EPS**2))
+    return divide(sums[..., :-1], sums[..., -1], signed=signed)
 
 
 def _cut(tensor: Tensor, chunk: int, value: float = 0.0) -> Tensor:

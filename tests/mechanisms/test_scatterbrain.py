@@ -272,13 +272,18 @@ def test_compiles_with_buckets():
         ({"bucket_capacity": "4"}, "bucket_capacity must be a positive integer, got '4'"),
         ({"seed": -1}, "seed must be a non-negative integer, got -1"),
         ({"feature_map": "favour+"}, r"Did you mean 'favor"),
-        ({"feature_map": "cosformer"}, "needs the tokens' positions"),
+        ({"feature_map": "cosformer"}, "scatterbrain cannot use 'cosformer': .* needs the tokens' positions"),
     ],
 )
 def test_bad_options(options, message):
     hla.list_attentions()
     with pytest.raises(ValueError, match=message):
         ScatterbrainOptions(**options)
+
+
+def test_maps_with_negative_weights_are_refused():
+    with pytest.raises(ValueError, match="scatterbrain cannot use 'favor' with these options"):
+        module(feature_map="favor")
 
 
 def test_buckets_refuse_a_full_mask():

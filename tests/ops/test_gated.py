@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_linear_attn.ops import gated, naive_gated
-from hf_linear_attn.ops.common import Features
+from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, Features
 from tests.helpers import assert_close, padding_mask, qkv
 
 KINDS = ("head", "feature", "scaled", "signed")
@@ -65,7 +65,7 @@ class Case:
         k = k if self.mask is None else k.masked_fill(~self.mask[:, None, :, None], 0.0)
         write = self.log_write(k).exp() if self.writes else torch.ones_like(k[..., 0])
         decay = self.log_decay(k).exp().expand(*k.shape[:3], 6)
-        guard = gated.SIGNED_EPS if self.kind == "signed" else 0.0
+        guard = SIGNED_NORMALISER_EPS if self.kind == "signed" else 0.0
         return naive_gated.gated_attention(self.phi(q), self.phi(k), v, decay, write, self.mask, guard)
 
 

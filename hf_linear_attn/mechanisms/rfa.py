@@ -1,0 +1,133 @@
+"""Random feature attention: trigonometric features of normalised queries and keys, and a gate in the causal form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..feature_maps.base import AttentionShape
+from ..feature_maps.favor_plus import LAYER_SEED_STRIDE, gaussian_features
+from ..ops import gated, kernelized
+from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..registry import register_attention
+from .base import LinearAttention, visible
+
+
+@dataclass(frozen=True)
+class RFAOptions:
+    num_features: int = field(default=256, metadata={"help": "number of features m, two of each random row (even)"})
+    sigma_init: float = field(default=1.0, metadata={"help": "start of the learned scales σ of the random rows"})
+    gate: bool = field(default=True, metadata={"help": "learned forgetting, in causal layers"})
+    initial_decay: float = field(
+        default=1e-2, metadata={"help": "share of the state that is forgotten per token at the start, in (0, 0.5]"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the random rows; layers draw different ones from it"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_features, int) or self.num_features < 2 or self.num_features % 2:
+            raise ValueError(f"num_features must be a positive even number, got {self.num_features!r}.")
+        if not self.sigma_init > 0:
+            raise ValueError(f"sigma_init must be positive, got {self.sigma_init!r}.")
+        if not 0 < self.initial_decay <= 0.5:
+            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
+
+
+@register_attention(
+    "rfa",
+    description="trigonometric random features of normalised queries and keys with learned scales, gated if causal",
+    paper="Peng et al. 2021, arXiv:2103.02143",
+    options=RFAOptions,
+    causal=True,
+    bidirectional=True,
+    learned=True,
+    state="constant",
+    cost="O(L·m·d) time, O(m·d) state",
+    advice="training from scratch, or where keys have similar lengths: only directions count",
+)
+class RandomFeatureAttention(LinearAttention):
+    """`φ(x) = √(2/m) [sin(W x̂), cos(W x̂)]`, `x̂ = x / ‖x‖`, rows of W: σ ⊙ N(0, I). Peng et al. 2021, arXiv:2103.02143.
+
+    `E[φ(q)·φ(k)] = exp(-‖σ ⊙ (q̂ - k̂)‖² / 2)`, which for equal σ is proportional to `exp(σ² q̂·k̂)`: σ takes the place
+    of the model's own scale. It starts at 1, which does best untrained: 2 costs far more in noise than it gains.
+    Causal layers have the paper's gate by default, `S_t = g_t S_{t-1} + (1 - g_t) φ(k_t) v_tᵀ`, z_t likewise,
+    `g_t = sigmoid(√τ w·k_t + b)`, with w = 0 and g near one at the start.
+    Weights can be negative; the normaliser is guarded (`ops.common.SIGNED_NORMALISER_EPS`).
+    Learned: σ `[d]`, w `[d]` and b, one of each per key-value head.
+    """
+
+    distribution = False
+    weight: Tensor
+
+    def __init__(self, shape: AttentionShape, options: RFAOptions) -> None:
+        super().__init__(shape, options)
+        groups = shape.num_key_value_heads
+        seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
+        self.register_buffer("weight", gaussian_features(options.num_features // 2, shape.head_dim, seed=seed))
+        self.sigma = nn.Parameter(torch.full((groups, shape.head_dim), float(options.sigma_init), device="cpu"))
+        self.gated = options.gate and shape.causal
+        self.dense_masks = not self.gated
+        if self.gated:
+            bias = -math.log(options.initial_decay / (1 - options.initial_decay))
+            self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 1, device="cpu"))
+            self.gate_bias = nn.Parameter(torch.full((groups, 1), bias, device="cpu"))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": mask, "signed": True}
+        if not causal:
+            if state is not None or keep_state:
+                raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+            return kernelized.bidirectional(query, key, value, self._features, self._features, **settings), None
+        if not self.gated:
+            return kernelized.causal(query, key, value, self._features, self._features, **settings, state=state)
+
+        def gated_keys(x: Tensor, start: int) -> gated.GatedKeys:
+            return self._gated_keys(x, scaling)
+
+        return gated.gated_causal(query, key, value, self._features, gated_keys, **settings, state=state)
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        dtype = compute_dtype(query)
+        features = self._features(query.to(dtype), 0)
+        if not (causal and self.gated):
+            keys = self._features(key.to(dtype), 0)
+            return kernelized.dense_weights(features, keys, visible(mask, query, key, causal), signed=True)
+        gated_keys = gated.masked_keys(self._gated_keys(mask_tokens(key.to(dtype), mask), scaling), mask)
+        return gated.dense_gated_weights(features.values, gated_keys, signed=True)
+
+    def _features(self, x: Tensor, start: int) -> Features:
+        """Queries share the scales of their key-value head."""
+        sigma = self.sigma.to(x.dtype).repeat_interleave(x.shape[1] // self.sigma.shape[0], dim=0)
+        angle = (functional.normalize(x, dim=-1) * sigma.unsqueeze(-2)) @ self.weight.to(x.dtype).T
+        return Features(torch.cat([angle.sin(), angle.cos()], dim=-1) * (2 / self.options.num_features) ** 0.5)
+
+    def _gated_keys(self, key: Tensor, scaling: float) -> gated.GatedKeys:
+        gate = (key * scaling**0.5) @ self.gate_weight.to(key.dtype) + self.gate_bias.to(key.dtype).unsqueeze(-2)
+        log_write = functional.logsigmoid(-gate).squeeze(-1)
+        return gated.GatedKeys(self._features(key, 0).values, functional.logsigmoid(gate), log_write)
+
+    def state_bytes(self, length: int = 0) -> int:
+        numbers = self.options.num_features * (self.shape.value_dim + 1) + int(self.gated)
+        return 4 * self.shape.num_key_value_heads * numbers
+
+    def extra_repr(self) -> str:
+        return f"num_features={self.options.num_features}, gate={self.gated}"
