@@ -37,7 +37,7 @@ class DemoOptions:
     attentions: tuple[str, ...] | None = field(
         default=None, metadata={"help": "mechanisms to show (default: elu, favor+, hedgehog, a Linformer, window)"}
     )
-    steps: int | None = field(default=None, metadata={"help": "steps of attention transfer (default: 200; quick: 25)"})
+    steps: int | None = field(default=None, metadata={"help": "steps of attention transfer (default: 100; quick: 25)"})
     lengths: tuple[int, ...] | None = field(
         default=None, metadata={"help": "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)"}
     )
@@ -285,10 +285,10 @@ def make_plan(options: DemoOptions, loaded: Loaded) -> Plan:
     default = DECODER_ATTENTIONS if loaded.decoder else ENCODER_ATTENTIONS
     lengths = options.lengths or _default_lengths(limit, options.quick)
     # The same number of tokens a step, whatever the length.
-    batch = max(1, min(32, 1024 // length)) if options.quick else max(1, min(32, 2048 // length))
+    batch = max(1, min(32, 1024 // length))
     plan = Plan(
         attentions=tuple(dict.fromkeys(options.attentions or default)),
-        steps=options.steps or 200,
+        steps=options.steps or 100,
         sequence_length=length,
         batch_size=batch,
         evaluations=4,
