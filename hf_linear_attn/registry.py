@@ -68,6 +68,7 @@ class Registry(Generic[T]):
         if self._entry_points_loaded:
             return
         self._entry_points_loaded = True
+        _load_builtin()  # settings may be read before anything else of the package is imported
         for point in entry_points(group=ENTRY_POINT_GROUP):
             point.load()
 

@@ -1,6 +1,7 @@
 """Plans in files: JSON and YAML, what they say, and what is wrong with them."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -66,6 +67,13 @@ def test_errors_name_the_file_and_what_is_wrong(write, name, text, complaint):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.yaml.*no such file"):
         LinearAttentionConfig.from_file(tmp_path / "none.yaml")
+
+
+def test_a_plan_is_read_before_anything_else_of_the_package(write):
+    path = write("p.yaml", YAML)
+    code = f"import hf_linear_attn as hla; print(hla.LinearAttentionConfig.from_file({str(path)!r}).default.attention)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == ("hedgehog\n", 0), result.stderr
 
 
 def test_yaml_without_its_package(write, monkeypatch):
