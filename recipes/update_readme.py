@@ -52,8 +52,9 @@ def demo_results(folder: Path = DEMO) -> str | None:
     summary = summarise_report(report)
     hardware, versions = report["hardware"], report["versions"]
     where = f"{hardware['cpu']}, threads: {hardware['threads']}" if hardware["device"] == "cpu" else hardware["device"]
+    quick = " --quick" if report["settings"]["quick"] else ""
     lines = [
-        f"`hf-linear-attn demo` on {report['model']['name']} ({where}, torch {versions['torch']}, transformers "
+        f"`hf-linear-attn demo{quick}` on {report['model']['name']} ({where}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}; {report['seconds']:.0f} seconds). Quality on held-out text, before → after "
         "attention transfer; speed of the whole model by length in tokens:",
         "",
