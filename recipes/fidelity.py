@@ -1,13 +1,14 @@
 """Fidelity of every mechanism on real checkpoints: how near each is to softmax, before and after attention transfer.
 
-    python recipes/fidelity.py --model all-MiniLM-L6-v2 --model PATH --text PATH --out recipes/results/fidelity.json
+    python recipes/fidelity.py
+    python recipes/fidelity.py --model PATH --text PATH
 
-Needs the `demo` extra. Each `--model` is a folder or a Hub name (the default is the encoder of the demo); each may have
-its own `--text`, given in the same order ("-" for the docstrings of the standard library). Every mechanism that the
-registry holds for the model's direction is measured with its default options: KL of the attention weights, relative
-error of the outputs, cosine of the final hidden states, and the task's own measure (perplexity of a decoder, agreement
-of sentence embeddings of an encoder). Finished rows are on disk at once and are not measured again by a second run
-with the same settings. On two cores a mechanism takes one to three minutes.
+Needs the `demo` extra. `--model` is a folder or a Hub name (default: the encoder of the demo), `--text` a file
+(default: the docstrings of the standard library). Every mechanism that the registry holds for the model's direction
+is measured with its default options: KL of the attention weights, relative error of the outputs, cosine of the final
+hidden states, and the task's own measure (perplexity of a decoder, agreement of sentence embeddings of an encoder).
+The result is `OUT/MODEL.json`; a finished mechanism is on disk at once and is not measured again by a second run with
+the same settings. On two cores a mechanism takes one to three minutes.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_linear_attn.demo import DemoOptions, _load, _Screen, make_plan, resolve_model
+from hf_linear_attn.demo import DemoOptions, _load, make_plan, resolve_model
 from hf_linear_attn.evaluation.report import environment, plain
+from hf_linear_attn.evaluation.screen import Screen
 from hf_linear_attn.evaluation.study import Data, Study, prepare
 from hf_linear_attn.evaluation.texts import read_text
 from hf_linear_attn.registry import ATTENTIONS, list_attentions
-
-DEFAULT_MODEL = "all-MiniLM-L6-v2"
 
 
 def names_for(decoder: bool) -> list[str]:
@@ -52,13 +52,24 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     os.replace(aside, path)
 
 
-def measure(model: str, text: str | None, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Add the missing rows of one model."""
-    options = DemoOptions(
-        model=None if model == DEFAULT_MODEL else model, text=text, steps=arguments.steps, seed=arguments.seed
-    )
+def split_at(tokenizer: Any, pattern: str) -> None:
+    """Give a tokenizer the splitting that its tokenizer.json has lost: every match of the pattern is one token."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(pattern), behavior="isolated")
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Add the missing rows of a model to its file, and return all of them."""
+    text = arguments.text
+    options = DemoOptions(model=arguments.model, text=text, steps=arguments.steps, seed=arguments.seed)
     source, name = resolve_model(options.model)
+    path = arguments.out / f"{Path(name).name}.json"
+    rows = read_rows(path)
     loaded = _load(source, options)
+    if arguments.split is not None:
+        split_at(loaded.tokenizer, arguments.split)
     plan = replace(make_plan(options, loaded), attentions=())
     data: Data = prepare(read_text(text), loaded.tokenizer, plan)
     settings = {
@@ -66,11 +77,12 @@ def measure(model: str, text: str | None, arguments: argparse.Namespace, rows: l
         "seed": plan.seed,
         "sequence_length": plan.sequence_length,
         "batch_size": plan.batch_size,
+        "split": arguments.split,
         "text": {**data.facts, "source": Path(text).name if text else data.facts["source"]},
     }
     done = {(row["model"], row["mechanism"]) for row in rows if row["settings"] == plain(settings)}
     wanted = arguments.attentions or names_for(loaded.decoder)
-    with _Screen(Console()) as screen:
+    with Screen(Console()) as screen:
         study = Study(
             loaded.model, decoder=loaded.decoder, data=data, plan=plan, baseline=loaded.baseline, progress=screen
         )
@@ -91,7 +103,8 @@ def measure(model: str, text: str | None, arguments: argparse.Namespace, rows: l
                 "environment": environment(loaded.model.device),
             }
             rows.append(plain(row))
-            write_rows(arguments.out, rows)
+            write_rows(path, rows)
+    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -112,20 +125,15 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help=f"folder or Hub name; repeatable (default: {DEFAULT_MODEL})")
-    parser.add_argument("--text", action="append", help="text file of the model in the same place; '-': docstrings")
+    parser.add_argument("--model", help="folder or Hub name (default: the encoder of the demo)")
+    parser.add_argument("--text", help="text file (default: docstrings of the standard library)")
+    parser.add_argument("--split", metavar="REGEX", help="what a token is, for a tokenizer that has lost its splitting")
     parser.add_argument("--attentions", nargs="+", help="mechanisms (default: all of the model's direction)")
     parser.add_argument("--steps", type=int, default=100, help="steps of attention transfer (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("recipes/results/fidelity.json"))
+    parser.add_argument("--out", type=Path, default=Path("recipes/results/fidelity"), help="folder of the results")
     arguments = parser.parse_args(argv)
-    models = arguments.model or [DEFAULT_MODEL]
-    texts = [None if text == "-" else text for text in arguments.text or []]
-    if len(texts) > len(models):
-        parser.error(f"{len(texts)} texts for {len(models)} models")
-    rows = read_rows(arguments.out)
-    for model, text in zip(models, texts + [None] * (len(models) - len(texts)), strict=True):
-        measure(model, text, arguments, rows)
+    rows = measure(arguments)
     Console().print(table(rows))
     return 0
 
