@@ -59,10 +59,10 @@ def show(console: Console, report: dict[str, Any], folder: Path, written: list[s
     summary = summarise_report(report)
     console.print()
     if console.width >= 150:
-        console.print(_table(console, summary, ("", "quality", "speed"), _title(report)))
+        _print_table(console, summary, ("quality", "speed"), _title(report))
     else:
-        console.print(_table(console, summary, ("", "quality"), f"Quality: {_title(report)}"))
-        console.print(_table(console, summary, ("", "speed"), f"Speed against {report['speed']['baseline']}"))
+        _print_table(console, summary, ("quality",), f"Quality: {_title(report)}")
+        _print_table(console, summary, ("speed",), f"Speed against {report['speed']['baseline']}")
     console.print(
         readable(console, "a→b: as patched → after transfer; ×: times as fast as the exact form, below 1 is slower"),
         style="dim",
@@ -86,22 +86,40 @@ def _title(report: dict[str, Any]) -> str:
     return f"{escape(report['model']['name'])} ({report['model']['kind']})"
 
 
-def _table(console: Console, summary: Summary, groups: tuple[str, ...], title: str) -> Table:
+def _print_table(console: Console, summary: Summary, groups: tuple[str, ...], title: str) -> None:
+    """One table, or several below each other where the screen is too narrow for all columns."""
     places = [place for place, column in enumerate(summary.columns) if column.group in groups]
+    while places:
+        count = len(places)
+        while (
+            count > 1 and sum(_narrowest(console, summary, place) + 2 for place in [0, *places[:count]]) > console.width
+        ):
+            count -= 1
+        console.print(_table(console, summary, [0, *places[:count]], title))
+        places, title = places[count:], ""
+
+
+def _narrowest(console: Console, summary: Summary, place: int) -> int:
+    """Width of a column in which no number and no word of its title is broken."""
+    cells = [readable(console, row[place]) for row in summary.rows]
+    return max(map(len, [*summary.columns[place].title.split(), *cells]))
+
+
+def _table(console: Console, summary: Summary, places: list[int], title: str) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
-        title=readable(console, title),
+        title=readable(console, title) or None,
         title_justify="left",
         title_style="bold",
         pad_edge=False,
-        padding=(0, 1) if console.width >= 100 else (0, 1, 0, 0),
+        padding=(0, 1, 0, 0),
     )
-    widest = max(len(row[0]) for row in summary.rows)
     for place in places:
-        # "fold": a cell that is too wide goes on in the next line; the other ways lose numbers.
-        justify: Any = "left" if place == 0 else "right"
+        # Widths of our own: rich would take the room from numbers rather than break a title between its words.
         table.add_column(
-            summary.columns[place].title, justify=justify, overflow="fold", min_width=widest if place == 0 else None
+            summary.columns[place].title,
+            justify="left" if place == 0 else "right",
+            width=_narrowest(console, summary, place),
         )
     for row, kind in zip(summary.rows, summary.kinds, strict=True):
         table.add_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import struct
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_seconds
 from hf_linear_attn.evaluation.plots import draw_plots, heat_map_of
 from hf_linear_attn.evaluation.report import PLOTS, plain, render_page, write_report
+from hf_linear_attn.evaluation.screen import show
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
 from hf_linear_attn.evaluation.verdicts import verdicts
 
@@ -234,3 +237,19 @@ def test_cells() -> None:
     assert [format_seconds(value) for value in (2.0, 0.0351, 8.04e-5)] == ["2 s", "35.1 ms", "80.4 µs"]
     assert [fixed(value, 2) for value in (-0.001, 1.005, -1.0)] == ["0.00", "1.00", "-1.00"]
     assert [format_bytes(value) for value in (640, 12_300, 3.1e6, 2e9)] == ["640 B", "12.3 kB", "3.1 MB", "2 GB"]
+
+
+@kinds
+@pytest.mark.parametrize("width", [52, 60, 80, 100, 160, 200])
+def test_no_number_is_lost_on_a_narrow_screen(decoder: bool, width: int) -> None:
+    """Every cell of the summary stands whole on the screen, whatever its width."""
+    report = made_up_report(decoder)
+    report["verdicts"] = []
+    stream = io.StringIO()
+    show(Console(file=stream, width=width), report, Path("out"), list(PLOTS))
+    lines = stream.getvalue().splitlines()
+    assert max(len(line) for line in lines if not line.startswith("Report:")) <= width
+    for row in summarise_report(report).rows:
+        mine = " ".join(line for line in lines if line.strip().startswith(f"{row[0]} "))
+        for cell in row:
+            assert f" {cell} " in f" {mine} ", (row[0], cell)
