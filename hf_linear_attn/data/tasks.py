@@ -79,7 +79,8 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
 
     MNLI from the Hub or the GLUE archive has `validation_matched` and `validation_mismatched` instead; a part of it
     (`dev_subset.tsv`) is `validation`. The test split of IMDB, which has no other held-out part, is `validation`.
-    Hidden test splits are not loaded. `train.tsv` goes before `train_subset.tsv` if both exist; other files are not read.
+    Hidden test splits are not loaded. `train.tsv` goes before `train_subset.tsv` if both exist; other files are not
+    read.
 
     Args:
         name: a task of `TASKS`.
@@ -114,7 +115,9 @@ def _from_files(task: Task, folder: Path) -> DatasetDict:
     loaded = {}
     for split, path in files.items():
         texts, labels = read_rows(path, layout, reader)
-        columns: dict[str, list[Any]] = {name: list(part) for name, part in zip(task.columns, zip(*texts), strict=True)}
+        columns: dict[str, list[Any]] = {
+            name: [text[place] for text in texts] for place, name in enumerate(task.columns)
+        }
         loaded[split] = datasets.Dataset.from_dict({**columns, "label": labels}, features=_features(task))
     return datasets.DatasetDict(loaded)
 
