@@ -68,6 +68,7 @@ def test_command() -> None:
 def test_extras_build_on_each_other() -> None:
     listed = requires("hf-linear-attn") or []
     assert any(re.match(r"hf-linear-attn\[demo\].*extra == .test.", line) for line in listed)
+    assert any(re.match(r"hf-linear-attn\[train\].*extra == .test.", line) for line in listed)
     assert any(re.match(r"hf-linear-attn\[test\].*extra == .dev.", line) for line in listed)
 
 

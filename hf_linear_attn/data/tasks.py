@@ -74,6 +74,11 @@ class Task:
 TASKS: Registry[Task] = Registry("task")
 
 
+def get_task(name: str) -> Task:
+    """The task of this name. Raises a ValueError with near matches if there is none."""
+    return TASKS.get(name)
+
+
 def load_task(name: str, *, folder: str | None = None, revision: str | None = None) -> DatasetDict:
     """A task with the splits `train` and `validation` and the columns of the task and `label`.
 
@@ -95,7 +100,7 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
         OSError: files are missing or unreadable, or the Hub cannot be reached.
         ImportError: the package datasets is not installed.
     """
-    task = TASKS.get(name)
+    task = get_task(name)
     if folder is None:
         return _from_hub(task, revision)
     if revision is not None:
