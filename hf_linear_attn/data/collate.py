@@ -42,7 +42,7 @@ def collate_padded(rows: Sequence[Mapping[str, Any]], pad_id: int, *, multiple: 
     batch["attention_mask"] = (torch.arange(longest)[None] < counts).long()
     for name in rows[0]:
         if name in FILL:
-            single = name == "labels" and not isinstance(rows[0][name], (Sequence, Tensor))
+            single = name == "labels" and torch.as_tensor(rows[0][name]).ndim == 0
             batch[name] = (
                 torch.tensor([row[name] for row in rows]) if single else _padded(rows, name, FILL[name], longest)
             )

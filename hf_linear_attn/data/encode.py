@@ -72,10 +72,11 @@ def encode_pairs(
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return _encode_rows(tokenizer, [batch[name] for name in columns], rows, max_length)
 
+    _reset(tokenizer)
     found = _map(dataset.select_columns(kept), encode, list(columns))
     if label is not None and label != "labels":
         found = found.rename_column(label, "labels")
-    truncated = sum(found[TRUNCATED])
+    truncated = sum(found[TRUNCATED][:])
     found = found.remove_columns(TRUNCATED)
     return Encoded(found, len(found), _count_tokens(found), truncated)
 
@@ -91,7 +92,8 @@ def encode_blocks(
     """Full blocks of `block_length` tokens for causal language models.
 
     The documents are joined in order, each followed by the end-of-sequence token if `eos`, and the running whole is cut
-    into blocks; the remainder that fills no block is dropped and counted in `dropped`. No other special tokens.
+    into blocks; the remainder that fills no block is dropped and counted in `dropped`. No other special tokens. Empty
+    rows add nothing, not even the end token.
 
     Raises:
         ValueError: as `encode_pairs`; no end-of-sequence token; fewer tokens than one block.
@@ -109,8 +111,9 @@ def encode_blocks(
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         found = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)
-        return {"input_ids": [[*ids, *ending] for ids in found["input_ids"]]}
+        return {"input_ids": [[*ids, *ending] if ids else [] for ids in found["input_ids"]]}
 
+    _reset(tokenizer)
     found = _map(dataset.select_columns([text_column]), encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in found.with_format("arrow").iter(BATCH)]
     running = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
@@ -132,10 +135,13 @@ def _encode_rows(tokenizer: Any, texts: list[list[Any]], rows: list[int], max_le
         cut = _tokenize(tokenizer, parts, [rows[index]], truncation=True, max_length=max_length)
         for name in found:
             found[name][index] = cut[name][0]
+    if long:
+        _reset(tokenizer)
     for row, ids in zip(rows, found["input_ids"], strict=True):
         if not ids:
             raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Take the row out.")
-    return {**found, TRUNCATED: [index in set(long) for index in range(len(rows))]}
+    cut_rows = set(long)
+    return {**found, TRUNCATED: [index in cut_rows for index in range(len(rows))]}
 
 
 def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:
@@ -157,6 +163,14 @@ def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options
     return {name: list(made[name]) for name in ("input_ids", "token_type_ids") if name in made}
 
 
+def _reset(tokenizer: Any) -> None:
+    """Drop the truncation and padding that a fast tokenizer keeps from a call, or from its file.
+
+    They are part of what the cache of a data set is found by: left over from another call they would hide it.
+    """
+    tokenizer("", verbose=False)
+
+
 def _map(dataset: Dataset, function: Callable[..., Any], remove: list[str]) -> Dataset:
     in_memory = not dataset.cache_files or not all(
         os.access(Path(held["filename"]).parent, os.W_OK) for held in dataset.cache_files
@@ -173,7 +187,7 @@ def _map(dataset: Dataset, function: Callable[..., Any], remove: list[str]) -> D
 
 
 def _check_labels(dataset: Dataset, label: str) -> None:
-    for row, value in enumerate(dataset[label]):
+    for row, value in enumerate(dataset[label][:]):
         if value is None or (isinstance(value, int) and value < 0):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 

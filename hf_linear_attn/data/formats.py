@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def read_format(suffix: str, path: Path) -> Table:
 def _read_csv(path: Path) -> Table:
     # Line ends inside quotes belong to the cell, hence newline="".
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
-    limit = csv.field_size_limit(sys.maxsize)  # documents are longer than the default of 128 kB
+    limit = csv.field_size_limit(2**31 - 1)  # documents are longer than the default of 128 kB
     try:
         return _table(path, ((reader.line_num, row) for row in reader if row))
     except csv.Error as error:
@@ -145,10 +144,10 @@ def _read_parquet(path: Path) -> Table:
     return dict(zip(table.column_names, (column.to_pylist() for column in table.columns), strict=True))
 
 
-@_register("txt", "text", "smi", "tokens")
+@_register("txt", "text", "smi", "tokens", "raw")
 def _read_plain(path: Path) -> Table:
     text = read_text(path)
-    wiki = plain_name(path).startswith("wiki.") and plain_name(path).endswith(".tokens")
+    wiki = plain_name(path).startswith("wiki.") and plain_name(path).endswith((".tokens", ".raw"))
     return {"text": split_articles(text) if wiki else split_documents(text)}
 
 

@@ -34,12 +34,12 @@ def load_source(
         source: one of
             - a folder made by `save_to_disk`;
             - a file: csv, tsv (no quoting: a tab always parts two columns), json, jsonl, parquet, fasta (columns
-              `description`, `sequence`), or text (txt, text, smi, tokens); all but parquet also as `.xz` or `.gz`. It
-              becomes the split `train`. Text has one column, `text`, a document a row: split as
-              `evaluation.texts.split_documents` does, WikiText (`wiki.*.tokens`) into its articles;
+              `description`, `sequence`), or text (txt, text, smi, tokens, raw); all but parquet also as `.xz` or
+              `.gz`. It becomes the split `train`. Text has one column, `text`, a document a row: split as
+              `evaluation.texts.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
-            - the name of a Hub set.
+            - the name of a Hub set, if no file or folder has this name.
         config, revision: of the Hub set.
         split_map: wanted split -> split of the source; only those named are kept. None: all, dev and valid renamed
             to validation.
@@ -78,8 +78,10 @@ def _load_folder(folder: Path) -> DatasetDict:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         try:
             return _as_dict(datasets.load_from_disk(str(folder)))
-        except (OSError, ValueError, KeyError) as error:
-            raise OSError(f"{str(folder)!r} is no complete saved data set ({error}). Save it again.") from error
+        except (OSError, ValueError, LookupError) as error:
+            raise OSError(
+                f"{str(folder)!r} is empty or no complete saved data set ({error}). Save it again."
+            ) from error
     files: dict[str, Path] = {}
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     for name in names:

@@ -11,6 +11,8 @@ from typing import Any
 
 from .files import at, read_lines, shown
 
+REMEDY = "Correct the line or take it out."
+
 Row = tuple[list[str], Any]
 
 
@@ -104,11 +106,13 @@ def read_rows(path: Path, layout: Layout, labels: LabelReader) -> tuple[list[lis
     for line, (text, label) in rows(path, layout):
         for position, part in enumerate(text):
             if not isinstance(part, str) or not part.strip():
-                raise ValueError(f"{at(path, line)}: column {layout.text[position]!r} holds no text: {shown(part)}.")
+                raise ValueError(
+                    f"{at(path, line)}: column {layout.text[position]!r} holds no text: {shown(part)}. {REMEDY}"
+                )
         try:
             number = labels(label)
         except ValueError as error:
-            raise ValueError(f"{at(path, line)}: {error}.") from None
+            raise ValueError(f"{at(path, line)}: {error}. {REMEDY}") from None
         texts.append(text)
         numbers.append(number)
     if not texts:
@@ -135,7 +139,9 @@ def _table_rows(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
         cells = row.split("\t")
         if len(cells) not in widths:
             expected = " or ".join(map(str, widths))
-            raise ValueError(f"{at(path, line)}: {len(cells)} columns, expected {expected}; found {shown(row)}.")
+            raise ValueError(
+                f"{at(path, line)}: {len(cells)} columns, expected {expected}; found {shown(row)}. {REMEDY}"
+            )
         yield line, ([cells[column] for column in columns[:-1]], cells[columns[-1]])
 
 

@@ -24,7 +24,7 @@ class MetricEntry:
     Attributes:
         name: also the key of its value.
         title: what it is, one line; with the value on degenerate inputs.
-        home: module of this package and class.
+        home: module and class; imported when the metric is loaded.
         higher_is_better: the direction.
         of_scores: whether it compares scores (floats) and not classes (ints).
     """
@@ -39,33 +39,33 @@ class MetricEntry:
 METRICS: Registry[MetricEntry] = Registry("metric")
 
 for _entry in (
-    MetricEntry("accuracy", "share of rows with the right class", ("classification", "Accuracy")),
+    MetricEntry("accuracy", "share of rows with the right class", (f"{__name__}.classification", "Accuracy")),
     MetricEntry(
         "f1",
         "harmonic mean of precision and recall of class 1 of two; 0 if neither is defined",
-        ("classification", "F1"),
+        (f"{__name__}.classification", "F1"),
     ),
     MetricEntry(
         "matthews_correlation",
         "correlation of predicted and true classes; 0 if one of them is constant",
-        ("classification", "MatthewsCorrelation"),
+        (f"{__name__}.classification", "MatthewsCorrelation"),
     ),
     MetricEntry(
         "pearson",
         "linear correlation; nan if scores are constant, not finite, or fewer than two",
-        ("regression", "Pearson"),
+        (f"{__name__}.regression", "Pearson"),
         of_scores=True,
     ),
     MetricEntry(
         "spearmanr",
         "correlation of ranks; nan if scores are constant, not finite, or fewer than two",
-        ("regression", "Spearmanr"),
+        (f"{__name__}.regression", "Spearmanr"),
         of_scores=True,
     ),
     MetricEntry(
         "mse",
         "mean squared error; nan if scores are not finite",
-        ("regression", "Mse"),
+        (f"{__name__}.regression", "Mse"),
         higher_is_better=False,
         of_scores=True,
     ),
@@ -84,7 +84,7 @@ def load_metric(name: str) -> Any:
         ImportError: evaluate, scikit-learn or SciPy is not installed.
     """
     module, cls = METRICS.get(name).home
-    made_of = getattr(import_module(f"{__name__}.{module}"), cls)
+    made_of = getattr(import_module(module), cls)
     folder = tempfile.mkdtemp(prefix="hf-linear-attn-metric-")
     made = made_of(cache_dir=folder, experiment_id=uuid.uuid4().hex)
     weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)

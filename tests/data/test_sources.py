@@ -1,0 +1,245 @@
+"""Sources of text: every format and folder layout, and what is wrong with one."""
+
+from __future__ import annotations
+
+import re
+
+import datasets
+import pytest
+
+from hf_linear_attn.data.formats import FORMATS, split_articles
+from hf_linear_attn.data.sources import carve_validation, check_columns, load_source
+
+from .made_up import SHARED, write
+
+ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
+WIKI = (
+    " \n = First = \n \n A text . \n = = Part = = \n \n More . \n \n = Second ( 2 ) = \n \n = 3 , Played = \n End . \n"
+)
+
+FILES = {
+    "csv": '\ufefftext,label\r\n"one, ""two""",0\r\n"three\nfour",1\r\n',
+    "json": '[{"text": "one, \\"two\\"", "label": 0},\n {"label": 1, "text": "three\\nfour"}]',
+    "jsonl": '{"text": "one, \\"two\\"", "label": 0}\n{"label": 1, "text": "three\\nfour"}\n',
+    "tsv": 'text\tlabel\none, "two"\t0\nthree\t1\n',
+    "txt": "one\ntwo\n\u2028three\n",
+    "text": "one\n\nstill one\n",
+    "smi": "CCO\nC#N\n",
+    "tokens": "one <|endoftext|> two",
+    "raw": "one\ntwo\n",
+    "fasta": ">sp|A\nMAS\nVSI\n\n>sp|B\nM\n",
+    "fa": ">A\nM\n",
+}
+EXPECTED = {
+    **dict.fromkeys(("csv", "json", "jsonl", "parquet"), ROWS),
+    "tsv": {"text": ['one, "two"', "three"], "label": [0, 1]},
+    "txt": {"text": ["one", "two", "three"]},
+    "text": {"text": ["one\n\nstill one"]},
+    "smi": {"text": ["CCO", "C#N"]},
+    "tokens": {"text": ["one", "two"]},
+    "raw": {"text": ["one", "two"]},
+    "fasta": {"description": ["sp|A", "sp|B"], "sequence": ["MASVSI", "M"]},
+    "fa": {"description": ["A"], "sequence": ["M"]},
+}
+
+
+def content(split):
+    return split.to_dict()
+
+
+@pytest.mark.parametrize("packed", ["", ".xz", ".gz"])
+@pytest.mark.parametrize("suffix", sorted(FORMATS))
+def test_formats(suffix, packed, tmp_path):
+    path = tmp_path / f"some.{suffix}{packed}"
+    if suffix == "parquet":
+        datasets.Dataset.from_dict(ROWS).to_parquet(path)
+        if packed:
+            with pytest.raises(ValueError, match="all but parquet also as"):
+                load_source(str(path))
+            return
+    else:
+        write(tmp_path, {path.name: FILES[suffix]})
+    found = load_source(str(path))
+    assert list(found) == ["train"]
+    assert content(found["train"]) == EXPECTED[suffix]
+
+
+def test_a_folder_of_splits(tmp_path):
+    write(tmp_path, {"train.csv": "text,n\na,1\n", "dev.csv.gz": "text,n\nb,1.5\n", "test.csv": "text,n\nc,\n"})
+    write(tmp_path, {"README.md": "not read", "unsup.csv": "other\n"})
+    found = load_source(str(tmp_path))
+    assert {split: content(part) for split, part in found.items()} == {
+        "train": {"text": ["a"], "n": [1.0]},
+        "validation": {"text": ["b"], "n": [1.5]},
+        "test": {"text": ["c"], "n": [None]},
+    }
+    chosen = load_source(str(tmp_path), split_map={"train": "validation", "validation": "test"})
+    assert {split: part["text"][:] for split, part in chosen.items()} == {"train": ["b"], "validation": ["c"]}
+
+
+def test_codes_stay_text(tmp_path):
+    write(tmp_path, {"some.csv": "code,year,share,empty\n0012,1999,.5,\n0013,2000,1e-3,\n"})
+    found = content(load_source(str(tmp_path / "some.csv"))["train"])
+    assert found == {"code": ["0012", "0013"], "year": [1999, 2000], "share": [0.5, 0.001], "empty": ["", ""]}
+
+
+def test_saved_data_sets(tmp_path):
+    one = datasets.Dataset.from_dict(ROWS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "valid": one}).save_to_disk(tmp_path / "two")
+    assert list(load_source(str(tmp_path / "one"))) == ["train"]
+    assert content(load_source(str(tmp_path / "two"))["validation"]) == ROWS
+    (tmp_path / "one" / "dataset_info.json").unlink()
+    with pytest.raises(OSError, match="no complete saved data set"):
+        load_source(str(tmp_path / "one"))
+
+
+def test_wikitext(tmp_path):
+    first, second = split_articles(WIKI)
+    assert first == " = First = \n \n A text . \n = = Part = = \n \n More . \n "
+    assert second == " = Second ( 2 ) = \n \n = 3 , Played = \n End . \n"
+    assert split_articles("Preface \n" + WIKI)[0] == "Preface \n "
+    write(tmp_path, {f"wiki.{split}.tokens": WIKI for split in ("train", "valid", "test")})
+    found = load_source(str(tmp_path))
+    assert found.num_rows == {"train": 2, "validation": 2, "test": 2}
+    assert sum(len(text.split()) for text in found["train"]["text"]) == len(WIKI.split())
+
+
+BAD_FILES = [
+    ("a.csv", "", "a.csv' is empty"),
+    ("a.csv", "text,label\n", "a.csv' holds no rows"),
+    ("a.csv", "text,label\na,1\nb\n", "a.csv, line 3: 1 columns, expected 2; found ['b']"),
+    ("a.csv", 'text,label\n"a,1\n', "a.csv, line 2: unexpected end of data"),
+    ("a.csv", "text,text\na,1\n", "a.csv, line 1: the header has empty or repeated names: 'text'"),
+    ("a.tsv", "text\tlabel\na\n", "a.tsv, line 2: 1 columns, expected 2"),
+    ("a.json", "[1]", "a.json, entry 1: expected a JSON object, found 1"),
+    ("a.json", "[\n{]", "a.json, line 2: no JSON"),
+    ("a.json", "[]", "a.json' holds no rows"),
+    ("a.jsonl", '{"a": 1}\n{"b": 1}\n', "a.jsonl, line 2: the keys b, expected a"),
+    ("a.jsonl", '{"a": 1}\n{"a": "x"}\n', "a column holds values of different kinds"),
+    ("a.fasta", "MAS\n", "a.fasta, line 1: a FASTA record starts with '>'"),
+    ("a.fasta", ">A\n>B\nM\n", "the record 'A' has no sequence"),
+    ("a.jsonk", "{}", "format of .*a.jsonk' is unknown. Did you mean 'json"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD_FILES)
+def test_bad_files_are_told(name, text, message, tmp_path):
+    write(tmp_path, {name: text})
+    with pytest.raises(ValueError, match=message if ".*" in message else re.escape(message)):
+        load_source(str(tmp_path / name))
+
+
+def test_unreadable_files_are_told(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR")
+    with pytest.raises(OSError, match="no readable Parquet file"):
+        load_source(str(tmp_path / "a.parquet"))
+    (tmp_path / "a.txt.gz").write_bytes(b"no gz")
+    with pytest.raises(OSError, match=r"no complete \.gz file"):
+        load_source(str(tmp_path / "a.txt.gz"))
+
+
+def test_bad_folders_are_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no files named by split .* found nothing"):
+        load_source(str(tmp_path))
+    write(tmp_path, {"train.csv": "a\n1\n", "test.jsonl": '{"a": 1}\n'})
+    with pytest.raises(ValueError, match=r"different formats: test.jsonl, train.csv"):
+        load_source(str(tmp_path))
+    write(tmp_path, {"train.jsonl": '{"b": 1}\n'})
+    with pytest.raises(ValueError, match=r"two files for train: train.csv, train.jsonl"):
+        load_source(str(tmp_path))
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(ValueError, match=r"train.jsonl has the columns b, but .*test.jsonl has a"):
+        load_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["./none", "/none/data", "none.csv", "a/b/c", "~/none.jsonl.xz"])
+def test_missing_files_are_told(source):
+    with pytest.raises(FileNotFoundError, match="There is no file or folder"):
+        load_source(source)
+
+
+def test_hub_sets(monkeypatch, tmp_path):
+    with pytest.raises(OSError, match=r"Hub data set 'someone/some', config 'c'.*give a local file or folder"):
+        load_source("someone/some", config="c")
+    part = datasets.Dataset.from_dict(ROWS)
+    both = datasets.DatasetDict({"train": part, "dev": part, "validation": part})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: both)
+    with pytest.raises(ValueError, match="several validation splits: train, dev, validation"):
+        load_source("someone/some")
+    assert list(load_source("someone/some", split_map={"validation": "dev"})) == ["validation"]
+    with pytest.raises(ValueError, match=r"no split 'tran'. Did you mean 'train'"):
+        load_source("someone/some", split_map={"train": "tran"})
+    write(tmp_path, {"a.txt": "one"})
+    with pytest.raises(ValueError, match="config='c' go with Hub sets only"):
+        load_source(str(tmp_path / "a.txt"), config="c")
+
+
+def test_empty_splits_are_told(monkeypatch, tmp_path):
+    none = datasets.Dataset.from_dict({"text": []})
+    none.save_to_disk(tmp_path / "none")
+    with pytest.raises(OSError, match="is empty or no complete saved data set"):
+        load_source(str(tmp_path / "none"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: datasets.DatasetDict({"train": none}))
+    with pytest.raises(ValueError, match="has no rows in train"):
+        load_source("someone/some")
+
+
+@pytest.mark.parametrize(("wanted", "count"), [(0.1, 10), (7, 7), (0.0001, 1)])
+def test_carved_validation(wanted, count):
+    whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
+    found, again, other = (carve_validation(whole, wanted, seed) for seed in (0, 0, 1))
+    held, kept = found["validation"]["n"][:], found["train"]["n"][:]
+    assert len(held) == count
+    assert sorted(held + kept) == list(range(100))
+    assert held == sorted(held)
+    assert kept == sorted(kept)
+    assert again["validation"]["n"][:] == held
+    assert other["validation"]["n"][:] != held
+
+
+def test_validation_that_cannot_be_carved():
+    whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1, 2]})})
+    for wanted in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"{wanted} of 2 rows cannot be held out"):
+            carve_validation(whole, wanted, 0)
+    with pytest.raises(ValueError, match=r"share of the rows lies between 0 and 1, got 1.0"):
+        carve_validation(whole, 1.0, 0)
+    with pytest.raises(TypeError, match="got True"):
+        carve_validation(whole, True, 0)
+    with pytest.raises(ValueError, match="the splits are train, validation"):
+        carve_validation(carve_validation(whole, 1, 0), 1, 0)
+
+
+def test_columns_are_checked():
+    part = datasets.Dataset.from_dict(ROWS)
+    check_columns(part, ["text"], "label")
+    check_columns(datasets.DatasetDict({"train": part}), ["text"], None)
+    with pytest.raises(ValueError, match=r"no column 'txt'. Did you mean 'text'\? Columns: text, label"):
+        check_columns(part, ["txt"], "label")
+    with pytest.raises(ValueError, match=r"no column 'labels'. Did you mean 'label'"):
+        check_columns(datasets.DatasetDict({"train": part}), ["text"], "labels")
+
+
+def real(name: str) -> str:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"../shared/data/{name} is not there")
+    return str(path)
+
+
+def test_real_wikitext():
+    found = load_source(real("lm/wikitext-2"))
+    assert found.num_rows == {"train": 600, "validation": 60, "test": 60}
+    words = {split: sum(len(text.split()) for text in part["text"]) for split, part in found.items()}
+    assert words == {"train": 2_051_910, "validation": 213_886, "test": 241_211}
+
+
+def test_real_proteins():
+    found = load_source(real("protein/deeploc2_swissprot.csv.xz"))["train"]
+    assert len(found) == 28303
+    assert len(set(found["accession"])) == 28303
+    assert set(found["partition"]) == set(range(5))
+    fasta = load_source(real("protein/ecoli_K12_proteome_UP000000625.fasta"))["train"]
+    assert len(fasta) == 4391
+    assert sum(len(sequence) > 1024 for sequence in fasta["sequence"]) == 53
