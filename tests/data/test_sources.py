@@ -224,7 +224,7 @@ def test_columns_are_checked():
 def real(name: str) -> str:
     path = SHARED / name
     if not path.exists():
-        pytest.skip(f"../shared/data/{name} is not there")
+        pytest.skip(f"the data set {name} is not at hand")
     return str(path)
 
 

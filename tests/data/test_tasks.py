@@ -237,7 +237,7 @@ def test_hub_sets_give_the_same_columns(monkeypatch):
 def test_real_files(name, train, validation):
     folder = SHARED / ("imdb" if name == "imdb" else "glue")
     if not folder.is_dir():
-        pytest.skip(f"../shared/data/{folder.name} is not there")
+        pytest.skip(f"the data set {folder.name} is not at hand")
     found = load_task(name, folder=str(folder))
     assert found.num_rows == {"train": train, "validation": validation}
     if get_task(name).labels is not None:
