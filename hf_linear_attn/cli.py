@@ -1,4 +1,4 @@
-"""The command `hf-linear-attn`: list, patch, info, demo, env.
+"""The command `hf-linear-attn`: list, patch, info, convert, finetune, demo, env.
 
 Only what a verb needs is imported, when it runs: `--help` and `--version` load neither torch nor transformers.
 
@@ -31,6 +31,7 @@ examples:
   hf-linear-attn list favor+                                  one of them, with its options
   hf-linear-attn patch bert-base-uncased out --attention hedgehog
   hf-linear-attn info out
+  hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
   hf-linear-attn demo
 """
 
@@ -48,10 +49,38 @@ DST appears whole or not at all. Load it with hf_linear_attn.load_pretrained("DS
 """
 
 
+TRAIN_EXAMPLES = {
+    "convert": """\
+examples:
+  hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
+  hf-linear-attn convert ./bert --teacher.epochs 3 --data.source reviews.csv --data.text review --run.output out
+  hf-linear-attn convert gpt2 --kind causal-lm --data.source wiki.txt --model.attention window --run.output out
+  hf-linear-attn convert --config recipe.yaml --distill.lr 1e-4
+  accelerate launch -m hf_linear_attn convert --config recipe.yaml
+""",
+    "finetune": """\
+examples:
+  hf-linear-attn finetune ./bert --data.task rte --data.folder ./glue --run.output out
+  hf-linear-attn finetune ./bert --data.task rte --model.attention hedgehog --run.output out
+  accelerate launch -m hf_linear_attn finetune --config recipe.yaml
+""",
+}
+
+TRAIN_NOTES = """\
+Every setting below is also a key of the YAML file of --config: `--data.task sst2` there is `task: sst2` in the section
+`data:`. The command line beats the file.
+
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(with_demo_flags=_command(given) == "demo")
+    verb = _command(given)
+    parser = build_parser(verb, full_help=bool({"-h", "--help"} & set(given)))
+    settings: list[str] = []
+    if verb in TRAIN_EXAMPLES:
+        given, settings = _split_settings(given)
     try:
         arguments = parser.parse_args(_join_layer_lists(given))
     except SystemExit as stop:
@@ -60,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
+        arguments.settings = settings
         return arguments.run(arguments)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
@@ -75,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def build_parser(*, with_demo_flags: bool = False) -> argparse.ArgumentParser:
-    """The parser. The flags of `demo` are read from its options, which costs an import: only where they are needed."""
+def build_parser(verb: str | None = None, *, full_help: bool = False) -> argparse.ArgumentParser:
+    """The parser. Some verbs read their flags from their options, which costs an import: only where they are needed."""
     raw = argparse.RawDescriptionHelpFormatter
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
@@ -115,13 +145,15 @@ def build_parser(*, with_demo_flags: bool = False) -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="machine-readable output")
     info.set_defaults(run=run_info)
 
+    _add_training_verbs(verbs, common, verb if full_help else None)
+
     demo = verbs.add_parser(
         "demo",
         parents=[common],
         help="convert a small sentence encoder and report quality and speed",
         description="Convert a small model, and report quality and speed beside exact attention.",
     )
-    if with_demo_flags:
+    if verb == "demo":
         from .cli_fields import add_flags
         from .demo import DemoOptions
 
@@ -131,6 +163,34 @@ def build_parser(*, with_demo_flags: bool = False) -> argparse.ArgumentParser:
     env = verbs.add_parser("env", parents=[common], help="versions and hardware, for a bug report")
     env.set_defaults(run=run_env)
     return parser
+
+
+def _add_training_verbs(verbs: Any, common: argparse.ArgumentParser, described: str | None) -> None:
+    what = {
+        "convert": "convert a fine-tuned model: attention transfer, distillation, a card with what it cost",
+        "finetune": "train a model, exact or patched, on a task",
+    }
+    for name, text in what.items():
+        parser = verbs.add_parser(
+            name,
+            parents=[common],
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=TRAIN_NOTES + TRAIN_EXAMPLES[name],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            usage=f"{PROGRAM} {name} [MODEL] [--config FILE] [--SECTION.NAME VALUE ...]",
+        )
+        parser.add_argument("source", nargs="?", metavar="MODEL", help="the model (the same as --model.source)")
+        parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+        parser.add_argument("--show", action="store_true", help="show the settings as they will be used, and stop")
+        parser.set_defaults(run=run_training)
+        if described == name:
+            # For the help only: the settings are read by `read_arguments`, which knows them by sections.
+            from .training.entry import settings_class
+            from .training.settings import describe
+
+            describe(parser, settings_class(name))
 
 
 def _add_patch_flags(patch: argparse.ArgumentParser) -> None:
@@ -177,6 +237,23 @@ def _join_layer_lists(given: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def _split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take `--section.name value` (and `--kind value`) out: argparse would take their values for positional words."""
+    kept: list[str] = []
+    settings: list[str] = []
+    words = list(given)
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0]
+        if not (name.startswith("--") and ("." in name or name == "--kind")):
+            kept.append(word)
+            continue
+        settings.append(word)
+        if "=" not in word and words and not words[0].startswith("--"):
+            settings.append(words.pop(0))
+    return kept, settings
 
 
 def _layer_list(text: str) -> list[int]:
@@ -308,6 +385,13 @@ def run_info(arguments: argparse.Namespace) -> int:
         f"{'':>5}  format {found['format_version']}, written by hf-linear-attn {found['package_version']}\n"
     )
     return 0
+
+
+def run_training(arguments: argparse.Namespace) -> int:
+    """`convert` and `finetune`: YAML and dotted flags become settings."""
+    from .training.entry import run_settings
+
+    return run_settings(arguments.command, arguments.config, arguments.source, arguments.settings, show=arguments.show)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,465 @@
+"""The kinds of model that recipes train: what they load, how they batch, what they predict, how they are judged."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from ..patching import CONFIG_FIELD
+from .loop import Goal
+from .options import DataSettings, ModelSettings
+
+INSTALL = "pip install 'hf-linear-attn[train]'"
+
+
+class Problem:
+    """A model kind with its data, ready for `Loop`.
+
+    train, validation: encoded rows. For tasks with several validation sets (MNLI) `validation` maps a suffix of the
+    metrics' names to rows.
+    """
+
+    auto_class = ""
+    regression = False
+    goal: Goal
+
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+        self.train: Sequence[Any] = []
+        self.validation: dict[str, Sequence[Any]] = {}
+        self.facts: dict[str, Any] = {}
+        self._loaders: dict[str, Any] = {}
+
+    def config_changes(self) -> dict[str, Any]:
+        """What a fresh head needs in the model's config."""
+        return {}
+
+    def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits `[N, C]` at the places that are predicted, and their targets `[N]`."""
+        raise NotImplementedError
+
+    def count(self, labels: Tensor) -> Tensor:
+        """N of these labels."""
+        raise NotImplementedError
+
+    def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        """A batch; what is random in it comes from the generator."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator, batch_size: int) -> dict[str, float]:
+        """Metrics on the whole validation data; each process works on its share, each example counts once."""
+        raise NotImplementedError
+
+    def _loader(self, suffix: str, accelerator: Accelerator, batch_size: int) -> Any:
+        """Batches of one validation set in order; what is random in them depends on their place only."""
+
+        def collate(numbered: list[tuple[int, Any]]) -> dict[str, Tensor]:
+            generator = torch.Generator().manual_seed(numbered[0][0])
+            return self.collate([row for _, row in numbered], generator)
+
+        if suffix not in self._loaders:
+            rows: Any = _Enumerated(self.validation[suffix])
+            loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+            self._loaders[suffix] = accelerator.prepare(loader)
+        return self._loaders[suffix]
+
+
+@dataclass
+class _Enumerated:
+    rows: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.rows[index]
+
+
+class Classification(Problem):
+    """One label, or one score, for a sentence or a pair."""
+
+    auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataSettings,
+        columns: Sequence[str],
+        labels: Sequence[str] | None,
+        metrics: Sequence[str],
+    ) -> None:
+        super().__init__(tokenizer, data)
+        self.columns = tuple(columns)
+        self.labels = None if labels is None else tuple(labels)
+        self.metrics = tuple(metrics)
+        self.regression = labels is None
+        self.goal = Goal(self.metrics[0], self.metrics[0] != "mse")
+
+    def config_changes(self) -> dict[str, Any]:
+        if self.labels is None:
+            return {"num_labels": 1, "problem_type": "regression"}
+        return {
+            "problem_type": "single_label_classification",
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: index for index, label in enumerate(self.labels)},
+        }
+
+    def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return logits, labels
+
+    def count(self, labels: Tensor) -> Tensor:
+        return torch.tensor(labels.shape[0], device=labels.device)
+
+    def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        from ..data.collate import collate_padded
+
+        return collate_padded(rows, pad_token(self.tokenizer))
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, accelerator: Accelerator, batch_size: int) -> dict[str, float]:
+        from ..evaluation.metrics import combine
+
+        found: dict[str, float] = {}
+        for suffix in self.validation:
+            metric = combine(self.metrics)
+            for batch in self._loader(suffix, accelerator, batch_size):
+                labels = batch.pop("labels")
+                with accelerator.autocast():
+                    logits = model(**batch).logits
+                answers = logits.squeeze(-1).float() if self.regression else logits.argmax(dim=-1)
+                answers, labels = accelerator.gather_for_metrics((answers, labels))
+                metric.add_batch(predictions=answers.cpu().numpy(), references=labels.cpu().numpy())
+            scores = metric.compute() or {}
+            for name, value in scores.items():
+                found[name + suffix] = float(value)
+        for name in self.metrics:
+            if name not in found:  # several validation sets: the first decides
+                found[name] = next(value for key, value in found.items() if key.startswith(name))
+        return found
+
+
+class LanguageModel(Problem):
+    """Predicts tokens; judged by the mean loss a token and its exponential."""
+
+    goal = Goal("loss", higher_is_better=False)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, accelerator: Accelerator, batch_size: int) -> dict[str, float]:
+        loss = torch.zeros((), dtype=torch.float64)
+        count = 0
+        for batch in self._loader("", accelerator, batch_size):
+            labels = batch.pop("labels")
+            with accelerator.autocast():
+                logits = model(**batch).logits
+            losses, counts = self._row_losses(logits, labels)
+            losses, counts = accelerator.gather_for_metrics((losses, counts))
+            loss += losses.double().sum().cpu()
+            count += int(counts.sum())
+        if not count:
+            raise ValueError("The validation data has no token to predict.")
+        mean = float(loss) / count
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+
+    def _row_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and number of targets of each row."""
+        losses, counts = [], []
+        for row, wanted in zip(logits, labels, strict=True):
+            scores, targets = self.predicted(row[None], wanted[None])
+            losses.append(nn.functional.cross_entropy(scores.float(), targets, reduction="sum"))
+            counts.append(self.count(wanted[None]))
+        return torch.stack(losses), torch.stack(counts)
+
+
+class CausalLM(LanguageModel):
+    """Predicts the next token."""
+
+    auto_class = "AutoModelForCausalLM"
+
+    def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = labels[:, 1:]
+        kept = wanted != -100
+        return logits[:, :-1][kept], wanted[kept]
+
+    def count(self, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum()
+
+    def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        from ..data.collate import collate_padded
+
+        batch = collate_padded(rows, pad_token(self.tokenizer))
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
+
+
+class MaskedLM(LanguageModel):
+    """Predicts masked tokens. The masks of the validation data are the same in every evaluation."""
+
+    auto_class = "AutoModelForMaskedLM"
+
+    def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        kept = labels != -100
+        return logits[kept], labels[kept]
+
+    def count(self, labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+    def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
+        from ..data.collate import collate_padded, mask_tokens
+
+        batch = collate_padded(rows, pad_token(self.tokenizer))
+        return mask_tokens(batch, self.tokenizer, generator, self.data.mask_probability)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The padding token; where there is none any token will do, since it is masked."""
+    return next((held for held in (tokenizer.pad_token_id, tokenizer.eos_token_id) if held is not None), 0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def build_problem(kind: str, tokenizer: Any, data: DataSettings, seed: int) -> Problem:
+    """Load, encode and cut the data of a kind of model.
+
+    Raises:
+        ValueError, OSError: data that is missing, unreadable, or does not fit the kind.
+        ImportError: the `train` extra is not installed.
+    """
+    try:
+        import datasets
+        import evaluate  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"Training needs {error.name}, which is not installed: {INSTALL}") from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    if data.task is None and data.source is None:
+        raise ValueError("No data: give data.task (a known task) or data.source (your own data).")
+    return BUILDERS[kind](tokenizer, data, seed)
+
+
+def _classification(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
+    from ..data.encode import encode_pairs
+
+    if data.task is not None:
+        from ..data.tasks import get_task, load_task
+
+        task = get_task(data.task)
+        loaded = load_task(data.task, folder=data.folder, revision=data.revision)
+        columns, labels, metrics = task.columns, task.labels, (task.main_metric, *task.metrics)
+        label = "label"
+    else:
+        loaded, label = _own_data(data, seed, (*data.text, data.label)), data.label
+        columns, labels = data.text, _label_names(loaded, label)
+        metrics = data.metrics or (("accuracy",) if labels is not None else ("pearson", "spearmanr"))
+        if labels is not None:
+            loaded = _numbered(loaded, label, labels)
+    problem = Classification(tokenizer, data, columns, labels, tuple(dict.fromkeys(metrics)))
+    _fill(problem, loaded, seed, lambda rows: encode_pairs(rows, tokenizer, columns, data.max_length, label=label))
+    return problem
+
+
+def _causal(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
+    from ..data.encode import encode_blocks
+
+    problem = CausalLM(tokenizer, data)
+    loaded = _own_data(data, seed, data.text[:1])
+    _fill(problem, loaded, seed, lambda rows: encode_blocks(rows, tokenizer, data.text[0], data.max_length))
+    return problem
+
+
+def _masked(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
+    from ..data.encode import encode_documents
+
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no mask token: masked-lm needs the tokenizer of a masked LM.")
+    problem = MaskedLM(tokenizer, data)
+    loaded = _own_data(data, seed, data.text[:1])
+    _fill(problem, loaded, seed, lambda rows: encode_documents(rows, tokenizer, data.text[0], data.max_length))
+    return problem
+
+
+BUILDERS: dict[str, Callable[[Any, DataSettings, int], Problem]] = {
+    "classification": _classification,
+    "causal-lm": _causal,
+    "masked-lm": _masked,
+}
+
+
+def _own_data(data: DataSettings, seed: int, columns: Sequence[str]) -> Any:
+    """The data set with splits `train` and `validation`; a validation split is carved out where there is none."""
+    from ..data.sources import carve_validation, check_columns, load_source
+
+    if data.source is None:
+        from ..data.tasks import get_task, load_task
+
+        assert data.task is not None
+        task = get_task(data.task)
+        if tuple(columns) != tuple(task.columns[: len(columns)]):
+            raise ValueError(
+                f"data.text names {', '.join(columns)!r}; task {data.task!r} has {', '.join(task.columns)!r}. Set it."
+            )
+        loaded = load_task(data.task, folder=data.folder, revision=data.revision)
+    else:
+        loaded = load_source(data.source, config=data.config, revision=data.revision)
+    if "train" not in loaded:
+        raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, loaded))}.")
+    check_columns(loaded, columns, None)
+    if not any(name.startswith("validation") for name in loaded):
+        loaded = carve_validation(loaded, data.validation_share, seed)
+    return loaded
+
+
+def _label_names(loaded: Any, label: str) -> tuple[str, ...] | None:
+    """The names of the classes; None for scores (floating-point labels)."""
+    feature = loaded["train"].features[label]
+    if hasattr(feature, "names"):
+        return tuple(feature.names)
+    if str(getattr(feature, "dtype", "")).startswith("float"):
+        return None
+    return tuple(str(value) for value in sorted(set(loaded["train"][label])))
+
+
+def _numbered(loaded: Any, label: str, labels: Sequence[str]) -> Any:
+    """Labels as class numbers. Raises a ValueError for one that does not occur in the training data."""
+    if hasattr(loaded["train"].features[label], "names"):
+        return loaded
+    numbers = {name: index for index, name in enumerate(labels)}
+
+    def number(row: dict[str, Any]) -> dict[str, Any]:
+        value = str(row[label])
+        if value not in numbers:
+            raise ValueError(f"The label {value!r} does not occur in the training data ({', '.join(numbers)}).")
+        return {"__label": numbers[value]}
+
+    return loaded.map(number, remove_columns=[label], keep_in_memory=True).rename_column("__label", label)
+
+
+def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]) -> None:
+    """Cut and encode the splits, and note what they hold."""
+    data = problem.data
+    train = loaded["train"]
+    blocks = isinstance(problem, CausalLM)
+    if not blocks and data.max_train is not None and data.max_train < len(train):
+        train = train.select(_drawn(len(train), data.max_train, seed))
+    encoded = encode(train)
+    rows = encoded.dataset
+    if blocks and data.max_train is not None and data.max_train < len(rows):
+        rows = rows.select(_drawn(len(rows), data.max_train, seed))
+    problem.train = rows
+    problem.facts = {"train_rows": len(rows), "train_tokens": encoded.tokens, "train_truncated": encoded.truncated}
+    names = [name for name in loaded if name.startswith("validation")]
+    for name in names:
+        split = loaded[name]
+        if not blocks and data.max_validation is not None:
+            split = split.select(range(min(len(split), data.max_validation)))
+        held = encode(split).dataset
+        if blocks and data.max_validation is not None:
+            held = held.select(range(min(len(held), data.max_validation)))
+        suffix = "" if len(names) == 1 else name.removeprefix("validation")
+        problem.validation[suffix] = held
+        problem.facts[f"{name}_rows"] = len(held)
+    if not len(problem.train) or not all(len(held) for held in problem.validation.values()):
+        raise ValueError(f"The data gives {problem.facts}: nothing to train or to evaluate on.")
+
+
+def _drawn(count: int, wanted: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)[:wanted].tolist()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what its card says of it."""
+
+    model: PreTrainedModel
+    fresh: list[str] = field(default_factory=list)
+
+
+def load_tokenizer(model: ModelSettings) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ValueError: no model is given.
+        OSError: it cannot be found, with what was tried.
+    """
+    source = model.tokenizer or model.source
+    if source is None:
+        raise ValueError("No model: give model.source, a local folder or a repository on the Hub.")
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=model.revision or "main")
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise OSError(f"The tokenizer of {source!r} cannot be loaded ({first}). Give model.tokenizer.") from error
+
+
+def load_model(model: ModelSettings, problem: Problem) -> Loaded:
+    """The model in float32 with a head for the problem; patched checkpoints come back patched.
+
+    A head that the checkpoint lacks is drawn from torch's generator.
+
+    Raises:
+        ValueError, OSError: it cannot be loaded, or lacks more than a head.
+    """
+    import transformers
+
+    from ..checkpoints import load_pretrained
+
+    assert model.source is not None
+    changes = {**problem.config_changes(), **model.overrides}
+    auto: Any = getattr(transformers, problem.auto_class)
+    try:
+        config = AutoConfig.from_pretrained(model.source, revision=model.revision or "main", **changes)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise OSError(f"The model {model.source!r} cannot be loaded ({first}).") from error
+    _check_overrides(config, changes, model)
+    if model.from_config:
+        return Loaded(auto.from_config(config))
+    settings = {"revision": model.revision or "main", "dtype": torch.float32, "config": config}
+    with quiet_transformers():
+        if getattr(config, CONFIG_FIELD, None) is not None:
+            return Loaded(load_pretrained(model.source, auto, **settings))
+        loaded, info = auto.from_pretrained(model.source, output_loading_info=True, **settings)
+    missing = sorted(info["missing_keys"])
+    prefix = f"{loaded.base_model_prefix}."
+    lost = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
+    if lost:
+        raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
+    return Loaded(loaded, missing)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without Transformers' bars and its report of a loaded checkpoint: what matters of that is checked here."""
+    bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _check_overrides(config: Any, changes: dict[str, Any], model: ModelSettings) -> None:
+    for name in model.overrides:
+        if name not in type(config)().to_dict() and name not in getattr(type(config), "attribute_map", {}):
+            raise ValueError(f"model.overrides: the config of {config.model_type!r} has no field {name!r}.")
