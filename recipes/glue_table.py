@@ -5,7 +5,8 @@
 Needs the `train` extra. For every task and seed the exact model is fine-tuned once. From it every mechanism is
 converted (attention transfer, then distillation), and once more without distillation (attention transfer, then the
 task's own loss); the control goes through the same distillation with exact attention. A finished run is a row of
-`--out` at once, and is not repeated by a second call. Settings: `recipes/configs/glue-table.yaml`, and `--section.name value` over it.
+`--out` at once, and is not repeated by a second call. Settings: `recipes/configs/glue-table.yaml`, with
+`--section.name value` over it.
 """
 
 from __future__ import annotations
