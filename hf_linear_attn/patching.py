@@ -13,8 +13,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from . import feature_maps, mechanisms  # noqa: F401  (their import fills the registries)
 from .config import LayerConfig, LinearAttentionConfig
 from .integration import attention
-from .integration.attention import EXACT, IMPLEMENTATION, SUBMODULE, before_attention
-from .integration.discovery import AttentionLayer, attention_shape, find_attention, longest_input, self_attention
+from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, SUBMODULE, before_attention
+from .integration.discovery import (
+    AttentionLayer,
+    attention_shape,
+    find_attention,
+    foreign_attention,
+    longest_input,
+    self_attention,
+)
 from .integration.model_class import AUTO_MAP_MARK, auto_map, base_class, linear_attention_class
 from .mechanisms.base import LinearAttention
 from .mechanisms.softmax import EXACT as SOFTMAX
@@ -25,6 +32,12 @@ attention.register()
 #: Names of the fields that a patched model's config carries into `config.json`.
 CONFIG_FIELD = "linear_attention"
 IMPLEMENTATION_FIELD = "attn_implementation"
+
+#: The remedy where nothing is left to patch.
+LEFT_EXACT = (
+    "Sliding windows become full attention, which can be patched, if the config says so before the model is loaded "
+    "(sliding_window=None, or 'full_attention' in layer_types)."
+)
 
 
 def patch_model(
@@ -83,6 +96,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, SUBMODULE):
             delattr(module, SUBMODULE)
         delattr(module, EXACT)
+        for mark in (NAME, CAUSAL):
+            vars(module).pop(mark, None)
         _remove_hook(module)
     for config in _configs(model):
         if config._attn_implementation == IMPLEMENTATION:
@@ -147,8 +162,17 @@ def _plan(model: PreTrainedModel, config: LinearAttentionConfig) -> list[tuple[i
         _check_direction(ATTENTIONS.get(settings.attention), layer, index)
         planned.append((index, layer, settings))
     if not planned:
-        reason = f" Left exact: {', '.join(skipped)}." if skipped else " Every layer is 'softmax'."
+        reason = " Every layer is 'softmax'."
+        if skipped:
+            reason = f" Left exact: {', '.join(skipped)}: these are no full softmax attention. {LEFT_EXACT}"
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(found)} self-attention layers).{reason}")
+    foreign = foreign_attention(model, {id(layer.config) for _, layer, _ in planned})
+    if foreign:
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
+            "attention interface, from masks that it shares with the layers to patch. It would need to call "
+            "ALL_ATTENTION_FUNCTIONS."
+        )
     return planned
 
 
@@ -207,9 +231,11 @@ def _apply(
         if id(layer.config) not in owners:
             continue
         setattr(layer.module, EXACT, layer.config._attn_implementation or "eager")
+        setattr(layer.module, NAME, layer.name)
         if id(layer.module) in modules:
             layer.module.add_module(SUBMODULE, modules[id(layer.module)])
         if not layer.cross:
+            setattr(layer.module, CAUSAL, layer.causal)
             layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
     for config in _configs(model):
         if id(config) in owners:

@@ -30,6 +30,10 @@ IMPLEMENTATION = "hf_linear_attn"
 SUBMODULE = "linear_attention"
 #: On an attention module of a patched model: the implementation that computes it exactly.
 EXACT = "_exact_implementation"
+#: On a self-attention module of a patched model: whether it is causal. Its own flag may be absent, or not tell.
+CAUSAL = "_is_causal_layer"
+#: On an attention module of a patched model: its name in the model.
+NAME = "_attention_name"
 #: On an attention module: sees the inputs and the exact outputs of each call instead of the linear form running.
 OBSERVER = "_attention_observer"
 
@@ -104,7 +108,7 @@ def linear_attention_forward(
             "trust_remote_code=True."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, CAUSAL, getattr(module, "is_causal", True)) if is_causal is None else is_causal
     causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
     mechanism = getattr(module, SUBMODULE, None)
     observer = getattr(module, OBSERVER, None)
@@ -144,7 +148,7 @@ def _linear(
             raise NotImplementedError(
                 "A 4D attention mask cannot be combined with a state that already holds tokens. Pass a 2D mask."
             )
-        mask = full_mask_to_bool(mask)
+        mask = full_mask_to_bool(mask, _label(module))
         if layer is not None:
             raise NotImplementedError("A 4D attention mask cannot be used with a cache. Pass use_cache=False.")
         if not getattr(mechanism, "dense_masks", False):
@@ -157,6 +161,9 @@ def _linear(
     else:
         mask = _new_tokens(mask, layer, key)
         state = None if layer is None else layer.state_on(query.device)
+        if layer is not None and not causal:  # some models make a cache for whatever they run
+            layer.pass_over(key.shape[2])
+            layer = None
         out, after = mechanism(
             query,
             key,
@@ -207,22 +214,28 @@ def _check_call(module: nn.Module, mechanism: Any, query: Tensor, key: Tensor, k
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} passes {name!r} to its attention, which linear attention cannot honour. "
-                "Keep this layer exact ('softmax')."
+                f"{_label(module)} passes {name!r} to its attention, which linear attention cannot honour. Give the "
+                "layer 'softmax'."
             )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"{type(module).__name__} attends from {query.shape[2]} queries to {key.shape[2]} keys. Linear "
-            "self-attention needs one key per query: cross-attention must stay exact, and a cache must be one that "
-            "generate() or the model made."
+            f"{_label(module)} attends from {query.shape[2]} queries to {key.shape[2]} keys. Linear self-attention "
+            "needs one key per query: give a layer that pools its keys, or that attends to another sequence, "
+            "'softmax'; a cache must be one that generate() or the model made."
         )
     shape = mechanism.shape
     given = (query.shape[1], key.shape[1], query.shape[3])
     if given != (shape.num_heads, shape.num_key_value_heads, shape.head_dim):
         raise ValueError(
-            f"{type(module).__name__} has {given[0]} heads, {given[1]} key-value heads of size {given[2]}; its linear "
-            f"attention was built for {shape.num_heads}, {shape.num_key_value_heads} and {shape.head_dim}."
+            f"{_label(module)} has {given[0]} heads, {given[1]} key-value heads of size {given[2]}; its linear "
+            f"attention was built for {shape.num_heads}, {shape.num_key_value_heads} and {shape.head_dim}. Give the "
+            "layer 'softmax'."
         )
+
+
+def _label(module: nn.Module) -> str:
+    name = getattr(module, NAME, "")
+    return f"{type(module).__name__} ({name})" if name else type(module).__name__
 
 
 def _weights_wanted(kwargs: dict[str, Any]) -> bool:
@@ -280,10 +293,10 @@ def _exact(
         function: Any = eager_function(module)
     else:
         function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if is_causal is not None:
+    if is_causal is None and full is None and causal != getattr(module, "is_causal", True):
+        is_causal = causal  # the exact function would go by the module's flag
+    if is_causal is not None and implementation != "eager":
         kwargs = {**kwargs, "is_causal": is_causal}
-    if implementation == "eager":
-        kwargs = {name: given for name, given in kwargs.items() if name != "is_causal"}
     out, weights = function(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
     if weights is None and _weights_wanted(kwargs):
         allowed = exact_mask(mask, length, keys, causal, query.device) if mask is None or mask.dim() == 2 else full

@@ -57,6 +57,7 @@ class LinearStateLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # some models look at their size
         self.is_initialized = True
 
     def arm(self) -> None:
@@ -85,6 +86,19 @@ class LinearStateLayer(CacheLayerMixin):
             self._replay = replay
         self.state = state
         self.tokens += key.shape[2]
+
+    def pass_over(self, count: int) -> None:
+        """Count the tokens of a bidirectional pass, which leaves no state.
+
+        Raises:
+            NotImplementedError: it is not the first pass.
+        """
+        if self.tokens:
+            raise NotImplementedError(
+                "Bidirectional attention has no state: a later token would change earlier outputs. "
+                "Pass use_cache=False."
+            )
+        self.tokens = count
 
     def state_on(self, device: torch.device) -> State | None:
         """The state, moved to `device` (it may have been offloaded)."""

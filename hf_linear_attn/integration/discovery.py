@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,42 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "qk_head_dim")
+#: With latent attention (DeepSeek), `head_dim` is the rotated part of a head only.
+HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
+
+#: In the `forward` of a model around causal layers whose own flag says otherwise (CLIP's text tower).
+CAUSAL_CALL = re.compile(r"\bis_causal=True\b")
+#: In the `forward` of a decoder that makes the mask of its self-attention layers.
+SELF_MASK = re.compile(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(")
+
+MASKS = re.compile(r"\bcreate_\w*mask\w*\(")
+
+#: What stands in a module's `forward` if it cannot be linear, and why.
+OBSTACLES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), reason)
+    for pattern, reason in (
+        (
+            r"position_bias|attention_mask=matrix_bd",
+            "adds a relative position bias to its logits, which a product of feature maps cannot express",
+        ),
+        (
+            r"attention_mask=attention_bias|prepare_dynamic_mask",
+            "adds a bias to its logits, which a product of feature maps cannot express",
+        ),
+        (
+            r"\bmerged_attention_mask\b",
+            "attends to its own sequence and another one in a single softmax, which would need a state of both",
+        ),
+        (
+            r"\.update\([^)]*layer_idx \+",
+            "runs several times on one input with a cache layer for each, which would need several states",
+        ),
+        (
+            r"(?s)past_key_values\.update.*attention_interface\(\n.*attention_interface\(\n",
+            "computes attention twice on one cache layer, which would need two states",
+        ),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -34,21 +70,22 @@ class AttentionLayer:
     span: str
     #: Why this layer cannot be linear, or "".
     obstacle: str
+    #: Whether a token sees earlier ones only.
+    causal: bool
 
     @property
     def config(self) -> Any:
         """The config that the module reads its implementation from."""
         return self.module.config
 
-    @property
-    def causal(self) -> bool:
-        """As the attention interface reads it."""
-        return bool(getattr(self.module, "is_causal", _config_value(self.module, "is_decoder", False)))
+
+def forward_source(cls: type) -> str:
+    """Source text of the class's `forward`, or "" where there is none to read."""
+    return _forward_source(cls)
 
 
 @functools.cache
-def forward_source(cls: Any) -> str:
-    """Source text of the class's `forward`, or "" where there is none to read."""
+def _forward_source(cls: Any) -> str:
     try:
         return inspect.getsource(inspect.unwrap(cls.forward))
     except (AttributeError, OSError, TypeError):
@@ -58,10 +95,52 @@ def forward_source(cls: Any) -> str:
 def find_attention(model: nn.Module) -> list[AttentionLayer]:
     """Every module of the model that calls the attention interface, in order."""
     found = []
-    for name, module in model.named_modules():
-        if INTERFACE in forward_source(type(module)):  # type: ignore[arg-type]
-            found.append(AttentionLayer(name, module, _is_cross(name, module), _span(module), _obstacle(module)))
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if INTERFACE in forward_source(type(module)):
+            causal = _is_causal(module, [modules[outer] for outer in _outer(name)])
+            cross = _is_cross(name, module)
+            found.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
     return found
+
+
+def _outer(name: str) -> Iterator[str]:
+    """Names of the modules around a module, the nearest first; the model itself is the last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_causal(module: nn.Module, around: list[nn.Module]) -> bool:
+    """As the attention interface reads it, or as the models around the module see to it by argument or mask."""
+    if getattr(module, "is_causal", _config_value(module, "is_decoder", False)):
+        return True
+    sources = [forward_source(type(outer)) for outer in around]
+    if any(CAUSAL_CALL.search(source) for source in sources):
+        return True
+    # Some decoders leave it to their mask. (Elsewhere the flag counts: embedding models take a causal model's code.)
+    decoders = [forward_source(type(outer)) for outer in around if type(outer).__name__.endswith("Decoder")]
+    return any(set(SELF_MASK.findall(source)) == {"causal"} for source in decoders)
+
+
+def _has_softmax(cls: type) -> bool:
+    return "ttention" in cls.__name__ and "softmax(" in inspect.getsource(cls)
+
+
+def foreign_attention(model: nn.Module, configs: set[int]) -> str:
+    """A module that computes softmax attention by itself from masks made for one of these configs (by id), or "".
+
+    The masks of a patched model have another form than such code expects.
+    """
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        source = forward_source(type(module))
+        if INTERFACE in source or "mask" not in source or not _has_softmax(type(module)):
+            continue
+        makers = [modules[outer] for outer in _outer(name) if MASKS.search(forward_source(type(modules[outer])))]
+        if makers and id(getattr(makers[0], "config", None)) in configs:
+            return f"{name} ({type(module).__name__})"
+    return ""
 
 
 def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
@@ -95,7 +174,8 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
     if not heads or not head_dim:
         raise NotImplementedError(
             f"The number of heads or their size is not to be found on {layer.name!r} ({type(module).__name__}). "
-            f"Looked for {', '.join(HEADS)} and {', '.join(HEAD_DIM)} on the module and its config."
+            f"Looked for {', '.join(HEADS)} and {', '.join(HEAD_DIM)} on the module and its config. Give the layer "
+            "'softmax'."
         )
     groups = getattr(module, "num_key_value_groups", None)
     kv_heads = heads // groups if groups else _first(module, ("num_key_value_heads",)) or heads
@@ -114,12 +194,17 @@ def longest_input(model: PreTrainedModel) -> int | None:
 
 
 def _config_value(module: nn.Module, name: str, default: object = None) -> object:
-    return getattr(getattr(module, "config", None), name, default)
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
+        config = config.per_layer_config[index]  # type: ignore[union-attr]
+    return getattr(config, name, default)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        for found in (getattr(module, name, None), _config_value(module, name)):
+    """The first of these that is a size: what the module itself holds counts before its config."""
+    for read in (getattr, _config_value):
+        for name in names:
+            found = read(module, name, None)
             if isinstance(found, int) and found > 0:
                 return found
     return None
@@ -142,9 +227,12 @@ def _span(module: nn.Module) -> str:
 
 
 def _obstacle(module: nn.Module) -> str:
-    source = forward_source(type(module))  # type: ignore[arg-type]
-    if "position_bias" in source or getattr(module, "has_relative_attention_bias", False):
-        return "adds a relative position bias to its logits, which a product of feature maps cannot express"
+    source = forward_source(type(module))
+    if getattr(module, "has_relative_attention_bias", False):
+        return OBSTACLES[0][1]
+    for pattern, reason in OBSTACLES:
+        if pattern.search(source):
+            return reason
     if "softcap" in source and (
         getattr(module, "attn_logit_softcapping", None) or _config_value(module, "attn_logit_softcapping")
     ):

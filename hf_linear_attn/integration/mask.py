@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+#: An additive mask blocks a key from here down: `exp` of it is 0 in every dtype. (Older models write -10,000.)
+BLOCKED = -1e4
+
 
 def linear_attention_mask(
     *,
@@ -27,14 +30,18 @@ def linear_attention_mask(
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         if attention_mask is None:
             return None
-        _check_length(attention_mask, kwargs.get("q_offset", 0), kwargs.get("q_length"))
+        causal = mask_function is causal_mask_function
+        if causal:
+            _check_length(attention_mask, kwargs.get("q_offset", 0), kwargs.get("q_length"))
         mask = attention_mask.to(torch.bool)[:, : kv_offset + kv_length]
         missing = kv_offset + kv_length - mask.shape[1]
         if missing > 0:
             mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         mask = mask[:, kv_offset:]
+        # In cross-attention the queries are another sequence. If this is no cross-attention, the layer will object.
+        fits = causal or mask.shape[1] == kwargs.get("q_length")
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
-        if not torch.compiler.is_compiling() and bool(mask.all()):
+        if fits and not torch.compiler.is_compiling() and bool(mask.all()):
             return None
         return mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -56,7 +63,7 @@ def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
         )
 
 
-def full_mask_to_bool(mask: Tensor) -> Tensor:
+def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     """A hand-made mask `[B | 1, H | 1, L, S]` as booleans.
 
     Raises:
@@ -66,11 +73,11 @@ def full_mask_to_bool(mask: Tensor) -> Tensor:
         return mask
     if not mask.is_floating_point():
         return mask != 0
-    blocked = mask <= torch.finfo(torch.float16).min / 2
+    blocked = mask <= BLOCKED
     if not torch.compiler.is_compiling() and not bool((blocked | (mask == 0)).all()):
         raise NotImplementedError(
-            "The attention mask holds values other than 0 and a very negative number. An additive bias cannot be "
-            "expressed by linear attention; keep this layer exact, or pass a boolean mask."
+            f"The attention mask of {layer} holds values other than 0 and a very negative number. An additive bias "
+            "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
         )
     return ~blocked
 

@@ -1,0 +1,191 @@
+"""Named architectures through the checks of the sweep, refusals, and what their quirks once broke."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.sweep import REFUSED, WORKS, sweep_case
+from hf_linear_attn.evaluation.sweep_checks import per_token
+from hf_linear_attn.evaluation.tiny import Case, tiny_model
+from hf_linear_attn.evaluation.tiny_inputs import find_inputs, tokens
+from hf_linear_attn.integration.attention import IMPLEMENTATION
+from hf_linear_attn.integration.discovery import attention_shape, find_attention
+
+ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "modernbert", "esm")
+VISION = ("vit", "deit", "clip", "clip_text_model", "clip_vision_model")
+SPEECH = ("wav2vec2", "whisper")
+DECODERS = ("gpt2", "opt", "llama", "qwen2", "qwen3", "gemma", "phi")
+NAMED = [Case(name) for name in (*ENCODERS, *VISION, *SPEECH, "bart", *DECODERS)]
+NAMED += [Case("bert", decoder=True), Case("gpt_neox", decoder=True)]
+
+
+@pytest.mark.parametrize("case", NAMED, ids=str)
+def test_named_architectures_keep_every_promise(case):
+    result = sweep_case(case)
+    assert result.outcome == WORKS, result.detail
+    assert not result.left_out
+    assert result.checks["effect"] == result.checks["unpatch"] == result.checks["save and load"] == "passed"
+    if case.model_type in DECODERS or case.decoder:
+        assert set(result.checks.values()) == {"passed"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("t5", "relative position bias to its logits, which a product of feature maps cannot express.*'softmax'"),
+        ("mt5", "relative position bias"),
+        ("deberta-v2", "outside Transformers' attention interface.*It would need its attention to call ALL_ATTENTION"),
+        ("mpnet", "outside Transformers' attention interface.*It would need"),
+        ("bloom", "outside Transformers' attention interface.*It would need"),
+        ("falcon", "outside Transformers' attention interface.*It would need"),
+        ("mistral", r"Left exact: 0 \(sliding window of 4\).*if the config says so before.*sliding_window=None"),
+        ("gemma2", "caps its logits.*'softmax'"),
+        ("gpt_oss", "learned attention sinks.*'softmax'"),
+        ("doge", "adds a bias to its logits.*'softmax'"),
+        ("diffllama", "computes attention twice on one cache layer.*'softmax'"),
+        ("hrm_text", "with a cache layer for each.*'softmax'"),
+        ("bigbird_pegasus", "from masks that it shares.*It would need to call ALL_ATTENTION_FUNCTIONS"),
+    ],
+)
+def test_refusals_name_the_reason_and_the_remedy(model_type, message):
+    result = sweep_case(Case(model_type))
+    assert result.outcome == REFUSED, result.detail
+    model = tiny_model(Case(model_type))
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        hla.patch_model(model, "elu")
+    assert not hla.is_patched(model)
+
+
+def test_mistral_without_its_window():
+    model = tiny_model(Case("mistral"))
+    config = copy.deepcopy(model.config)
+    config.sliding_window = None
+    report = hla.patch_report(hla.patch_model(type(model)(config), "elu"))
+    assert [layer.attention for layer in report.layers] == ["elu", "elu"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "jamba", "gemma3_text", "lfm2"])
+def test_layers_of_another_kind_keep_it(model_type):
+    """State-space, linear, convolution and sliding layers are left, the full ones patched."""
+    result = sweep_case(Case(model_type))
+    assert result.outcome == WORKS, result.detail
+    assert result.layers["linear, causal"] >= 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Quirks
+
+
+def directions(model_type):
+    return [layer.causal for layer in find_attention(tiny_model(Case(model_type))) if not layer.cross]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "causal"),
+    [
+        ("clip", [True, True, False, False]),  # the text tower passes is_causal=True to layers that say False
+        ("clip_vision_model", [False, False]),
+        ("pegasus_x", [True, True]),  # the decoder leaves it to its mask; the encoder is outside the interface
+        ("align_text_model", [False, False]),  # attention modules without is_causal
+        ("bart", [False, False, True, True]),
+        ("bert", [False, False]),
+    ],
+)
+def test_the_direction_of_layers_whose_flag_does_not_tell(model_type, causal):
+    assert directions(model_type) == causal
+
+
+def test_a_text_tower_that_is_causal_by_call_refuses_mechanisms_of_encoders():
+    with pytest.raises(NotImplementedError, match="'linformer' cannot be causal, and layer 0"):
+        hla.patch_model(tiny_model(Case("clip_text_model")), "linformer")
+    hla.patch_model(tiny_model(Case("clip_vision_model")), "linformer", max_length=20)
+
+
+@pytest.mark.parametrize("plan", ["elu", {"0": "elu"}], ids=["linear", "mixed"])
+def test_a_decoder_that_leaves_causality_to_its_mask_does_not_look_ahead(plan):
+    model = tiny_model(Case("pegasus_x"))
+    inputs = {**find_inputs(model), "use_cache": False}
+    hla.patch_model(model, plan)
+    changed = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"].clone()}
+    changed["decoder_input_ids"][:, -1] = 7
+    torch.testing.assert_close(per_token(model, changed)[:, :-1], per_token(model, inputs)[:, :-1])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_without_a_flag_sees_both_sides_in_linear_and_exact_layers(padded):
+    exact, linear = tiny_model(Case("align_text_model")), tiny_model(Case("align_text_model"))
+    hla.patch_model(linear, {"1": "elu"})
+    inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 14, dtype=torch.long)}
+    inputs["attention_mask"][1, 9:] = 0 if padded else 1
+    with torch.no_grad():
+        states = [model(**inputs, output_hidden_states=True).hidden_states for model in (exact, linear)]
+    rows = inputs["attention_mask"].bool()
+    torch.testing.assert_close(states[1][1][rows], states[0][1][rows])  # layer 0 is exact in both
+    changed = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][0, -1] = 7
+    assert float((per_token(linear, changed)[0, 0] - per_token(linear, inputs)[0, 0]).abs().max()) > 1e-4
+
+
+def test_a_decoder_may_be_longer_than_what_it_reads():
+    """The mask of cross-attention covers the other sequence, not the queries."""
+    sizes = {"d_model": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = BartConfig(vocab_size=61, **sizes, **heads, max_position_embeddings=64, init_std=0.2)
+    model = hla.patch_model(BartForConditionalGeneration(config).eval(), "hedgehog")
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[1, 3:] = 0
+    ids = torch.randint(4, 60, (2, 5))
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, decoder_input_ids=torch.full((2, 12), 6)).logits
+        alone = model(ids[1:, :3], decoder_input_ids=torch.full((1, 12), 6)).logits
+    torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "gemma4_text"])
+def test_head_sizes_that_differ_from_the_config(model_type):
+    """Latent attention (`head_dim` is the rotated part), and head sizes that differ by layer."""
+    model = tiny_model(Case(model_type))
+    for index, layer in enumerate(find_attention(model)):
+        if layer.span == "full":
+            expected = getattr(layer.module, "qk_head_dim", None) or layer.module.head_dim
+            assert attention_shape(layer, index, None).head_dim == expected
+    hla.patch_model(model, "elu")
+    assert bool(torch.isfinite(model(tokens()).logits).all())
+
+
+def test_one_bidirectional_pass_may_make_a_cache_but_not_continue_it():
+    model = tiny_model(Case("colpali"))
+    hla.patch_model(model, "elu")
+    language = model.vlm.language_model
+    with torch.no_grad():
+        first = language(tokens(), use_cache=True)
+        torch.testing.assert_close(first[0], language(tokens(), use_cache=False)[0])
+        with pytest.raises(NotImplementedError, match=r"Bidirectional attention has no state.*Pass use_cache=False"):
+            language(tokens(3), past_key_values=first.past_key_values)
+
+
+def test_refusals_at_run_time_name_the_layer():
+    model = hla.patch_model(tiny_model(Case("segformer")), "elu")
+    with pytest.raises(ValueError, match=r"\(\S*attention\S*\) attends from 64 queries to 1 keys.*'softmax'"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_masks_of_minus_ten_thousand_block():
+    model = tiny_model(Case("markuplm"))
+    hla.patch_model(model, "elu")
+    ids, mask = tokens(), torch.ones(2, 14, dtype=torch.long)
+    mask[1, 9:] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, attention_mask=mask)[0][1, :9], model(ids[1:, :9])[0][0])
+
+
+@pytest.mark.parametrize("model_type", ["clip", "bart", "qwen3"])
+def test_unpatching_leaves_no_mark(model_type):
+    model = tiny_model(Case(model_type))
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    hla.unpatch_model(hla.patch_model(model, "elu"))
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation != IMPLEMENTATION
