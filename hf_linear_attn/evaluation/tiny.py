@@ -170,7 +170,12 @@ def _changes(config: PretrainedConfig, level: str) -> dict[str, Any]:
             changes[name] = type(value)(min(entry, LISTS[name]) for entry in value)
     _keep_groups(fields, changes)
     _keep_kinds_of_layers(fields, changes)
-    _fit_rotary(fields, changes)
+    if "qk_rope_head_dim" in changes:  # in latent attention, head_dim is the rotated part of a head
+        changes.pop("head_dim", None)
+        if isinstance(fields.get("head_dim"), int):
+            changes["head_dim"] = changes["qk_rope_head_dim"]
+    sections = "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    _fit_rotary(fields, changes, sections)
     return changes
 
 
@@ -219,8 +224,11 @@ def _keep_kinds_of_layers(fields: dict[str, Any], changes: dict[str, Any]) -> No
         changes[key] = [value[index] for index in kept]
 
 
-def _fit_rotary(fields: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Sections of multi-axis rotary positions must add up to half of the rotated part of a head."""
+def _fit_rotary(fields: dict[str, Any], changes: dict[str, Any], by_default: bool) -> None:
+    """Sections of multi-axis rotary positions must add up to half of the rotated part of a head.
+
+    by_default: the model has sections even where its config states none.
+    """
     rope = changes.get("rope_parameters", fields.get("rope_parameters"))
     if "head_dim" not in changes and not {"num_attention_heads", "hidden_size"} <= set(changes):
         return
@@ -228,7 +236,7 @@ def _fit_rotary(fields: dict[str, Any], changes: dict[str, Any]) -> None:
         return
     rope = copy.deepcopy(rope)
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        sections = part.get("mrope_section")
+        sections = part.get("mrope_section") or ([1, 1, 1] if by_default and "rope_theta" in part else None)
         if sections:
             half = int(HEAD_DIM * part.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1.0)) // 2
             first = half - 2 * (half // 3)

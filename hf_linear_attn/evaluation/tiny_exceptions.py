@@ -23,6 +23,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"hidden_size": 64, "expand": 2, "num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "xmod": {"default_language": "en_XX"},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "glm5_next_text": {"index_topk": 16},
     # Its windows cut the image into 4 by 4 parts of at least one patch.

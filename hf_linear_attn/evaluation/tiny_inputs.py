@@ -87,13 +87,29 @@ def guesses(model: PreTrainedModel) -> Iterator[Inputs]:
             continue
         for value in FORMS[kind](model):
             yield {kind: value, **text}
+            yield from _with_masks(kind, value, names)
             yield from _with_placeholders(model, kind, value, text)
             if text:
                 yield {kind: value, **{name: given for name, given in text.items() if name.startswith("decoder")}}
-    if "hidden_states" in names:
+    if names & {"hidden_states", "grid_thw", "image_grid_thw", "grid_hw"}:
         yield from _hidden_states(model, names)
     if "past_values" in names:
         yield from _time_series(model)
+
+
+def _with_masks(kind: str, value: Any, names: set[str]) -> Iterator[Inputs]:
+    """Sound or flat patches with the mask that some towers require."""
+    for mask in ("input_features_mask", "feature_attention_mask", "mask", "padding_mask"):
+        if mask in names and kind in ("input_features", "audio_input_features") and value.dim() == 3:
+            for length in {value.shape[1], value.shape[2]}:
+                yield {kind: value, mask: torch.ones(BATCH, length, dtype=torch.long)}
+    if {"pixel_attention_mask", "spatial_shapes"} <= names and value.dim() == 3:
+        side = int(value.shape[1] ** 0.5)
+        yield {
+            kind: value,
+            "pixel_attention_mask": torch.ones(value.shape[:2], dtype=torch.long),
+            "spatial_shapes": torch.tensor([[side, side]] * BATCH),
+        }
 
 
 def _with_placeholders(model: PreTrainedModel, kind: str, value: Any, text: Inputs) -> Iterator[Inputs]:
@@ -180,8 +196,12 @@ def _hidden_states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     for name in ("grid_thw", "image_grid_thw", "grid_hw"):
         if name in names:
             shape = grid[:, 1:] if name == "grid_hw" else grid
-            yield {"hidden_states": random(32, channels * times * patch * patch), name: shape}
-    for width in _values(model, "hidden_size", "d_model", "embed_dim"):
+            flat = "hidden_states" if "hidden_states" in names else "pixel_values"
+            merged = {"merge_sizes": torch.tensor([2, 2])} if "merge_sizes" in names else {}
+            yield {flat: random(32, channels * times * patch * patch), name: shape, **merged}
+            yield {flat: random(32, channels, patch, patch), name: shape, **merged}
+            yield {flat: random(1, 32, channels, patch, patch), name: shape, **merged}
+    for width in _values(model, "hidden_size", "d_model", "embed_dim") if "hidden_states" in names else ():
         yield {"hidden_states": random(BATCH, LENGTH, width)}
 
 
