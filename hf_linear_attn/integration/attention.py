@@ -79,6 +79,10 @@ class AttentionCall:
 
     def linear_output(self) -> Tensor:
         """The mechanism's output for the same inputs, `[B, H, L, e]`."""
+        if self.padding is not None and self.padding.dim() == 4:
+            return self.mechanism.dense_forward(
+                self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
+            )
         out, _ = self.mechanism(
             self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
         )

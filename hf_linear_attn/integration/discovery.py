@@ -29,6 +29,8 @@ CAUSAL_CALL = re.compile(r"\bis_causal=True\b")
 #: In the `forward` of a decoder that makes the mask of its self-attention layers.
 SELF_MASK = re.compile(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(")
 
+#: A module in a model's own stack of layers, by its name in that model: the masks go there.
+OWN_LAYER = re.compile(r"\w+\.\d+\.")
 MASKS = re.compile(r"\bcreate_\w*mask\w*\(")
 
 #: What stands in a module's `forward` if it cannot be linear, and why.
@@ -137,8 +139,10 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
         source = forward_source(type(module))
         if INTERFACE in source or "mask" not in source or not _has_softmax(type(module)):
             continue
-        makers = [modules[outer] for outer in _outer(name) if MASKS.search(forward_source(type(modules[outer])))]
-        if makers and id(getattr(makers[0], "config", None)) in configs:
+        makers = [outer for outer in _outer(name) if MASKS.search(forward_source(type(modules[outer])))]
+        if not makers or not OWN_LAYER.match(name.removeprefix(makers[0]).removeprefix(".")):
+            continue
+        if id(getattr(modules[makers[0]], "config", None)) in configs:
             return f"{name} ({type(module).__name__})"
     return ""
 

@@ -11,7 +11,7 @@ from hf_linear_attn.evaluation.sweep import REFUSED, WORKS, sweep_case
 from hf_linear_attn.evaluation.sweep_checks import per_token
 from hf_linear_attn.evaluation.tiny import Case, tiny_model
 from hf_linear_attn.evaluation.tiny_inputs import find_inputs, tokens
-from hf_linear_attn.integration.attention import IMPLEMENTATION
+from hf_linear_attn.integration.attention import IMPLEMENTATION, observe_attention
 from hf_linear_attn.integration.discovery import attention_shape, find_attention
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "modernbert", "esm")
@@ -180,6 +180,19 @@ def test_masks_of_minus_ten_thousand_block():
     mask[1, 9:] = 0
     with torch.no_grad():
         torch.testing.assert_close(model(ids, attention_mask=mask)[0][1, :9], model(ids[1:, :9])[0][0])
+
+
+def test_observed_calls_with_a_full_mask_give_the_linear_output():
+    model, ids = tiny_model(Case("llama")), tokens()
+    mask = torch.ones(14, 14, dtype=torch.bool).tril()[None, None]
+    hla.patch_model(model, "elu", layers=[0])
+    seen, found = [], []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=False)
+        with observe_attention(model, lambda call: seen.append(call.linear_output())):
+            model(ids, attention_mask=mask, use_cache=False)
+    torch.testing.assert_close(seen[0].transpose(1, 2).flatten(2), found[0])
 
 
 @pytest.mark.parametrize("model_type", ["clip", "bart", "qwen3"])
