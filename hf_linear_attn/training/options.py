@@ -12,18 +12,23 @@ def about(text: str) -> dict[str, str]:
     return {"help": text}
 
 
-def _positive(where: str, settings: object, *names: str) -> None:
+def _section(settings: object) -> str:
+    """The name of a section, from that of its class: `TrainSettings` is `train`."""
+    return type(settings).__name__.removesuffix("Settings").lower()
+
+
+def _positive(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > 0:
-            raise ValueError(f"{where}.{name} must be positive, got {value!r}.")
+            raise ValueError(f"{_section(settings)}.{name} must be positive, got {value!r}.")
 
 
-def _not_negative(where: str, settings: object, *names: str) -> None:
+def _not_negative(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and value < 0:
-            raise ValueError(f"{where}.{name} must not be negative, got {value!r}.")
+        if value is not None and not value >= 0:
+            raise ValueError(f"{_section(settings)}.{name} must not be negative, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class DataSettings:
     mask_probability: float = field(default=0.15, metadata=about("share of tokens to predict, for masked-lm"))
 
     def __post_init__(self) -> None:
-        _positive("data", self, "max_length", "max_train", "max_validation")
+        _positive(self, "max_length", "max_train", "max_validation")
         if not 0 < self.validation_share < 1:
             raise ValueError(f"data.validation_share must lie between 0 and 1, got {self.validation_share!r}.")
         if not 0 < self.mask_probability < 1:
@@ -105,10 +110,10 @@ class TrainSettings:
     patience: int | None = field(default=None, metadata=about("stop after so many evaluations without a better one"))
 
     def __post_init__(self) -> None:
-        _positive("train", self, "steps", "batch_size", "accumulation", "lr", "learned_lr", "clip", "patience")
-        _not_negative("train", self, "epochs", "weight_decay", "evaluations")
+        _positive(self, "steps", "batch_size", "accumulation", "lr", "learned_lr", "clip", "patience")
+        _not_negative(self, "epochs", "weight_decay", "evaluations")
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"train.warmup must lie in [0, 1), got {self.warmup!r}.")
+            raise ValueError(f"{_section(self)}.warmup must lie in [0, 1), got {self.warmup!r}.")
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,8 @@ class TransferSettings:
     patience: int | None = field(default=None, metadata=about("stop after so many looks without a better one"))
 
     def __post_init__(self) -> None:
-        _positive("transfer", self, "batch_size", "lr", "evaluate_every", "patience")
-        _not_negative("transfer", self, "steps")
+        _positive(self, "batch_size", "lr", "evaluate_every", "patience")
+        _not_negative(self, "steps")
 
 
 @dataclass(frozen=True)
@@ -154,8 +159,8 @@ class DistillSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive("distill", self, "temperature", "lora_alpha")
-        _not_negative("distill", self, "logits", "task", "hidden", "lora_rank")
+        _positive(self, "temperature", "lora_alpha")
+        _not_negative(self, "logits", "task", "hidden", "lora_rank")
         if not self.logits and not self.task and not self.hidden:
             raise ValueError("distill.logits, distill.task and distill.hidden are all 0: there is no loss to minimise.")
 
@@ -188,8 +193,10 @@ class RunSettings:
     private: bool = field(default=False, metadata=about("make that repository private"))
 
     def __post_init__(self) -> None:
-        _positive("run", self, "keep", "evaluation_batch_size")
-        _not_negative("run", self, "seed", "checkpoint_every", "workers")
+        _positive(self, "keep", "evaluation_batch_size")
+        _not_negative(self, "seed", "checkpoint_every", "workers")
+        if not all(length > 0 for length in self.speed_lengths):
+            raise ValueError(f"run.speed_lengths must be positive, got {self.speed_lengths!r}.")
         if self.resume and self.overwrite:
             raise ValueError("run.resume and run.overwrite exclude each other.")
 
@@ -203,6 +210,10 @@ class FinetuneSettings:
     data: DataSettings = field(default_factory=DataSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        if not (self.train.steps or self.train.epochs):
+            raise ValueError("train.epochs is 0 and train.steps is not given: there is nothing to train.")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class BatchStream:
         self._order = lru_cache(maxsize=2)(self._draw)
 
     def _draw(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(len(self.rows), generator=generator).tolist()
 
     def indices(self, batch: int) -> list[int]:
@@ -57,7 +57,7 @@ class BatchStream:
 
     def batch(self, number: int) -> dict[str, Tensor]:
         """One micro-batch, counted over all processes."""
-        generator = torch.Generator().manual_seed(self.seed * 7_368_787 + number + 1)
+        generator = torch.Generator().manual_seed((self.seed * 7_368_787 + number + 1) % 2**63)
         return self.collate([self.rows[index] for index in self.indices(number)], generator)
 
     def read(self, start: int) -> Iterator[Mapping[str, Tensor]]:
@@ -66,6 +66,9 @@ class BatchStream:
             _Numbered(self, start),
             batch_size=None,
             num_workers=self.workers,
+            # Without one the loader takes a number from torch's own generator when it begins, and the dropout of the
+            # first step after a resumption would differ from that of the same step in a run that went through.
+            generator=torch.Generator(),
         )
         yield from loader
 
