@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from pathlib import Path
 from typing import Any
 
+from ..data.tasks import get_task
 from ..version import __version__
 from .options import ConvertSettings, FinetuneSettings
 from .settings import flat
 
+#: A repository: a name, or an owner and a name.
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 #: Stages with metrics, in order, and what the table calls them.
 STAGES = (
     ("teacher", "exact attention (the teacher)"),
@@ -25,14 +31,17 @@ def metric_rows(state: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def recovered(facts: dict[str, Any], state: dict[str, Any]) -> float | None:
-    """Student over teacher in the metric that decides (its inverse where lower is better); None without both."""
+    """Student over teacher in the metric that decides (its inverse where lower is better).
+
+    None where that says nothing: without both, for what is no number, over a teacher that is no better than chance (a
+    correlation of 0 or less), or for a loss of 0.
+    """
     goal, teacher, student = facts["goal"], state.get("teacher"), state.get("distilled") or state.get("transferred")
-    if not teacher or not student:
+    old, new = ((metrics or {}).get(goal["metric"], math.nan) for metrics in (teacher, student))
+    whole, part = (old, new) if goal["higher_is_better"] else (new, old)
+    if not (math.isfinite(whole) and math.isfinite(part)) or whole <= 0:
         return None
-    old, new = teacher[goal["metric"]], student[goal["metric"]]
-    if not old or not new:
-        return None
-    return new / old if goal["higher_is_better"] else old / new
+    return part / whole
 
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
@@ -40,7 +49,7 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     rows = metric_rows(state)
     if not rows:
         return []
-    names = list(rows[0][1])
+    names = list(dict.fromkeys(name for _, metrics in rows for name in metrics))
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     for title, metrics in rows:
         cells = [f"{metrics[name]:.4f}" if name in metrics else "–" for name in names]
@@ -67,13 +76,13 @@ def speed_table(state: dict[str, Any]) -> list[str]:
 
 def model_card(settings: FinetuneSettings | ConvertSettings, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
-    source = settings.model.source or ""
-    data = settings.data.task or settings.data.source or ""
+    source, data = _public(settings.model.source or ""), _public(settings.data.task or settings.data.source or "")
     linear = bool(facts["layers"])
+    shown = {name: _public(value) for name, value in flat(settings).items()}
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     parts = [
-        _header(settings, source, data, linear),
-        f"# {source.rstrip('/').rpartition('/')[2]} with {', '.join(kinds) if linear else 'exact'} attention",
+        _header(settings, linear),
+        f"# {source.rpartition('/')[2]} with {', '.join(kinds) if linear else 'exact'} attention",
         "",
         f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
         "",
@@ -81,16 +90,35 @@ def model_card(settings: FinetuneSettings | ConvertSettings, facts: dict[str, An
         *_section("Quality", results_table(facts, state)),
         *_section("Speed", _speed_section(facts, state)),
         *_section("Layers", _layers(facts)),
-        *_section("Settings", ["```json", json.dumps(flat(settings), indent=1, ensure_ascii=False), "```"]),
+        *_section("Settings", ["```json", json.dumps(shown, indent=1, ensure_ascii=False), "```"]),
         *_section("Data and versions", _versions(facts)),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _header(settings: FinetuneSettings | ConvertSettings, source: str, data: str, linear: bool) -> str:
+def _header(settings: FinetuneSettings | ConvertSettings, linear: bool) -> str:
+    """What the Hub reads. It refuses names of models and data sets that are none of its own."""
     tags = ["hf-linear-attn", *(["linear-attention"] if linear else [])]
-    lines = ["---", "library_name: transformers", f"tags: {json.dumps(tags)}", f"base_model: {json.dumps(source)}"]
-    return "\n".join([*lines, f"datasets: {json.dumps([data])}", "---", ""])
+    lines = ["---", "library_name: transformers", f"tags: {json.dumps(tags)}"]
+    if _on_hub(settings.model.source):
+        lines.append(f"base_model: {json.dumps(settings.model.source)}")
+    data = get_task(settings.data.task).hub[0] if settings.data.task else settings.data.source
+    if _on_hub(data):
+        lines.append(f"datasets: {json.dumps([data])}")
+    return "\n".join([*lines, "---", ""])
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether a source looks like a repository, and is nothing on this disk."""
+    return name is not None and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _public(value: Any) -> Any:
+    """A path from the root of the disk without its folders: they are nobody else's business, and no use to them."""
+    if isinstance(value, (list, tuple)):
+        return [_public(held) for held in value]
+    local = isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute())
+    return Path(value).name if local else value
 
 
 def _loading(facts: dict[str, Any], linear: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -13,12 +14,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+#: What `replace_folder` calls the old content of a folder.
+OLD_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")
+
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which takes the name `target` (replacing what was there) once all is written.
 
-    Whoever reads `target`, at any moment and after any crash, finds the old content or the new one.
+    `target` never holds half of anything: it is the old content or the new one. Where there was an old one it is away
+    for the moment between two renames; `clear_leftovers` brings it back if the process dies in that moment.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -42,7 +47,8 @@ def replace_folder(target: Path, new: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    shutil.rmtree(old)
+    # The new one is in its place: what cannot be removed now is a leftover, not a failure.
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -64,7 +70,10 @@ def write_json(path: Path, data: Any) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Remove what a killed process left half-written; an `.old` folder whose new one never came gets its name back."""
     for old in folder.glob(".*.old"):
-        target = old.with_name(old.name[1:].rsplit(".", 2)[0])
+        named = OLD_NAME.fullmatch(old.name)
+        if named is None:
+            continue
+        target = old.with_name(named[1])
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
@@ -81,8 +90,10 @@ def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{secrets.token_hex(4)}.part"
-        probe.write_bytes(b"\0" * 4096)
-        probe.unlink()
+        try:
+            probe.write_bytes(b"\0" * 4096)
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"Cannot write to {str(folder)!r} ({error.strerror or error}). Choose another folder.") from error
 
@@ -105,13 +116,22 @@ def training_bytes(model: nn.Module, keep: int) -> int:
 
 
 def without_shared(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict as safetensors take it: contiguous tensors, none of which shares its memory with another."""
-    seen: set[tuple[int, int]] = set()
+    """A state dict as safetensors take it: contiguous tensors, none of which shares its memory with another.
+
+    Of several names of the same tensor (tied weights) the first is kept; what shares memory otherwise is copied.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    memories: set[int] = set()
     kept = {}
     for name, tensor in state.items():
-        place = (tensor.data_ptr(), tensor.numel())
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        kept[name] = tensor.detach().cpu().contiguous()
+        held = tensor.detach().cpu().contiguous()
+        memory = held.untyped_storage()
+        if memory.data_ptr() in memories or memory.nbytes() != held.nbytes:
+            held = held.clone()
+        memories.add(memory.data_ptr())
+        kept[name] = held
     return kept

@@ -28,6 +28,7 @@ class JsonLinesTracker(GeneralTracker):
     def __init__(self, path: Path, *, resume: bool) -> None:
         super().__init__(_blank=True)
         self.path = path
+        self._whole = False
         if not resume:
             path.unlink(missing_ok=True)
 
@@ -42,19 +43,34 @@ class JsonLinesTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Append one line."""
+        self._mend()
         line = json.dumps({"step": step, **values}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _mend(self) -> None:
+        """Cut off, once, the line in which a killed process stopped: the next one would be written behind it."""
+        if self._whole:
+            return
+        self._whole = True
+        held = self.path.read_bytes() if self.path.exists() else b""
+        end = held.rfind(b"\n") + 1
+        if end < len(held):
+            os.truncate(self.path, end)
 
     def rewind(self, stage: str, step: int) -> None:
         """Forget what was reported of a stage after `step`."""
         if not self.path.exists():
             return
+        self._mend()
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        # Not splitlines: the text of a line may hold separators such as U+2028.
+        for line in self.path.read_text(encoding="utf-8").split("\n")[:-1]:
             try:
                 held = json.loads(line)
-            except json.JSONDecodeError:  # the line in which a killed process stopped
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(held, dict):
                 continue
             if held.get("stage") != stage or (held.get("step") or 0) <= step:
                 kept.append(line)

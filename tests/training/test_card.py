@@ -1,0 +1,201 @@
+"""The model card: what was recovered, tables, a header that the Hub can read, nothing of this disk."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import yaml
+
+from hf_linear_attn.patching import patch_report
+from hf_linear_attn.training.card import metric_rows, model_card, recovered, results_table, speed_table
+from hf_linear_attn.training.options import ConvertSettings, DataSettings, FinetuneSettings, ModelSettings, RunSettings
+
+from ..helpers import BERT, patched
+
+
+def facts(metric="accuracy", higher=True, layers=()):
+    return {
+        "class": "BertForSequenceClassification",
+        "layers": list(layers),
+        "data": {"train_rows": 12345, "validation_rows": 67},
+        "goal": {"metric": metric, "higher_is_better": higher},
+        "processes": 2,
+        "environment": {
+            "versions": {"torch": "2.1", "transformers": "5.0"},
+            "hardware": {"device": "cpu", "cpu": "a chip"},
+        },
+    }
+
+
+def layers():
+    return [asdict(layer) for layer in patch_report(patched("hedgehog", BERT)).layers]
+
+
+SPEED = {
+    "lengths": [512, 2048],
+    "rows": {
+        "teacher": [{"median": 0.1, "speedup": 1.0}, {"median": 0.9, "speedup": 1.0}],
+        "student": [{"median": 0.2, "speedup": 0.5}, {"median": 0.3, "speedup": 3.01}],
+    },
+}
+STATE = {
+    "distilled": {"accuracy": 0.72, "f1": 0.6},
+    "teacher": {"accuracy": 0.8, "f1": 0.7},
+    "patched": {"accuracy": 0.5, "f1": 0.1},
+    "transferred": {"accuracy": 0.6, "f1": 0.3},
+    "train": {"steps": 4},
+    "speed": SPEED,
+}
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher", "teacher", "student", "expected"),
+    [
+        ("accuracy", True, 0.8, 0.72, 0.9),
+        ("accuracy", True, 0.8, 0.88, 1.1),
+        ("matthews_correlation", True, 0.5, 0.0, 0.0),
+        ("matthews_correlation", True, 0.5, -0.1, -0.2),
+        ("perplexity", False, 20.0, 25.0, 0.8),
+        ("perplexity", False, 20.0, 16.0, 1.25),
+        ("mse", False, 0.0, 0.5, 0.0),
+        # A share of nothing, or of less than nothing, says nothing.
+        ("matthews_correlation", True, 0.0, 0.3, None),
+        ("matthews_correlation", True, -0.1, 0.3, None),
+        ("mse", False, 0.5, 0.0, None),
+        ("pearson", True, float("nan"), 0.3, None),
+        ("pearson", True, 0.3, float("nan"), None),
+        ("perplexity", False, 20.0, float("inf"), None),
+    ],
+)
+def test_recovered(metric, higher, teacher, student, expected):
+    found = recovered(facts(metric, higher), {"teacher": {metric: teacher}, "distilled": {metric: student}})
+    assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def test_recovered_takes_the_last_stage_with_metrics():
+    teacher, stage = {"accuracy": 0.8}, {"accuracy": 0.6}
+    assert recovered(facts(), {"teacher": teacher, "transferred": stage}) == pytest.approx(0.75)
+    assert recovered(facts(), {**STATE}) == pytest.approx(0.9)
+    for state in ({}, {"teacher": teacher}, {"distilled": stage}, {"teacher": teacher, "patched": stage}):
+        assert recovered(facts(), state) is None
+    assert recovered(facts(), {"teacher": teacher, "distilled": {"f1": 0.5}}) is None
+    assert recovered(facts(), {"teacher": {"f1": 0.5}, "distilled": stage}) is None
+
+
+def test_table_of_results():
+    assert results_table(facts(), STATE) == [
+        "| | accuracy | f1 |",
+        "| --- | ---: | ---: |",
+        "| exact attention (the teacher) | 0.8000 | 0.7000 |",
+        "| patched, nothing trained | 0.5000 | 0.1000 |",
+        "| after attention transfer | 0.6000 | 0.3000 |",
+        "| after distillation | 0.7200 | 0.6000 |",
+        "",
+        "Recovered: 90.0 % of the teacher's accuracy.",
+    ]
+    assert [title for title, _ in metric_rows({"trained": {"accuracy": 1.0}})] == ["after fine-tuning"]
+
+
+def test_table_with_missing_metrics():
+    state = {"teacher": {"accuracy": 0.5}, "patched": {}, "distilled": {"f1": 0.25, "accuracy": 1.0}}
+    assert results_table(facts(), state)[:4] == [
+        "| | accuracy | f1 |",
+        "| --- | ---: | ---: |",
+        "| exact attention (the teacher) | 0.5000 | – |",
+        "| after distillation | 1.0000 | 0.2500 |",
+    ]
+    assert results_table(facts(), {}) == []
+    assert results_table(facts(), {"trained": {"loss": 1.0}}) == [
+        "| | loss |",
+        "| --- | ---: |",
+        "| after fine-tuning | 1.0000 |",
+    ]
+
+
+def test_table_of_speed():
+    assert speed_table(STATE)[2:] == ["| 512 | 100.0 ms | 200.0 ms | 0.50 |", "| 2,048 | 900.0 ms | 300.0 ms | 3.01 |"]
+    for state in ({}, {"speed": {"skipped": "too long"}}, {"speed": {"lengths": [], "rows": {}}}):
+        assert speed_table(state) == []
+
+
+def settings(model="owner/name", **data):
+    return ConvertSettings(
+        model=ModelSettings(source=model, options={"num_features": 8}),
+        data=DataSettings(**(data or {"task": "sst2"})),
+        run=RunSettings(output="/home/somebody/secret/out"),
+    )
+
+
+def header(card):
+    start, text, body = card.split("---\n", 2)
+    assert start == ""
+    assert body.startswith("\n# ")
+    return yaml.safe_load(text)
+
+
+def test_card_of_a_conversion():
+    card = model_card(settings(), facts(layers=layers()), STATE)
+    assert header(card) == {
+        "library_name": "transformers",
+        "tags": ["hf-linear-attn", "linear-attention"],
+        "base_model": "owner/name",
+        "datasets": ["nyu-mll/glue"],
+    }
+    assert "# name with hedgehog attention\n" in card
+    for title in ("Quality", "Speed", "Layers", "Settings", "Data and versions"):
+        assert card.count(f"\n## {title}\n\n") == 1
+    assert "on cpu (a chip)" in card
+    assert "| 1 | hedgehog |" in card
+    assert "load_pretrained(" in card
+    assert '"model.options.num_features": 8' in card
+    assert "train rows: 12,345, validation rows: 67. torch 2.1, transformers 5.0. 2 process(es)." in card
+    assert card.endswith("\n")
+    assert not card.endswith("\n\n\n")
+
+
+def test_card_of_a_fine_tuned_exact_model():
+    made = FinetuneSettings(model=replace(settings().model, attention=None), data=DataSettings(task="sst2"))
+    card = model_card(made, facts(), {"trained": {"accuracy": 0.9}})
+    assert header(card)["tags"] == ["hf-linear-attn"]
+    assert "# name with exact attention" in card
+    assert "| after fine-tuning | 0.9000 |" in card
+    for absent in ("## Speed", "## Layers", "load_pretrained", "Recovered"):
+        assert absent not in card
+
+
+@pytest.mark.parametrize("state", [{}, {"teacher": {}, "distilled": {}}, {"speed": {"skipped": "too long"}}])
+def test_card_without_numbers(state):
+    card = model_card(settings(), facts(layers=layers()), state)
+    assert "## Quality" not in card
+    assert "## Speed" not in card
+
+
+def test_nothing_of_this_disk(tmp_path):
+    source, data = tmp_path / "tuned bert", tmp_path / "rows.csv"
+    for name in (str(source), f"{source}/"):
+        card = model_card(settings(name, source=str(data), text=("a",)), facts(layers=layers()), STATE)
+        assert str(tmp_path) not in card
+        assert "somebody" not in card
+        assert header(card) == {"library_name": "transformers", "tags": ["hf-linear-attn", "linear-attention"]}
+        assert "# tuned bert with hedgehog attention" in card
+        assert "from `tuned bert` on `rows.csv`" in card
+        assert '"model.source": "tuned bert"' in card
+        assert '"run.output": "out"' in card
+
+
+@pytest.mark.parametrize(
+    "source", ["./here", "../there", "~/models/bert", "~nobody/bert", "a/b/c", "", "räder", "a: b"]
+)
+def test_the_header_names_repositories_only(source):
+    card = model_card(settings(source, source=source or "x/y z"), facts(), {})
+    assert not {"base_model", "datasets"} & set(header(card))
+
+
+def test_a_folder_here_is_no_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert").mkdir()
+    assert "base_model" not in header(model_card(settings("bert"), facts(), {}))
+    found = header(model_card(settings("bert-base-uncased", source="owner/rows"), facts(), {}))
+    assert found["base_model"] == "bert-base-uncased"
+    assert found["datasets"] == ["owner/rows"]
