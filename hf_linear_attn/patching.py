@@ -164,7 +164,7 @@ def _plan(model: PreTrainedModel, config: LinearAttentionConfig) -> list[tuple[i
     if not planned:
         reason = " Every layer is 'softmax'."
         if skipped:
-            reason = f" Left exact: {', '.join(skipped)}: these are no full softmax attention. {LEFT_EXACT}"
+            reason = f" Left exact: {', '.join(skipped)}: only layers of full attention are replaced. {LEFT_EXACT}"
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(found)} self-attention layers).{reason}")
     foreign = foreign_attention(model, {id(layer.config) for _, layer, _ in planned})
     if foreign:

@@ -21,6 +21,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": HEAD_DIM,
     "ministral": HEAD_DIM,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": HEAD_DIM,
     "mamba2": {"hidden_size": 64, "expand": 2, "num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},
