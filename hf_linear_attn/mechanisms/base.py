@@ -64,6 +64,13 @@ class LinearAttention(nn.Module):
         """
         raise NotImplementedError
 
+    def separable_queries(self, causal: bool) -> bool:
+        """Whether `attention_weights` may be asked for some of the queries, to bound its memory.
+
+        Causal: for queries that are the last ones of the keys given. Bidirectional: for any of them, with all keys.
+        """
+        return False
+
     def branch_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:

@@ -73,6 +73,9 @@ class KernelizedAttention(LinearAttention):
         features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
         return ops.dense_weights(*features, visible(mask, query, key, causal), signed=self.feature_map.signed)
 
+    def separable_queries(self, causal: bool) -> bool:
+        return causal or not self.feature_map.uses_positions
+
     def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
         """Places `[B | 1, S]` of the keys among the real tokens of their rows, and the number of these `[B]`."""
         if not self.feature_map.uses_positions:

@@ -115,6 +115,9 @@ class WindowAttention(LinearAttention):
             log_mix=self.log_mix,
         )
 
+    def separable_queries(self, causal: bool) -> bool:
+        return causal
+
     def branch_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -14,15 +14,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
+from ..evaluation.report import environment, plain
 from ..evaluation.speed import shared_copy
 from ..integration.attention import SUBMODULE, exact_attention
 from ..patching import is_patched, patch_model, patch_report
 from ..registry import ATTENTIONS
 from .card import model_card, results_table
 from .loop import Progress
+from .models import load_model, load_tokenizer
 from .objectives import DistillObjective, TaskObjective
 from .options import ConvertSettings, DistillSettings, FinetuneSettings, ModelSettings
-from .problems import Problem, build_problem, load_model, load_tokenizer
+from .problems import Problem, build_problem
 from .runs import Run
 from .saving import whole_folder, without_shared, write_json
 from .settings import as_mapping
@@ -52,11 +54,9 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
         if "trained" not in run.state:
             progress = run.stage("train", model, TaskObjective(problem), problem, settings.train)
             run.record("train", asdict(progress))
-            run.save(run.folder / "model", model, problem, model_card(settings, facts, run.state))
-            run.record(
-                "trained",
-                progress.evaluations[-1][1] if progress.best_step is None and progress.evaluations else _best(progress),
-            )
+            card = model_card(settings, facts, {**run.state, "trained": _best(progress)})
+            run.save(run.folder / "model", model, problem, card)
+            run.record("trained", _best(progress))
         return _finish(run, facts)
     finally:
         run.close()
@@ -181,15 +181,15 @@ def _transfer(run: Run, settings: ConvertSettings, student: PreTrainedModel, pro
         )
     finally:
         run.reporter.stop()
-    for step, loss in enumerate(done.losses, start=1):
-        if step % 10 == 0 or step == 1:
-            accelerator.log({"stage": "transfer", "train/loss": loss}, step=step)
     if accelerator.is_main_process:
         with whole_folder(path.parent) as aside:
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in learned.items()}, str(aside / path.name)
             )
     run.record("transfer", asdict(done))
+    for step, loss in enumerate(done.losses, start=1):
+        if step % 10 == 0 or step == 1:
+            accelerator.log({"stage": "transfer", "train/loss": loss}, step=step)
     run.metrics("transferred", student, problem)
 
 
@@ -312,8 +312,6 @@ def _best(progress: Progress) -> dict[str, float]:
 
 
 def _facts(run: Run, model: PreTrainedModel, problem: Problem) -> dict[str, Any]:
-    from ..evaluation.report import environment
-
     patched = is_patched(model)
     report = patch_report(model) if patched else None
     return {
@@ -338,7 +336,7 @@ def _finish(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         "stages": run.state,
     }
     if run.accelerator.is_main_process:
-        write_json(run.folder / "results.json", results)
+        write_json(run.folder / "results.json", plain(results))
         for line in results_table(facts, run.state):
             run.reporter.say(line)
         run.reporter.say(f"Result: {run.folder / 'model'}")

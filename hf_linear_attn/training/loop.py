@@ -170,8 +170,8 @@ class Loop:
             last = number == len(group) - 1
             with nullcontext() if last else accelerator.no_sync(self.model):
                 sums = self._loss(batch)
-                # accelerate divides by the number of accumulated passes; the count above has done so already.
-                accelerator.backward(sums.loss / total * self.train.accumulation)
+                # accelerate divides by its own number of accumulated passes; the count above has done so already.
+                accelerator.backward(sums.loss / total * accelerator.gradient_accumulation_steps)
             for name, value in {"loss": sums.loss.detach(), **sums.parts}.items():
                 parts[name] = parts.get(name, 0.0) + float(value) / total
         if not math.isfinite(parts["loss"]):

@@ -15,9 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .loop import Loop, Progress
+from .models import quiet_transformers
 from .objectives import Objective
 from .options import ConvertSettings, FinetuneSettings, RunSettings, TrainSettings
-from .problems import Problem, quiet_transformers
+from .problems import Problem
 from .saving import (
     check_space,
     check_writable,
@@ -90,7 +91,8 @@ class Run:
                 for path in self.folder.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             check_writable(self.folder)
-            clear_leftovers(self.folder)
+            for place in (self.folder, self.folder / "checkpoints"):
+                clear_leftovers(place)
             if not _started(self.folder):
                 write_json(self.folder / SETTINGS_FILE, as_mapping(self.settings))
         self.accelerator.wait_for_everyone()
@@ -117,9 +119,9 @@ class Run:
         if stage not in self.state:
             model.to(self.accelerator.device).eval()
             found = problem.evaluate(model, self.accelerator, self.evaluation_batch(problem))
+            self.record(stage, found)
             self.accelerator.log({"stage": stage, **found}, step=0)
             self.reporter.say(f"{stage}: {short(found)}")
-            self.record(stage, found)
         return self.state[stage]
 
     def evaluation_batch(self, problem: Problem) -> int:

@@ -10,7 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ Progress = Callable[[int, int, float], None]
 MAX_WEIGHTS_LENGTH = 1024
 
 LOSSES = ("auto", "weights", "outputs")
+
+#: Entries of one block of weights `[rows, H, queries, S]`. A block is differentiated before the next one is computed:
+#: this bounds the memory of the losses on weights, whatever the batch, the length and the number of layers.
+BLOCK_ENTRIES = 2**24
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ def transfer_attention(
     held_out: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
     patience: int | None = None,
+    branch_first: float = 0.3,
+    window_dropout: float = 0.1,
     progress: Progress | None = None,
 ) -> TransferResult:
     """Train the learned parts of a patched model, in place, to mimic exact attention. Nothing else changes.
@@ -58,9 +64,10 @@ def transfer_attention(
     Losses per layer, averaged over heads and real tokens:
         weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Hedgehog's loss)
         outputs: `‖o_i - ô_i‖² / mean ‖o‖²`
-    A hybrid adds the loss of its linear branch by itself (over the keys outside the window): else the window does all
-    the work. `loss="auto"` takes weights where the mechanism's weights are a distribution and the input has at most
-    `MAX_WEIGHTS_LENGTH` tokens, outputs otherwise.
+    A hybrid trains its linear branch by itself first (over the keys outside the window), then the mixture and the
+    branch together, with the window dropped from some steps: else the window would do all the work. `loss="auto"` takes
+    weights where the mechanism's weights are a distribution and the input has at most `MAX_WEIGHTS_LENGTH` tokens,
+    outputs otherwise. In a distributed run every process passes its own batches; gradients are averaged.
 
     Args:
         model: a patched model; its learned parts are found by themselves and trained in float32.
@@ -70,6 +77,8 @@ def transfer_attention(
         held_out: batches to evaluate on before the first step and after every `evaluate_every` steps; the best
             parameters are kept (those of the start where nothing was better), and training stops early after
             `patience` evaluations without a better one.
+        branch_first: share of the steps in which a hybrid's linear branch is trained by itself, at the beginning.
+        window_dropout: share of the later steps in which it is again.
         progress: called as `progress(step, steps, loss)` after each step.
 
     Raises:
@@ -78,6 +87,7 @@ def transfer_attention(
     """
     check_model(model)
     _check_settings(steps, lr, loss, evaluate_every, patience)
+    _check_shares(branch_first=branch_first, window_dropout=window_dropout)
     modules = _learned(model)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     dtypes = [parameter.dtype for parameter in parameters]
@@ -87,7 +97,7 @@ def transfer_attention(
     source = _repeat(batches)
     kept = None if held_out is None else list(held_out)
     began = time.perf_counter()
-    run = _Run(model, loss)
+    run = _Run(model, loss, _branch_steps(steps, branch_first, window_dropout))
     try:
         model.eval().requires_grad_(False)
         for module in modules:
@@ -112,18 +122,18 @@ def transfer_attention(
 class _Run:
     """Runs batches through the backbone and collects the layers' losses."""
 
-    def __init__(self, model: PreTrainedModel, loss: str) -> None:
+    def __init__(self, model: PreTrainedModel, loss: str, branch_steps: frozenset[int]) -> None:
         self.model = model
         # The head (and its logits over a vocabulary) is of no use here.
         self.backbone = model if model.config.is_encoder_decoder else model.base_model
         self.loss = loss
+        self.branch_steps = branch_steps
         self.tokens = 0
         self._accepted = set(inspect.signature(self.backbone.forward).parameters)
-        self._losses: list[Tensor] = []
 
-    def losses(self, batch: Batch) -> Tensor:
-        """Loss of each layer `[layers]`, with gradients for the learned parts only."""
-        self._losses = []
+    def losses(self, batch: Batch, step: int | None = None) -> Tensor:
+        """Loss of each layer `[layers]`. In a training step its gradients are added to those of the learned parts."""
+        found: list[Tensor] = []
         inputs: dict[str, Any] = {
             name: tensor.to(self.model.device) if isinstance(tensor, Tensor) else tensor
             for name, tensor in batch.items()
@@ -131,38 +141,108 @@ class _Run:
         }
         if "use_cache" in self._accepted:
             inputs["use_cache"] = False
-        with observe_attention(self.model, self._observe), torch.no_grad():
+
+        def observe(call: AttentionCall) -> None:
+            found.append(self._layer_loss(call, step))
+
+        with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
         mask = inputs.get("attention_mask")
         self.tokens += int(mask.sum()) if mask is not None else int(next(iter(inputs.values())).shape[:2].numel())
-        return torch.stack(self._losses)
+        return torch.stack(found)
 
-    def _observe(self, call: AttentionCall) -> None:
+    def _layer_loss(self, call: AttentionCall, step: int | None) -> Tensor:
         weights = self.loss == "weights" or (
             self.loss == "auto" and call.mechanism.distribution and call.key.shape[2] <= MAX_WEIGHTS_LENGTH
         )
-        with torch.enable_grad():
-            value = weights_loss(call) if weights else outputs_loss(call)
-            self._losses.append(value)
+        total = torch.zeros((), device=call.query.device)
+        if not weights:
+            return total + _differentiate(step, lambda: outputs_loss(call))
+        queries = call.real_queries()
+        count = queries.sum().clamp_min(1)
+        branch_only = step in self.branch_steps
+        for part, rows in _blocks(call, queries):
+            share = rows.sum() / count
+
+            def block_loss(part: AttentionCall = part, rows: Tensor = rows, share: Tensor = share) -> Tensor:
+                return share * weights_loss(part, rows, branch_only=branch_only)
+
+            total = total + _differentiate(step, block_loss)
+        return total
 
 
-def weights_loss(call: AttentionCall) -> Tensor:
-    """`Σ_j p_ij log(p_ij / w_ij)`, mean over heads and real queries; for hybrids plus that of the linear branch."""
+def _differentiate(step: int | None, loss: Callable[[], Tensor]) -> Tensor:
+    """The value of a loss; in a training step its gradients are added up at once, and what they needed is freed."""
+    if step is None:
+        return loss().detach()
+    with torch.enable_grad():
+        value = loss()
+        value.backward()
+    return value.detach()
+
+
+def _blocks(call: AttentionCall, rows: Tensor) -> Iterator[tuple[AttentionCall, Tensor]]:
+    """Parts of a call, with their real queries, whose weights have at most `BLOCK_ENTRIES` entries (or one query)."""
+    batch, heads, length, _ = call.query.shape
+    keys = call.key.shape[2]
+    size = max(1, BLOCK_ENTRIES // (heads * length * keys))
+    per_query = call.mechanism.separable_queries(call.causal) and length == keys
+    queries = length if not per_query else max(1, min(length, BLOCK_ENTRIES // (heads * keys)))
+    for first in range(0, batch, size):
+        some = slice(first, first + size)
+        part = replace(
+            call,
+            query=call.query[some],
+            key=call.key[some],
+            value=call.value[some],
+            output=call.output[some],
+            padding=None if call.padding is None else call.padding[some],
+            allowed=call.allowed if call.allowed.shape[0] == 1 else call.allowed[some],
+        )
+        for start in range(0, length, queries):
+            stop = min(start + queries, length)
+            yield _some_queries(part, start, stop), rows[some, :, start:stop]
+
+
+def _some_queries(call: AttentionCall, start: int, stop: int) -> AttentionCall:
+    """The call for queries `start` to `stop`; causal ones are then the last of the keys that they see."""
+    length = call.query.shape[2]
+    if stop - start == length:
+        return call
+    keys = stop if call.causal else length
+    padding = call.padding
+    return replace(
+        call,
+        query=call.query[:, :, start:stop],
+        key=call.key[:, :, :keys],
+        value=call.value[:, :, :keys],
+        output=call.output[:, :, start:stop],
+        padding=None if padding is None else padding[:, :keys],
+        allowed=call.allowed[:, :, start:stop, :keys],
+    )
+
+
+def weights_loss(call: AttentionCall, rows: Tensor | None = None, *, branch_only: bool = False) -> Tensor:
+    """`Σ_j p_ij log(p_ij / w_ij)`, mean over heads and real queries; for hybrids plus that of the linear branch.
+
+    rows `[B, H, L]`: the queries that count (None: those that are real tokens). branch_only: of a hybrid the linear
+    branch by itself.
+    """
     with torch.no_grad():
         exact = call.exact_weights()
-        rows = call.real_queries()
-    total = _kl(exact, call.linear_weights(), rows)
+        rows = call.real_queries() if rows is None else rows
     branch = call.mechanism.branch_weights(
         call.query, call.key, scaling=call.scaling, causal=call.causal, mask=call.padding
     )
-    if branch is not None:
-        inside, outside = branch
-        with torch.no_grad():
-            target = exact * outside
-            mass = target.sum(dim=-1, keepdim=True)
-            target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
-        total = total + _kl(target, inside, rows & outside.any(dim=-1).expand_as(mass[..., 0]))
-    return total
+    if branch is None:
+        return _kl(exact, call.linear_weights(), rows)
+    inside, outside = branch
+    with torch.no_grad():
+        target = exact * outside
+        mass = target.sum(dim=-1, keepdim=True)
+        target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    total = _kl(target, inside, rows & outside.any(dim=-1).expand_as(mass[..., 0]))
+    return total if branch_only else total + _kl(exact, call.linear_weights(), rows)
 
 
 def outputs_loss(call: AttentionCall) -> Tensor:
@@ -202,6 +282,7 @@ def _optimise(
         nonlocal best
         with torch.no_grad():
             score = sum(float(run.losses(batch).mean()) for batch in held_out or ()) / max(len(held_out or ()), 1)
+        score = _average(score, parameters[0].device)
         evaluations.append((step, score))
         if best is None or score < best[0]:
             best = (score, step, [parameter.detach().clone() for parameter in parameters])
@@ -209,14 +290,14 @@ def _optimise(
     if held_out:
         evaluate(0)
     for step in range(1, steps + 1):
-        layers = run.losses(next(source))
-        value = float(layers.detach().mean())
+        optimizer.zero_grad()
+        layers = run.losses(next(source), step)
+        value = float(layers.mean())
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"The transfer loss became {value} at step {step}. Lower lr (now {groups[0]['lr']})."
             )
-        optimizer.zero_grad()
-        layers.sum().backward()
+        _average_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
         optimizer.step()
         schedule.step()
@@ -233,6 +314,40 @@ def _optimise(
         for parameter, value_ in zip(parameters, best[2], strict=True):
             parameter.copy_(value_)
     return losses, evaluations, best[1]
+
+
+def _average_gradients(parameters: list[Tensor]) -> None:
+    """Of all processes of a distributed run, each with batches of its own."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= torch.distributed.get_world_size()
+
+
+def _average(value: float, device: torch.device) -> float:
+    """The mean over all processes: they must agree on the best step."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value
+    held = torch.tensor(value, device=device, dtype=torch.float32)
+    torch.distributed.all_reduce(held)
+    return float(held) / torch.distributed.get_world_size()
+
+
+def _branch_steps(steps: int, first: float, dropout: float) -> frozenset[int]:
+    """The steps (from 1) in which a hybrid trains its linear branch by itself."""
+    alone = round(first * steps)
+    generator = torch.Generator().manual_seed(steps)
+    dropped = (torch.rand(steps, generator=generator) < dropout).tolist()
+    return frozenset(step for step in range(1, steps + 1) if step <= alone or dropped[step - 1])
+
+
+def _check_shares(**shares: float) -> None:
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise ValueError(f"{name} must lie in [0, 1), got {share!r}.")
 
 
 def _lr_factor(step: int, steps: int) -> float:

@@ -1,0 +1,113 @@
+"""Models and tokenizers for a problem: loaded whole, checked, quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from ..integration.discovery import self_attention
+from ..patching import CONFIG_FIELD
+from .options import ModelSettings
+from .problems import CausalLM, LanguageModel, Problem
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what its card says of it."""
+
+    model: PreTrainedModel
+    fresh: list[str] = field(default_factory=list)
+
+
+def load_tokenizer(model: ModelSettings) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ValueError: no model is given.
+        OSError: it cannot be found, with what was tried.
+    """
+    source = model.tokenizer or model.source
+    if source is None:
+        raise ValueError("No model: give model.source, a local folder or a repository on the Hub.")
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=model.revision or "main")
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise OSError(f"The tokenizer of {source!r} cannot be loaded ({first}). Give model.tokenizer.") from error
+
+
+def load_model(model: ModelSettings, problem: Problem) -> Loaded:
+    """The model in float32 with a head for the problem; patched checkpoints come back patched.
+
+    A head that the checkpoint lacks is drawn from torch's generator.
+
+    Raises:
+        ValueError, OSError: it cannot be loaded, or lacks more than a head.
+    """
+    import transformers
+
+    from ..checkpoints import load_pretrained
+
+    assert model.source is not None
+    changes = {**problem.config_changes(), **model.overrides}
+    auto: Any = getattr(transformers, problem.auto_class)
+    try:
+        config = AutoConfig.from_pretrained(model.source, revision=model.revision or "main", **changes)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise OSError(f"The model {model.source!r} cannot be loaded ({first}).") from error
+    _check_overrides(config, changes, model)
+    if model.from_config:
+        return Loaded(_check_direction(auto.from_config(config), problem, model))
+    settings = {"revision": model.revision or "main", "dtype": torch.float32, "config": config}
+    with quiet_transformers():
+        if getattr(config, CONFIG_FIELD, None) is not None:
+            return Loaded(_check_direction(load_pretrained(model.source, auto, **settings), problem, model))
+        loaded, info = auto.from_pretrained(model.source, output_loading_info=True, **settings)
+    missing = sorted(info["missing_keys"])
+    prefix = f"{loaded.base_model_prefix}."
+    lost = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
+    if lost:
+        raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
+    return Loaded(_check_direction(loaded, problem, model), missing)
+
+
+def _check_direction(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> PreTrainedModel:
+    """A next-token loss on a model that sees the next token would fall to nothing, and say nothing."""
+    if not isinstance(problem, LanguageModel):
+        return loaded
+    causal = isinstance(problem, CausalLM)
+    try:
+        layers = self_attention(loaded)
+    except NotImplementedError:
+        return loaded
+    if any(layer.causal is not causal for layer in layers):
+        kind = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
+        raise ValueError(f"The attention of {model.source!r} ({type(loaded).__name__}) is {kind}.")
+    return loaded
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without Transformers' bars and its report of a loaded checkpoint: what matters of that is checked here."""
+    bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _check_overrides(config: Any, changes: dict[str, Any], model: ModelSettings) -> None:
+    for name in model.overrides:
+        if name not in type(config)().to_dict() and name not in getattr(type(config), "attribute_map", {}):
+            raise ValueError(f"model.overrides: the config of {config.model_type!r} has no field {name!r}.")

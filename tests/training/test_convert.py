@@ -1,0 +1,383 @@
+"""Conversion and fine-tuning from settings to a checkpoint, on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.attention import exact_attention
+from hf_linear_attn.training.convert import AdapterTeacher, add_adapters, convert, finetune
+from hf_linear_attn.training.options import DistillSettings
+
+from .made_up import convert_settings, finetune_settings, save_decoder, save_encoder, save_task, save_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("training")
+    save_encoder(place / "encoder")
+    save_decoder(place / "decoder")
+    save_task(place / "task")
+    save_task(place / "scores", scores=True)
+    save_text(place / "text")
+    return place
+
+
+@pytest.fixture(scope="module")
+def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """One conversion that learns its task, its results, and what it said."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    screen = io.StringIO()
+    settings = convert_settings(
+        folder / "encoder",
+        folder / "task",
+        out,
+        teacher__steps=60,
+        distill__steps=40,
+        run__speed_lengths=[16, 32],
+        run__trackers=["tensorboard"],
+    )
+    return out, convert(settings, console=Console(file=screen, width=200)), screen.getvalue()
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def lines(out: Path, stage: str) -> list[dict[str, Any]]:
+    held = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in held if line.get("stage") == stage]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole way
+
+
+def test_the_teacher_learns_and_the_student_keeps_it(converted: tuple[Path, dict[str, Any], str]) -> None:
+    _, results, _ = converted
+    stages = results["stages"]
+    assert stages["teacher"]["accuracy"] >= 0.9
+    assert stages["distilled"]["accuracy"] >= stages["teacher"]["accuracy"] - 0.12
+    assert {"patched", "transferred", "transfer", "distill", "speed"} <= set(stages)
+
+
+def test_the_result_is_a_checkpoint_that_gives_the_reported_metric(
+    converted: tuple[Path, dict[str, Any], str], folder: Path
+) -> None:
+    import csv
+
+    out, results, _ = converted
+    model = hla.load_pretrained(str(out / "model"), AutoModelForSequenceClassification).eval()
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert {layer.attention for layer in hla.patch_report(model).layers} == {"hedgehog"}
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    with (folder / "task" / "validation.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with torch.no_grad():
+        logits = [model(**tokenizer(row["sentence"], return_tensors="pt")).logits[0] for row in rows]
+    answers = [model.config.id2label[int(row.argmax())] for row in logits]
+    right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
+    assert right == pytest.approx(results["stages"]["distilled"]["accuracy"])
+
+
+def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, screen = converted
+    card = (out / "model" / "README.md").read_text(encoding="utf-8")
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "transformers"
+    assert "linear-attention" in header["tags"]
+    for stage in ("teacher", "patched", "transferred", "distilled"):
+        assert f"{results['stages'][stage]['accuracy']:.4f}" in card
+    assert "| 16 |" in card
+    assert "load_pretrained" in card
+    assert '"distill.lr": 0.003' in card
+    assert f"Result: {out / 'model'}" in screen
+    assert json.loads((out / "results.json").read_text(encoding="utf-8"))["stages"] == json.loads(
+        json.dumps(results["stages"])
+    )
+
+
+def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, _ = converted
+    assert [line["step"] for line in lines(out, "distill") if "train/loss" in line] == [1, 10, 20, 30, 40]
+    assert {"train/loss", "train/task", "train/logits", "train/hidden", "lr", "tokens_per_second"} <= set(
+        lines(out, "distill")[0]
+    )
+    assert lines(out, "transfer")
+    assert list((out / "logs").rglob("events.out.tfevents.*"))
+
+
+def test_only_what_is_wanted_stays_of_the_checkpoints(converted: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, _ = converted
+    for stage in ("teacher", "distill"):
+        assert len(list((out / "checkpoints" / stage).glob("step-*"))) == 2
+    assert not list(out.rglob("*.part"))
+    assert not list(out.rglob("*.old"))
+
+
+def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: Path) -> None:
+    results = convert(
+        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", distill__epochs=0, distill__steps=None),
+        console=quiet(),
+    )
+    model = hla.load_pretrained(str(tmp_path / "out" / "model"))
+    teacher = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "teacher")
+    own = model.state_dict()
+    for name, tensor in teacher.state_dict().items():
+        assert torch.equal(own[name], tensor), name
+    assert "distilled" not in results["stages"]
+    assert results["stages"]["transferred"]
+
+
+def test_control_goes_through_the_same_steps_with_exact_attention(folder: Path, tmp_path: Path) -> None:
+    results = convert(
+        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", run__control=True), console=quiet()
+    )
+    assert results["layers"] == []
+    assert "patched" not in results["stages"]
+    assert results["stages"]["distill"]["step"] == 6
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
+    assert not hasattr(model.config, "linear_attention")
+
+
+def test_fine_tuned_models_need_no_teacher_stage(
+    converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
+) -> None:
+    out, results, _ = converted
+    again = convert(
+        convert_settings(out / "teacher", folder / "task", tmp_path / "out", teacher__steps=None), console=quiet()
+    )
+    assert again["stages"]["teacher"] == results["stages"]["teacher"]
+    assert not (tmp_path / "out" / "teacher").exists()
+
+
+@pytest.mark.parametrize("attention", ["elu", "linformer", "window"])
+def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
+    results = convert(
+        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", model__attention=attention),
+        console=quiet(),
+    )
+    assert ("transferred" in results["stages"]) is (attention != "elu")
+    assert {layer["attention"] for layer in results["layers"]} == {attention}
+
+
+def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
+    results = convert(
+        convert_settings(
+            folder / "encoder",
+            folder / "scores",
+            tmp_path / "out",
+            teacher__steps=60,
+            distill__steps=30,
+            data__metrics=["spearmanr", "pearson"],
+        ),
+        console=quiet(),
+    )
+    assert results["goal"]["metric"] == "spearmanr"
+    assert results["stages"]["teacher"]["spearmanr"] > 0.5
+    assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.num_labels == 1
+
+
+def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
+    results = convert(
+        convert_settings(
+            folder / "decoder",
+            folder / "text" / "text.txt",
+            tmp_path / "out",
+            kind="causal-lm",
+            data__text=["text"],
+            model__attention="window",
+            model__options={"window_size": 4},
+            distill__steps=12,
+            teacher__steps=None,
+        ),
+        console=quiet(),
+    )
+    stages = results["stages"]
+    assert stages["distilled"]["loss"] < stages["teacher"]["loss"]
+    assert stages["distilled"]["perplexity"] == pytest.approx(torch.tensor(stages["distilled"]["loss"]).exp().item())
+    model = hla.load_pretrained(str(tmp_path / "out" / "model"))
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
+    results = finetune(
+        finetune_settings(
+            folder / "encoder",
+            folder / "text" / "text.txt",
+            tmp_path / "out",
+            kind="masked-lm",
+            data__text=["text"],
+            model__attention="hedgehog",
+            train__steps=20,
+        ),
+        console=quiet(),
+    )
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    assert f"{results['stages']['trained']['loss']:.4f}" in card
+    first, last = (metrics["loss"] for _, metrics in results["stages"]["train"]["evaluations"])
+    assert last < first
+    assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.architectures == ["BertForMaskedLM"]
+
+
+def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
+    results = finetune(
+        finetune_settings(
+            folder / "decoder",
+            folder / "text" / "text.txt",
+            tmp_path / "out",
+            kind="causal-lm",
+            data__text=["text"],
+            model__from_config=True,
+            model__overrides={"n_layer": 1},
+        ),
+        console=quiet(),
+    )
+    assert results["stages"]["trained"]["loss"] > 0
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text(encoding="utf-8"))
+    assert config["n_layer"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def test_adapters_train_and_are_merged(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(
+        convert_settings(folder / "encoder", folder / "task", out, distill__lora_rank=2, run__checkpoint_every=0),
+        console=quiet(),
+    )
+    model = hla.load_pretrained(str(out / "model"))
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    teacher = AutoModelForSequenceClassification.from_pretrained(out / "teacher").state_dict()
+    own = model.state_dict()
+    weight, bias = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.intermediate.dense.bias"
+    difference = own[weight] - teacher[weight]
+    assert 0 < torch.linalg.matrix_rank(difference, rtol=1e-3) <= 2
+    assert torch.equal(own[bias], teacher[bias])
+    assert torch.equal(own["bert.embeddings.word_embeddings.weight"], teacher["bert.embeddings.word_embeddings.weight"])
+
+
+def test_the_teacher_within_adapters_is_the_exact_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "encoder").eval()
+    ids = torch.randint(4, 50, (2, 9))
+    expected = model(ids).logits
+    hla.patch_model(model, "hedgehog")
+    student = add_adapters(model, DistillSettings(lora_rank=2))
+    for name, parameter in student.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    teacher = AdapterTeacher(student)
+    student.train()
+    with torch.no_grad():
+        assert torch.allclose(teacher(input_ids=ids).logits, expected, atol=1e-6)
+        assert student.training
+        student.eval()
+        assert not torch.allclose(student(input_ids=ids).logits, expected, atol=1e-3)
+        with exact_attention(model):
+            assert not torch.allclose(student(input_ids=ids).logits, expected, atol=1e-3)
+    assert any(".linear_attention." in name for name, held in student.named_parameters() if held.requires_grad)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bad input: told before anything is trained
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model__attention": "hedgehogs"}, ValueError, "Did you mean 'hedgehog'"),
+        ({"model__attention": "linformer-causal"}, NotImplementedError, "Use 'linformer'"),
+        ({"model__options": {"feature_dims": 3}}, ValueError, "feature_dim"),
+        ({"model__source": "nowhere/at-all"}, OSError, "nowhere/at-all"),
+        ({"model__source": None}, ValueError, "model.source"),
+        ({"model__overrides": {"n_layers_": 2}}, ValueError, "'n_layers_'"),
+        ({"teacher__steps": None}, ValueError, r"teacher\.epochs 3"),
+        ({"data__text": ["sentense"]}, ValueError, "sentence"),
+        ({"data__source": "nowhere.csv"}, OSError, "nowhere.csv"),
+        ({"data__source": None}, ValueError, r"data\.task"),
+        ({"data__label": "lable"}, ValueError, "label"),
+        ({"run__output": None}, ValueError, r"run\.output"),
+        ({"run__trackers": ["tensorbord"]}, ValueError, "tensorboard"),
+        (
+            {"kind": "causal-lm", "data__text": ["sentence"]},
+            ValueError,
+            "masked-lm",
+        ),
+    ],
+)
+def test_bad_settings_are_told_before_training(
+    changes: dict[str, Any], error: type[Exception], words: str, folder: Path, tmp_path: Path
+) -> None:
+    settings = convert_settings(folder / "encoder", folder / "task", tmp_path / "out", **changes)
+    with pytest.raises(error, match=words):
+        convert(settings, console=quiet())
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    if "run__output" not in changes:
+        # The folder is not taken: a corrected call needs no other one.
+        convert(
+            convert_settings(
+                folder / "encoder",
+                folder / "task",
+                tmp_path / "out",
+                teacher__steps=1,
+                transfer__steps=1,
+                distill__steps=1,
+            ),
+            console=quiet(),
+        )
+
+
+def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
+    out, _, _ = converted
+    before = weights(out)
+    with pytest.raises(ValueError, match=r"holds another run.*run\.resume.*run\.overwrite"):
+        convert(convert_settings(folder / "encoder", folder / "task", out), console=quiet())
+    with pytest.raises(ValueError, match=r"distill\.steps was 40, now 6"):
+        convert(convert_settings(folder / "encoder", folder / "task", out, run__resume=True), console=quiet())
+    assert weights(out) == before
+
+
+def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear", encoding="utf-8")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="something else"):
+            convert(
+                convert_settings(folder / "encoder", folder / "task", tmp_path, run__overwrite=overwrite),
+                console=quiet(),
+            )
+    assert (tmp_path / "letter.txt").read_text(encoding="utf-8") == "dear"
+
+
+def test_a_patched_model_is_not_a_teacher(
+    converted: tuple[Path, dict[str, Any], str], folder: Path, tmp_path: Path
+) -> None:
+    out, _, _ = converted
+    with pytest.raises(ValueError, match="patched already"):
+        convert(convert_settings(out / "model", folder / "task", tmp_path / "out"), console=quiet())
+
+
+def test_no_room_on_the_disk_is_told_before_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))
+    with pytest.raises(OSError, match=r"GB free.*run\.keep"):
+        convert(convert_settings(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
