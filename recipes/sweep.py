@@ -2,7 +2,7 @@
 
     python recipes/sweep.py
 
-Needs the package only: no network, no data; about 20 minutes on two cores. An interrupted run goes on where it was.
+Needs the package only: no network, no data; about half an hour on two cores. An interrupted run goes on where it was.
 Writes recipes/results/sweep.json (all checks), sweep.csv (one row each) and sweep.md (tables). Each model type ends as
 `works`, `refused` (with a message that says what would be needed) or `cannot be built tiny`; none may be `wrong`.
 """
