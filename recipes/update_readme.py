@@ -1,7 +1,7 @@
-"""Rewrite the generated parts of README.md: the table of mechanisms, and the demo's results where there are any.
+"""Rewrite the generated parts of README.md and recipes/README.md, from the registry and from recipes/results/.
 
 python recipes/update_readme.py            # needs nothing but the package; under a second
-python recipes/update_readme.py --check    # writes nothing; exit code 1 where README.md is out of date
+python recipes/update_readme.py --check    # writes nothing; exit code 1 where a file is out of date
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
-from hf_linear_attn.evaluation.summary import summarise_report
+from hf_linear_attn.evaluation.summary import change, summarise_report
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DEMO = ROOT / "recipes" / "results" / "demo-minilm"
+RECIPES = ROOT / "recipes" / "README.md"
+RESULTS = ROOT / "recipes" / "results"
+DEMO = RESULTS / "demo-minilm"
 PLOT = "speedup.png"
 #: Sentences of the report to repeat: the best mechanism, and the model without attention for scale.
 FINDINGS = 2
@@ -78,9 +83,96 @@ def replace_part(text: str, name: str, body: str) -> str:
     """The text between `<!-- name:begin -->` and `<!-- name:end -->` replaced by `body`."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"README.md must hold {begin} and {end} once each, in this order.")
+        raise ValueError(f"The file must hold {begin} and {end} once each, in this order.")
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
+
+
+def fidelity_tables(folder: Path = RESULTS / "fidelity") -> str:
+    """One table a checkpoint: every mechanism before and after attention transfer."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        parts.append(_fidelity_table(rows))
+    return "\n\n".join(parts)
+
+
+def _fidelity_table(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    decoder, settings = first["kind"] == "decoder", first["settings"]
+    text = settings["text"]
+    exact = f"; perplexity of the exact model: {first['exact']['perplexity']['perplexity']:.2f}" if decoder else ""
+    lines = [
+        f"**{first['model']}** on {text['source']}: {text['fidelity_tokens']:,} held-out tokens in sequences of up to "
+        f"{settings['sequence_length']}; transfer: {settings['steps']} steps of {settings['batch_size']} sequences, "
+        f"seed {settings['seed']}{exact}.",
+        "",
+        _row(["mechanism", "KL, nats", "output error", "final cosine", "perplexity" if decoder else "sentence cosine"]),
+        _row(["---"] * 5),
+    ]
+
+    def cells(row: dict[str, Any], read: Callable[[dict[str, Any]], float | None], digits: int) -> str:
+        after = None if row["trained"] is None else read(row["trained"])
+        return change(read(row["untrained"]), after, digits)
+
+    def task(quality: dict[str, Any]) -> float:
+        return quality["perplexity"]["perplexity"] if decoder else quality["sentences"]["cosine"]
+
+    for row in sorted(rows, key=lambda row: row["mechanism"]):
+        lines.append(
+            _row(
+                [
+                    f"`{row['mechanism']}`",
+                    cells(row, lambda quality: quality["kl"], 2),
+                    cells(row, lambda quality: quality["output_error"], 2),
+                    cells(row, lambda quality: quality["final_cosine"], 3),
+                    cells(row, task, 2 if decoder else 3),
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def glue_table(path: Path = RESULTS / "glue.json") -> str | None:
+    """Mechanisms by tasks: the metric (mean over seeds), and the share of the control's that is recovered."""
+    if not path.is_file():
+        return None
+    held = json.loads(path.read_text(encoding="utf-8"))
+    rows = held["rows"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    kinds = list(dict.fromkeys((row["mechanism"], row["variant"]) for row in rows))
+    found = {
+        (*kind, task): [
+            row["distilled"][row["metric"]]
+            for row in rows
+            if (row["mechanism"], row["variant"], row["task"]) == (*kind, task)
+        ]
+        for kind in kinds
+        for task in tasks
+    }
+    control = ("softmax", "distilled")
+    metrics = {row["task"]: row["metric"] for row in rows}
+    lines = [
+        _row(["mechanism", "", *(f"{task}, {metrics[task]}" for task in tasks), "recovered"]),
+        _row(["---", "---", *("---:" for _ in tasks), "---:"]),
+    ]
+    for kind in kinds:
+        scores = [found[(*kind, task)] for task in tasks]
+        shares = [
+            statistics.mean(own) / statistics.mean(found[(*control, task)])
+            for own, task in zip(scores, tasks, strict=True)
+            if own and found[(*control, task)]
+        ]
+        recovered = f"{100 * statistics.mean(shares):.1f} %" if len(shares) == len(tasks) else "–"
+        lines.append(_row([f"`{kind[0]}`", kind[1], *(_spread(score) for score in scores), recovered]))
+    return "\n".join(lines)
+
+
+def _spread(scores: list[float]) -> str:
+    if not scores:
+        return "–"
+    text = f"{100 * statistics.mean(scores):.1f}"
+    return text if len(scores) == 1 else f"{text} ± {100 * statistics.stdev(scores):.1f}"
 
 
 def updated(text: str) -> str:
@@ -88,6 +180,13 @@ def updated(text: str) -> str:
     text = replace_part(text, "mechanisms", mechanisms_table())
     results = demo_results()
     return text if results is None else replace_part(text, "demo", results)
+
+
+def updated_recipes(text: str) -> str:
+    """recipes/README.md as it should be."""
+    text = replace_part(text, "fidelity", fidelity_tables())
+    table = glue_table()
+    return text if table is None else replace_part(text, "glue", table)
 
 
 def _linked(paper: str) -> str:
@@ -98,14 +197,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where README.md is stale")
     check = parser.parse_args().check
-    before = README.read_text(encoding="utf-8")
-    after = updated(before)
-    if before == after:
-        return 0
-    if check:
-        sys.stderr.write("README.md is out of date: run python recipes/update_readme.py\n")
+    stale = []
+    for path, update in ((README, updated), (RECIPES, updated_recipes)):
+        before = path.read_text(encoding="utf-8")
+        after = update(before)
+        if before == after:
+            continue
+        stale.append(path.relative_to(ROOT).as_posix())
+        if not check:
+            path.write_text(after, encoding="utf-8")
+    if check and stale:
+        sys.stderr.write(f"Out of date: {', '.join(stale)}. Run python recipes/update_readme.py\n")
         return 1
-    README.write_text(after, encoding="utf-8")
     return 0
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from hf_linear_attn.cli import build_parser
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
+
+from .helpers import entries, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -74,15 +78,34 @@ def test_python_runs_and_prints_what_it_says(
             assert printed.getvalue().rstrip() == following.body.rstrip()
 
 
-def test_generated_parts_are_up_to_date() -> None:
+def update_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("update_readme", ROOT / "recipes" / "update_readme.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    script = update_script()
     assert script.updated(TEXT) == TEXT, "run python recipes/update_readme.py"
+    recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert script.updated_recipes(recipes) == recipes, "run python recipes/update_readme.py"
     with pytest.raises(ValueError, match="once each"):
         script.replace_part("no markers", "demo", "")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes" / "results" / "fidelity").glob("*.json")), ids=lambda path: path.stem
+)
+def test_fidelity_is_known_for_every_mechanism(path: Path) -> None:
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    causal = rows[0]["kind"] == "decoder"
+    known = {entry.name for entry in entries() if serves(entry, causal)}
+    assert {row["mechanism"] for row in rows} == known
+    for row in rows:
+        assert (row["trained"] is not None) is ATTENTIONS.get(row["mechanism"]).learned
 
 
 def test_ci_finds_its_commands() -> None:
