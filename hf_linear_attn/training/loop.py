@@ -162,7 +162,7 @@ class Loop:
     def _backward(self, group: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Gradients of the loss over all targets of the step, on all processes, however they are spread; its parts."""
         accelerator = self.accelerator
-        counted = torch.stack([self.objective.heads.count(batch["labels"]) for batch in group]).sum()
+        counted = torch.stack([self.objective.heads.row_counts(batch["labels"]).sum() for batch in group]).sum()
         # DDP averages the gradients of the processes: the mean over all targets needs a sum.
         total = float(accelerator.reduce(counted, "sum")) / accelerator.num_processes
         parts: dict[str, float] = {}
@@ -221,7 +221,9 @@ class Loop:
         step = self.progress.step
         self.reporter.update(step, f"loss {parts['loss']:.4f}, {speed:,.0f} tokens/s")
         if step % REPORT_EVERY == 0 or step in (1, self.steps):
-            values = {f"train/{name}": value for name, value in parts.items()}
+            held = torch.tensor(list(parts.values()), device=self.accelerator.device)
+            means = self.accelerator.reduce(held, "mean").tolist()  # each process has seen its own part of the batch
+            values = {f"train/{name}": value for name, value in zip(parts, means, strict=True)}
             rate = self.optimizer.param_groups[0]["lr"]
             self.accelerator.log({"stage": self.name, **values, "lr": rate, "tokens_per_second": speed}, step=step)
 

@@ -30,8 +30,8 @@ class Heads(Protocol):
     def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The logits `[N, C]` at the places that are predicted, and their targets `[N]`."""
 
-    def count(self, labels: Tensor) -> Tensor:
-        """N of these labels, an integer scalar."""
+    def row_counts(self, labels: Tensor) -> Tensor:
+        """How many of the N are of each row of the batch, `[B]`."""
 
     regression: bool
 
@@ -59,7 +59,8 @@ class TaskObjective:
 
 
 class DistillObjective:
-    """`a·T²·KL(p_T ‖ q_T) + b·task + c·Σ_l ‖h_l - h'_l‖² / ‖h'_l‖² / layers`, summed over targets.
+    """`a·T²·KL(p_T ‖ q_T) + b·task + c·Σ_l ‖h_l - h'_l‖² / ‖h'_l‖² / layers`, summed over targets
+    (the last term: over rows, each with its number of targets).
 
     p_T, q_T: outputs of teacher and student at temperature T (for scores: their squared difference); h, h': hidden
     states of student and teacher after every layer, over real tokens (the trajectory that guides Linformer-like
@@ -92,8 +93,9 @@ class DistillObjective:
             total = total + settings.logits * parts["logits"]
         if trajectory:
             mask = inputs.get("attention_mask")
-            error = hidden_loss(output.hidden_states, guide.hidden_states, mask)
-            parts["hidden"] = error * targets.shape[0]
+            errors = hidden_loss(output.hidden_states, guide.hidden_states, mask)
+            # By row, so that the sum over a batch does not depend on how its rows are spread over processes.
+            parts["hidden"] = (errors * self.heads.row_counts(labels)).sum()
             total = total + settings.hidden * parts["hidden"]
         return Sums(total, {name: part.detach() for name, part in parts.items()})
 
@@ -120,7 +122,7 @@ def logits_loss(rows: Tensor, wanted: Tensor, temperature: float, regression: bo
 
 
 def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Mean over layers of `‖h - h'‖² / ‖h'‖²` over real tokens; the embeddings, which both share, are left out."""
+    """`‖h - h'‖² / ‖h'‖²` over the real tokens of each row, mean over layers: `[B]`. The embeddings are left out."""
     errors = []
     for own, wanted in zip(student[1:], teacher[1:], strict=True):
         own, wanted = own.float(), wanted.float()
@@ -128,5 +130,5 @@ def hidden_loss(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], mask: 
         if mask is not None:
             real = mask.bool()
             difference, norm = difference.masked_fill(~real, 0.0), norm.masked_fill(~real, 0.0)
-        errors.append(difference.sum() / norm.sum().clamp_min(1e-12))
-    return torch.stack(errors).mean()
+        errors.append(difference.sum(-1) / norm.sum(-1).clamp_min(1e-12))
+    return torch.stack(errors).mean(0)

@@ -45,8 +45,8 @@ class Problem:
         """The logits `[N, C]` at the places that are predicted, and their targets `[N]`."""
         raise NotImplementedError
 
-    def count(self, labels: Tensor) -> Tensor:
-        """N of these labels."""
+    def row_counts(self, labels: Tensor) -> Tensor:
+        """How many of the N are of each row of the batch, `[B]`."""
         raise NotImplementedError
 
     def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -114,8 +114,8 @@ class Classification(Problem):
     def predicted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits, labels
 
-    def count(self, labels: Tensor) -> Tensor:
-        return torch.tensor(labels.shape[0], device=labels.device)
+    def row_counts(self, labels: Tensor) -> Tensor:
+        return torch.ones(labels.shape[0], dtype=torch.long, device=labels.device)
 
     def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
         from ..data.collate import collate_padded
@@ -169,12 +169,11 @@ class LanguageModel(Problem):
 
     def _row_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and number of targets of each row."""
-        losses, counts = [], []
+        losses = []
         for row, wanted in zip(logits, labels, strict=True):
             scores, targets = self.predicted(row[None], wanted[None])
             losses.append(nn.functional.cross_entropy(scores.float(), targets, reduction="sum"))
-            counts.append(self.count(wanted[None]))
-        return torch.stack(losses), torch.stack(counts)
+        return torch.stack(losses), self.row_counts(labels)
 
 
 class CausalLM(LanguageModel):
@@ -187,8 +186,8 @@ class CausalLM(LanguageModel):
         kept = wanted != -100
         return logits[:, :-1][kept], wanted[kept]
 
-    def count(self, labels: Tensor) -> Tensor:
-        return (labels[:, 1:] != -100).sum()
+    def row_counts(self, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum(1)
 
     def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
         from ..data.collate import collate_padded
@@ -207,8 +206,8 @@ class MaskedLM(LanguageModel):
         kept = labels != -100
         return logits[kept], labels[kept]
 
-    def count(self, labels: Tensor) -> Tensor:
-        return (labels != -100).sum()
+    def row_counts(self, labels: Tensor) -> Tensor:
+        return (labels != -100).sum(1)
 
     def collate(self, rows: list[Any], generator: torch.Generator) -> dict[str, Tensor]:
         from ..data.collate import collate_padded, mask_tokens

@@ -55,8 +55,8 @@ def transfer_attention(
     held_out: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
     patience: int | None = None,
-    branch_first: float = 0.3,
-    window_dropout: float = 0.1,
+    branch_first: float = 0.0,
+    window_dropout: float = 0.0,
     progress: Progress | None = None,
 ) -> TransferResult:
     """Train the learned parts of a patched model, in place, to mimic exact attention. Nothing else changes.
@@ -64,8 +64,9 @@ def transfer_attention(
     Losses per layer, averaged over heads and real tokens:
         weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Hedgehog's loss)
         outputs: `‖o_i - ô_i‖² / mean ‖o‖²`
-    A hybrid trains its linear branch by itself first (over the keys outside the window), then the mixture and the
-    branch together, with the window dropped from some steps: else the window would do all the work. `loss="auto"` takes
+    A hybrid adds the loss of its linear branch by itself (over the keys outside the window): else the window would do
+    all the work. With `branch_first` that branch is trained alone at the beginning, with `window_dropout` in some later
+    steps (LoLCATs' two phases); beside the joint loss neither helped where it was measured. `loss="auto"` takes
     weights where the mechanism's weights are a distribution and the input has at most `MAX_WEIGHTS_LENGTH` tokens,
     outputs otherwise. In a distributed run every process passes its own batches; gradients are averaged.
 
@@ -241,7 +242,8 @@ def weights_loss(call: AttentionCall, rows: Tensor | None = None, *, branch_only
         target = exact * outside
         mass = target.sum(dim=-1, keepdim=True)
         target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
-    total = _kl(target, inside, rows & outside.any(dim=-1).expand_as(mass[..., 0]))
+    # Where no key lies outside of the window there is nothing to match: these rows count with a divergence of zero.
+    total = _kl(target, inside, rows)
     return total if branch_only else total + _kl(exact, call.linear_weights(), rows)
 
 

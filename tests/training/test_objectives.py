@@ -33,8 +33,8 @@ class Rows:
     def predicted(self, logits, labels):
         return logits, labels
 
-    def count(self, labels):
-        return torch.tensor(labels.shape[0])
+    def row_counts(self, labels):
+        return torch.ones(labels.shape[0], dtype=torch.long)
 
 
 class Tokens:
@@ -46,8 +46,8 @@ class Tokens:
         kept = labels != -100
         return logits[kept], labels[kept]
 
-    def count(self, labels):
-        return (labels != -100).sum()
+    def row_counts(self, labels):
+        return (labels != -100).sum(1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -74,17 +74,19 @@ def divergence_of(rows, wanted, temperature):
 
 
 def hidden_of(student, teacher, mask):
-    """Layers x rows x tokens x width, as nested lists."""
+    """Layers x rows x tokens x width, as nested lists; one error a row."""
     errors = []
-    for own, wanted in zip(student[1:], teacher[1:], strict=True):
-        difference = norm = 0.0
-        for b, row in enumerate(mask):
+    for b, row in enumerate(mask):
+        layers = []
+        for own, wanted in zip(student[1:], teacher[1:], strict=True):
+            difference = norm = 0.0
             for t, real in enumerate(row):
                 if real:
                     difference += sum((x - y) ** 2 for x, y in zip(own[b][t], wanted[b][t], strict=True))
                     norm += sum(y**2 for y in wanted[b][t])
-        errors.append(difference / norm)
-    return sum(errors) / len(errors)
+            layers.append(difference / norm)
+        errors.append(sum(layers) / len(layers))
+    return errors
 
 
 def lists(tensor):
@@ -92,7 +94,8 @@ def lists(tensor):
 
 
 def close(actual, expected):
-    assert_close(actual.detach().reshape(1), torch.tensor([expected], dtype=torch.float64))
+    expected = expected if isinstance(expected, list) else [expected]
+    assert_close(actual.detach().reshape(-1), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_cross_entropy():
@@ -138,10 +141,11 @@ def test_hidden_states(dtype):
     given = [[lists(layer) for layer in side] for side in (student, teacher)]
     found = hidden_loss(student, teacher, mask)
     assert found.dtype == torch.float32
+    assert found.shape == (2,)
     close(found, hidden_of(*given, mask.tolist()))
     close(hidden_loss(student, teacher, mask.bool()), hidden_of(*given, mask.tolist()))
     close(hidden_loss(student, teacher, None), hidden_of(*given, [[1] * 4] * 2))
-    assert hidden_loss(student, student, mask) == 0
+    assert not hidden_loss(student, student, mask).any()
     # The embeddings, and whatever padding holds, do not count.
     changed = (student[0] + 1, *(layer.clone() for layer in student[1:]))
     changed[2][0, 3], changed[2][1, 0] = float("inf"), float("nan")
@@ -232,7 +236,10 @@ def test_distillation_is_its_definition(kind):
     else:
         expected = {"task": cross_entropy_of(rows, targets), "logits": divergence_of(rows, wanted, 3.0)}
     states = [[lists(layer) for layer in side.hidden_states] for side in (own, guide)]
-    expected["hidden"] = hidden_of(*states, batch["attention_mask"].tolist()) * len(targets)
+    errors = hidden_of(*states, batch["attention_mask"].tolist())
+    expected["hidden"] = sum(
+        error * int(count) for error, count in zip(errors, heads.row_counts(batch["labels"]), strict=True)
+    )
     assert sums.parts.keys() == expected.keys()
     for name, value in expected.items():
         close(sums.parts[name], value)

@@ -1,0 +1,157 @@
+"""Attention transfer: what it trains, what it leaves, and that its blocks add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.attention import AttentionCall, attention_modules, observe_attention
+from hf_linear_attn.training import transfer
+from hf_linear_attn.training.transfer import _branch_steps, _Run, transfer_attention, weights_loss
+
+from ..helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
+
+LENGTHS = (17, 9, 13)
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = torch.tensor([[1] * length + [0] * (max(LENGTHS) - length) for length in LENGTHS])
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def model_of(name: str, family: Family) -> PreTrainedModel:
+    options: dict[str, Any] = {"window_size": 4} if name == "window" else {}
+    return hla.patch_model(family.build(), name, **options)
+
+
+def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Losses of the layers, and the gradients of the learned parts, of one step."""
+    learned = [held for name, held in model.named_parameters() if ".linear_attention." in name]
+    for parameter in learned:
+        parameter.grad = None
+    losses = _Run(model, "auto", frozenset()).losses(batch(), step=1)
+    return losses, [parameter.grad.clone() for parameter in learned if parameter.grad is not None]
+
+
+CASES = [("hedgehog", BERT), ("hedgehog", GPT2), ("t2r", LLAMA), ("window", BERT), ("window", GPT2), ("gla", GPT2)]
+
+
+@pytest.mark.parametrize(("name", "family"), CASES, ids=lambda case: str(case))
+def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients do not depend on the size of the blocks in which they are computed."""
+    model = model_of(name, family)
+    whole, expected = gradients(model)
+    seen: list[int] = []
+    original = AttentionCall.linear_weights
+
+    def weights(call: AttentionCall) -> torch.Tensor:
+        found = original(call)
+        seen.append(found.numel())
+        return found
+
+    monkeypatch.setattr(AttentionCall, "linear_weights", weights)
+    for entries in (1, 300, 2000):
+        monkeypatch.setattr(transfer, "BLOCK_ENTRIES", entries)
+        seen.clear()
+        losses, found = gradients(model)
+        torch.testing.assert_close(losses, whole, rtol=1e-5, atol=1e-6)
+        assert len(found) == len(expected)
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+        separable = next(attention_modules(model)).linear_attention.separable_queries(family.causal)
+        smallest = 4 * max(LENGTHS) * (1 if separable else max(LENGTHS))  # one row: a query, or all queries; 4 heads
+        assert max(seen) <= max(entries, smallest)
+
+
+def test_the_loss_is_the_mean_divergence() -> None:
+    model = model_of("hedgehog", BERT)
+    losses, _ = gradients(model)
+    expected = []
+
+    def observe(call: AttentionCall) -> None:
+        total, rows = 0.0, 0
+        exact, linear = call.exact_weights().double(), call.linear_weights().double()
+        for row, length in enumerate(LENGTHS):
+            p, w = exact[row, :, :length, :length], linear[row, :, :length, :length]
+            total += float((p * (p / w).log()).sum())
+            rows += p.shape[0] * length
+        expected.append(total / rows)
+
+    with torch.no_grad(), observe_attention(model, observe):
+        model(**batch())
+    assert losses.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "family"), [*CASES, ("linformer", BERT)], ids=lambda case: str(case))
+def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family) -> None:
+    model = model_of(name, family).train()
+    model.get_input_embeddings().requires_grad_(False)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    required = {key: held.requires_grad for key, held in model.named_parameters()}
+    done = transfer_attention(model, [batch()], steps=15)
+    assert done.losses[-1] < done.losses[0]
+    assert model.training
+    assert {key: held.requires_grad for key, held in model.named_parameters()} == required
+    assert all(held.grad is None for held in model.parameters())
+    changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert changed
+    assert all(".linear_attention." in key for key in changed)
+
+
+def test_the_best_step_is_kept_and_patience_ends_it() -> None:
+    model = model_of("hedgehog", BERT)
+    done = transfer_attention(model, [batch()], steps=60, lr=3.0, held_out=[batch(1)], evaluate_every=2, patience=3)
+    assert done.steps < 60
+    scores = dict(done.held_out)
+    assert done.best_step == min(scores, key=lambda step: scores[step])
+    again = float(_Run(model, "auto", frozenset()).losses(batch(1)).mean())
+    assert again == pytest.approx(scores[done.best_step], rel=1e-5)
+
+
+def test_the_branch_can_go_first_and_again() -> None:
+    model = model_of("window", GPT2)
+    calls: list[bool] = []
+
+    def watched(call: AttentionCall, rows: Any = None, *, branch_only: bool = False) -> torch.Tensor:
+        calls.append(branch_only)
+        return weights_loss(call, rows, branch_only=branch_only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "weights_loss", watched)
+        transfer_attention(model, [batch()], steps=10, branch_first=0.4)
+    layers = 2
+    assert calls == [True] * (4 * layers) + [False] * (6 * layers)
+    assert _branch_steps(10, 0.0, 0.0) == frozenset()
+    dropped = _branch_steps(1000, 0.0, 0.25)
+    assert 200 < len(dropped) < 300
+    assert dropped == _branch_steps(1000, 0.0, 0.25)
+
+
+def test_the_branch_loss_leaves_the_mixture_alone() -> None:
+    model = model_of("window", GPT2)
+    run = _Run(model, "auto", frozenset({1}))
+    run.losses(batch(), step=1)
+    for module in attention_modules(model):
+        assert module.linear_attention.log_mix.grad is None
+        assert any(held.grad is not None for held in module.linear_attention.feature_map.parameters())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, True, "half"])
+@pytest.mark.parametrize("name", ["branch_first", "window_dropout"])
+def test_bad_shares_are_named(name: str, share: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must lie in \[0, 1\)"):
+        transfer_attention(model_of("window", GPT2), [batch()], **{name: share})
+
+
+def test_a_loss_that_is_no_number_puts_everything_back() -> None:
+    model = model_of("hedgehog", BERT)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(FloatingPointError, match="Lower lr"):
+        transfer_attention(model, [batch()], steps=30, lr=1e38)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -1,0 +1,111 @@
+"""Two processes on a CPU (gloo): the losses and metrics of one process with the same global batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_linear_attn.training.settings import as_mapping
+
+from .made_up import convert_settings, save_encoder, save_task
+from .test_convert import lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(settings: Path, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A run through torchrun (accelerate's own launcher starts several processes on CPUs through MPI only)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--master_port", str(port), "-m", "hf_linear_attn", "convert", "--config", str(settings), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+
+
+def settings_file(folder: Path, name: str, **changes: Any) -> Path:
+    settings = convert_settings(folder / "encoder", folder / "task", folder / name, **changes)
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(as_mapping(settings)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process with batches of 8, and two with 4 each. 27 validation rows fill no whole number of batches."""
+    place = tmp_path_factory.mktemp("processes")
+    save_encoder(place / "encoder", hidden_dropout_prob=0.0)
+    save_task(place / "task", validation=27)
+    for name, batch, processes in (("one", 8, 1), ("two", 4, 2)):
+        sizes = {f"{stage}__batch_size": batch for stage in ("teacher", "transfer", "distill")}
+        path = settings_file(place, name, run__evaluation_batch_size=5, teacher__lr=3e-4, distill__lr=3e-4, **sizes)
+        done = start(path, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return place
+
+
+def results(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name / "results.json").read_text(encoding="utf-8"))
+
+
+def test_two_processes_were_used(folder: Path) -> None:
+    assert [results(folder, name)["processes"] for name in ("one", "two")] == [1, 2]
+
+
+@pytest.mark.parametrize("stage", ["teacher", "distill"])
+def test_losses_are_those_of_one_process(stage: str, folder: Path) -> None:
+    one, two = (
+        [line["train/loss"] for line in lines(folder / name, stage) if "train/loss" in line] for name in ("one", "two")
+    )
+    assert len(one) >= 2
+    # The students begin from attention transfers that differ a little (see below).
+    assert two == pytest.approx(one, rel=1e-4 if stage == "teacher" else 2e-3)
+
+
+def test_transfer_goes_the_same_way(folder: Path) -> None:
+    """Looser: the teachers differ by rounding, which Adam makes more of, and a mean of means is not quite the mean."""
+    one, two = (results(folder, name)["stages"]["transfer"]["held_out"] for name in ("one", "two"))
+    assert [step for step, _ in two] == [step for step, _ in one]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=0.1)
+    assert two[-1][1] < 0.9 * two[0][1]
+
+
+@pytest.mark.parametrize("stage", ["teacher", "patched", "transferred", "distilled"])
+def test_every_validation_row_counts_once(stage: str, folder: Path) -> None:
+    """An accuracy over 27 rows is a multiple of 1/27, whatever the processes and the last batch."""
+    one, two = (results(folder, name)["stages"][stage]["accuracy"] for name in ("one", "two"))
+    assert two * 27 == pytest.approx(round(two * 27), abs=1e-6)
+    assert two == pytest.approx(one, abs=1.01 / 27)
+
+
+def test_both_processes_save_and_resume_together(folder: Path) -> None:
+    """The checkpoint of the last distillation step but one is all that is left; the resumed run ends where it did."""
+    import shutil
+
+    before = (folder / "two" / "model" / "model.safetensors").read_bytes()
+    state_path = folder / "two" / "state.json"
+    state = json.loads(state_path.read_text(encoding="utf-8"))
+    for stage in ("distill", "distilled"):
+        del state[stage]
+    state_path.write_text(json.dumps(state), encoding="utf-8")
+    shutil.rmtree(folder / "two" / "model")
+    done = start(folder / "two.yaml", 2, "--run.resume", "true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "distill: goes on after step 4 of 6" in done.stderr
+    assert (folder / "two" / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_a_mistake_is_told_and_ends_all_processes(folder: Path) -> None:
+    path = settings_file(folder, "bad", model__attention="hedgehogs")
+    done = start(path, 2)
+    assert done.returncode != 0
+    assert "Did you mean 'hedgehog'" in done.stderr
