@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import output_capturing
 
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from ..ops.common import State
 from .cache import LinearStateLayer, adopt, refuse_static, take_layer
-from .mask import exact_mask, full_mask_to_bool, linear_attention_mask
+from .discovery import self_attention
+from .exact import observed_masks, run_exact, weights_wanted
+from .mask import full_mask_to_bool, linear_attention_mask
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +116,11 @@ def linear_attention_forward(
     mechanism = getattr(module, SUBMODULE, None)
     observer = getattr(module, OBSERVER, None)
     if mechanism is None or observer is not None:
-        out, weights = _exact(
+        out, weights = run_exact(
             module, exact, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
         )
-        if mechanism is not None and observer is not None:
-            padding, allowed = _observed_masks(attention_mask, query, key, causal)
+        if mechanism is not None and observer is not None and observer is not _ignore:
+            padding, allowed = observed_masks(attention_mask, query, key, causal)
             observer(
                 AttentionCall(
                     module, mechanism, query, key, value, padding, allowed, scaling, causal, out.transpose(1, 2)
@@ -146,7 +145,7 @@ def _linear(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     layer = take_layer()
-    wanted = _weights_wanted(kwargs)
+    wanted = weights_wanted(kwargs)
     if mask is not None and mask.dim() == 4:
         if layer is not None and layer.tokens:
             raise NotImplementedError(
@@ -242,15 +241,6 @@ def _label(module: nn.Module) -> str:
     return f"{type(module).__name__} ({name})" if name else type(module).__name__
 
 
-def _weights_wanted(kwargs: dict[str, Any]) -> bool:
-    """Whether the caller asked for `output_attentions`."""
-    if kwargs.get("output_attentions"):
-        return True
-    collector = output_capturing._active_collector
-    active = collector.global_var if torch.compiler.is_compiling() else collector.get()
-    return active is not None and any("attentions" in name for name in active)
-
-
 _warned: set[str] = set()
 
 
@@ -261,76 +251,6 @@ def _warn_quadratic() -> None:
             "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
             "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
         )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Exact layers
-
-
-def _exact(
-    module: nn.Module,
-    implementation: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float,
-    causal: bool,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Run the model's former implementation, with the mask in the form that it expects."""
-    length, keys = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 4:
-        full: Tensor | None = mask
-    elif implementation.startswith("flash"):
-        full = mask
-    elif mask is None and causal and length == keys and implementation != "eager":
-        full = None
-    else:
-        full = exact_mask(None if mask is None else mask[:, :keys], length, keys, causal, query.device)
-    if implementation == "eager":
-        if full is not None and full.dtype == torch.bool:
-            blocked = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
-            full = blocked.masked_fill(~full, torch.finfo(query.dtype).min)
-        function: Any = eager_function(module)
-    else:
-        function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if is_causal is None and full is None and causal != getattr(module, "is_causal", True):
-        is_causal = causal  # the exact function would go by the module's flag
-    if is_causal is not None and implementation != "eager":
-        kwargs = {**kwargs, "is_causal": is_causal}
-    out, weights = function(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
-    if weights is None and _weights_wanted(kwargs):
-        allowed = exact_mask(mask, length, keys, causal, query.device) if mask is None or mask.dim() == 2 else full
-        if allowed is None:
-            allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-        weights = softmax_weights(query, key, full_mask_to_bool(allowed), scaling).to(value.dtype)
-    return out, weights
-
-
-def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The eager attention of the module's own modeling file."""
-    for cls in type(module).__mro__:
-        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
-        if function is not None:
-            return function
-    raise NotImplementedError(
-        f"The modeling file of {type(module).__name__} has no eager_attention_forward. Load the model with "
-        "attn_implementation='sdpa'."
-    )
-
-
-def _observed_masks(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor | None, Tensor]:
-    length, keys = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 4:
-        allowed = full_mask_to_bool(mask)
-        return allowed, allowed
-    allowed_or_none = exact_mask(mask, length, keys, causal, query.device)
-    if allowed_or_none is None:
-        allowed_or_none = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
-    return mask, allowed_or_none
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -351,9 +271,9 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     index = getattr(module, "layer_idx", None)
     if cache is None or index is None:
         return
-    if getattr(module, SUBMODULE, None) is None:
+    if getattr(module, SUBMODULE, None) is None or getattr(module, OBSERVER, None) is not None:
         refuse_static(cache, index)
-    elif getattr(module, OBSERVER, None) is None:
+    else:
         adopt(cache, index).arm()
 
 
@@ -371,19 +291,51 @@ def observe_attention(model: nn.Module, observer: Observer) -> Iterator[None]:
     Every layer then sees the hidden states of the exact model. Attention transfer and the measures of fidelity are
     built on this. The model's caches hold keys and values while it lasts: use new ones.
     """
-    modules = list(attention_modules(model))
+    with _observed(list(attention_modules(model)), observer):
+        yield
+
+
+def exact_attention(model: Any, layers: Iterable[int] | None = None) -> Any:
+    """Context manager: the patched model computes exact attention, as before it was patched.
+
+    Args:
+        model: a patched model.
+        layers: only these self-attention layers (indices as in `patch_model`, negative ones from the end); layers that
+            are not patched are exact anyway. The outputs are bit-equal to those of a model in which only the other
+            layers are patched: nothing has to be built to try another choice. None: all of them.
+
+    Raises:
+        TypeError, ValueError: an index that is no integer, or out of range.
+    """
+    if layers is None:
+        return _observed(list(attention_modules(model)), _ignore)
+    found = self_attention(model)
+    chosen = {_checked_index(index, len(found)) for index in layers}
+    modules = [found[index].module for index in sorted(chosen)]
+    return _observed([module for module in modules if getattr(module, SUBMODULE, None) is not None], _ignore)
+
+
+def _checked_index(index: int, count: int) -> int:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layers must hold integers, got {index!r} ({type(index).__name__}).")
+    if not -count <= index < count:
+        raise ValueError(f"Layer index {index} is out of range: the model has {count} self-attention layers.")
+    return index % count
+
+
+@contextmanager
+def _observed(modules: list[nn.Module], observer: Observer) -> Iterator[None]:
+    before = [getattr(module, OBSERVER, None) for module in modules]
     for module in modules:
         setattr(module, OBSERVER, observer)
     try:
         yield
     finally:
-        for module in modules:
-            delattr(module, OBSERVER)
-
-
-def exact_attention(model: nn.Module) -> Any:
-    """Context manager: the patched model computes exact attention, as before it was patched."""
-    return observe_attention(model, _ignore)
+        for module, held in zip(modules, before, strict=True):
+            if held is None:
+                delattr(module, OBSERVER)
+            else:
+                setattr(module, OBSERVER, held)
 
 
 def _ignore(call: AttentionCall) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from .attention import IMPLEMENTATION, SUBMODULE, attention_modules
+from .attention import IMPLEMENTATION, OBSERVER, SUBMODULE, attention_modules
 from .cache import adopt
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
@@ -102,6 +102,8 @@ class LinearAttentionModelMixin:
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             for module in attention_modules(self):  # type: ignore[arg-type]
+                if getattr(module, OBSERVER, None) is not None:
+                    continue  # it runs exactly for now, and needs keys and values
                 if getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
                     adopt(cache, int(module.layer_idx))  # type: ignore[arg-type]
             if generation_config.is_assistant:

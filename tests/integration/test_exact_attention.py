@@ -1,0 +1,71 @@
+"""`exact_attention(model, layers)`: some layers of a patched model run exactly, as if they had not been patched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.attention import OBSERVER, AttentionCall
+
+from ..helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
+
+
+def part_of(whole: Any, name: str, family: Family, layers: list[int]) -> Any:
+    """A model with only these layers patched, and the parameters of `whole`."""
+    options = hla.patch_report(whole).layers[0].options
+    part = hla.patch_model(family.build(), name, layers=layers, **options)
+    part.load_state_dict({key: held for key, held in whole.state_dict().items() if key in part.state_dict()})
+    return part
+
+
+@torch.no_grad()
+@every_pair()
+def test_bit_equal_to_a_model_with_the_other_layers_patched(name: str, family: Family) -> None:
+    whole, ids = patched(name, family), token_ids(3, 23)
+    mask = torch.ones_like(ids)
+    mask[0, 17:] = 0
+    for linear in (0, 1):
+        part = part_of(whole, name, family, [linear])
+        with hla.exact_attention(whole, [1 - linear]):
+            assert torch.equal(logits(whole, ids), logits(part, ids))
+            assert torch.equal(logits(whole, ids, attention_mask=mask), logits(part, ids, attention_mask=mask))
+    with hla.exact_attention(whole, []):
+        inside = logits(whole, ids)
+    assert torch.equal(inside, logits(whole, ids))
+    with hla.exact_attention(whole, [0, -1]):
+        inside = logits(whole, ids)
+    assert torch.equal(inside, logits(hla.unpatch_model(whole), ids))
+
+
+@torch.no_grad()
+def test_generation_keeps_keys_and_values_where_a_layer_is_exact() -> None:
+    whole = patched("hedgehog", GPT2)
+    part = part_of(whole, "hedgehog", GPT2, [1])
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    with hla.exact_attention(whole, [0]):
+        assert torch.equal(whole.generate(token_ids(), **settings), part.generate(token_ids(), **settings))
+
+
+@torch.no_grad()
+def test_inside_of_an_observation_and_out_again() -> None:
+    model, ids = patched("hedgehog", BERT), token_ids()
+    before, calls = logits(model, ids), []
+    with hla.observe_attention(model, calls.append):
+        with hla.exact_attention(model, [0]):
+            logits(model, ids)
+        assert len(calls) == 1
+        logits(model, ids)
+    assert len(calls) == 3
+    assert all(isinstance(call, AttentionCall) for call in calls)
+    assert not any(hasattr(module, OBSERVER) for module in model.modules())
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_indices_are_checked() -> None:
+    model = patched("elu", BERT)
+    for wrong, error in ((2, ValueError), (-3, ValueError), (True, TypeError), ("0", TypeError)):
+        with pytest.raises(error, match=repr(wrong).strip("'") if error is ValueError else "integers"):
+            hla.exact_attention(model, [wrong])
