@@ -1,7 +1,9 @@
 """Convert an encoder on a GLUE task: fine-tune, attention transfer, distillation, a checkpoint with a card.
 
     python recipes/glue.py --model.source MODEL --data.task sst2 --run.output out
-    accelerate launch recipes/glue.py --config recipes/configs/glue-gpu.yaml --data.task mnli --run.output out
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/glue.py \\
+        --config recipes/configs/glue-gpu.yaml --model.source MODEL --data.task mnli --run.output out
+    torchrun --nproc_per_node 2 recipes/glue.py --model.source MODEL --data.task rte --run.output out
 
 Needs the `train` extra. Without --config the settings are those of `recipes/configs/glue-cpu.yaml`. MODEL is any
 encoder, fine-tuned or not (`--teacher.epochs 0` for one that is). GLUE comes from the Hub, or from `--data.folder`.

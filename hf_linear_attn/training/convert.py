@@ -21,10 +21,10 @@ from ..patching import is_patched, patch_model, patch_report
 from ..registry import ATTENTIONS
 from .card import model_card, results_table
 from .loop import Progress
-from .models import load_model, load_tokenizer
+from .models import load_model, load_tokenizer, train_tokenizer
 from .objectives import DistillObjective, TaskObjective
 from .options import ConvertSettings, DistillSettings, FinetuneSettings, ModelSettings
-from .problems import Problem, build_problem
+from .problems import Problem, build_problem, own_data
 from .runs import Run
 from .saving import whole_folder, without_shared, write_json
 from .settings import as_mapping
@@ -98,9 +98,25 @@ def convert(settings: ConvertSettings, *, console: Console | None = None) -> dic
 
 
 def _problem(run: Run, settings: FinetuneSettings | ConvertSettings) -> Problem:
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = _tokenizer(run, settings)
     with run.accelerator.main_process_first():
         return build_problem(settings.kind, tokenizer, settings.data, settings.run.seed)
+
+
+def _tokenizer(run: Run, settings: FinetuneSettings | ConvertSettings) -> Any:
+    """The model's tokenizer, or one that is trained on the training text first and kept in the run's folder."""
+    size = settings.model.train_tokenizer
+    if size is None:
+        return load_tokenizer(settings.model)
+    folder = run.folder / "tokenizer"
+    if run.accelerator.is_main_process and not folder.exists():
+        column = settings.data.text[0]
+        rows = own_data(settings.data, settings.run.seed, (column,))["train"]
+        trained = train_tokenizer(iter(rows[column]), size, settings.data.max_length)
+        with whole_folder(folder) as aside:
+            trained.save_pretrained(aside)
+    run.accelerator.wait_for_everyone()
+    return load_tokenizer(ModelSettings(tokenizer=str(folder)))
 
 
 def _patch(model: PreTrainedModel, settings: ModelSettings, seed: int) -> None:

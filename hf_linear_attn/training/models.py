@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,8 @@ def load_tokenizer(model: ModelSettings) -> Any:
         OSError: it cannot be found, with what was tried.
     """
     source = model.tokenizer or model.source
+    if source is None and model.type is not None:
+        raise ValueError("Give model.tokenizer, a folder or a repository, or model.train_tokenizer, a vocabulary size.")
     if source is None:
         raise ValueError("No model: give model.source, a local folder or a repository on the Hub.")
     try:
@@ -40,6 +42,33 @@ def load_tokenizer(model: ModelSettings) -> Any:
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise OSError(f"The tokenizer of {source!r} cannot be loaded ({first}). Give model.tokenizer.") from error
+
+
+def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
+    """A byte-level BPE tokenizer (as GPT-2's; Sennrich et al. 2016, arXiv:1508.07909) trained on texts.
+
+    Its one special token `<|endoftext|>` begins, ends and pads. Any text can be encoded: all 256 bytes are tokens.
+
+    Raises:
+        ValueError: fewer tokens than bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    mark = "<|endoftext|>"
+    if size < 257:
+        raise ValueError(f"model.train_tokenizer must be at least 257 (256 bytes and one mark), got {size!r}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[mark], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=mark, eos_token=mark, pad_token=mark, model_max_length=max_length
+    )
 
 
 def load_model(model: ModelSettings, problem: Problem) -> Loaded:
@@ -54,9 +83,11 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
 
     from ..checkpoints import load_pretrained
 
-    assert model.source is not None
     changes = {**problem.config_changes(), **model.overrides}
     auto: Any = getattr(transformers, problem.auto_class)
+    if model.type is not None:
+        return Loaded(_check_direction(auto.from_config(_fresh_config(model, problem, changes)), problem, model))
+    assert model.source is not None
     try:
         config = AutoConfig.from_pretrained(model.source, revision=model.revision or "main", **changes)
     except (OSError, ValueError) as error:
@@ -76,6 +107,24 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
     if lost:
         raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
     return Loaded(_check_direction(loaded, problem, model), missing)
+
+
+def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any]) -> Any:
+    """The config of a model type, with the tokenizer's vocabulary and special tokens."""
+    if model.source is not None:
+        raise ValueError(f"Give model.type (now {model.type!r}) or model.source (now {model.source!r}), not both.")
+    tokenizer = problem.tokenizer
+    special = {
+        name: getattr(tokenizer, name)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if getattr(tokenizer, name) is not None
+    }
+    try:
+        config = AutoConfig.for_model(model.type)
+    except ValueError as error:
+        raise ValueError(f"model.type: Transformers knows no model type {model.type!r}, such as 'gpt2'.") from error
+    _check_overrides(config, changes, model)
+    return AutoConfig.for_model(model.type, **{"vocab_size": len(tokenizer), **special, **changes})
 
 
 def _check_direction(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> PreTrainedModel:

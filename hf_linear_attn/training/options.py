@@ -44,10 +44,16 @@ class ModelSettings:
     plan: str | None = field(default=None, metadata=about("JSON or YAML file with a mechanism a layer, instead"))
     revision: str | None = field(default=None, metadata=about("branch, tag or commit of a repository on the Hub"))
     from_config: bool = field(default=False, metadata=about("random weights from the config: pretraining"))
+    type: str | None = field(
+        default=None, metadata=about("pretraining without a checkpoint: a model type such as gpt2, llama or bert")
+    )
     overrides: dict[str, Any] = field(
         default_factory=dict, metadata=about("changes to the config, e.g. {hidden_dropout_prob: 0.0, n_layer: 4}")
     )
     tokenizer: str | None = field(default=None, metadata=about("another folder or repository for the tokenizer"))
+    train_tokenizer: int | None = field(
+        default=None, metadata=about("train a byte-level BPE tokenizer of so many tokens on the training text, instead")
+    )
 
 
 @dataclass(frozen=True)

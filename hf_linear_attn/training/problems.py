@@ -256,7 +256,7 @@ def _classification(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
         columns, labels, metrics = task.columns, task.labels, (task.main_metric, *task.metrics)
         label = "label"
     else:
-        loaded, label = _own_data(data, seed, (*data.text, data.label)), data.label
+        loaded, label = own_data(data, seed, (*data.text, data.label)), data.label
         columns, labels = data.text, _label_names(loaded, label)
         metrics = data.metrics or (("accuracy",) if labels is not None else ("pearson", "spearmanr"))
         if labels is not None:
@@ -270,7 +270,7 @@ def _causal(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
     from ..data.encode import encode_blocks
 
     problem = CausalLM(tokenizer, data)
-    loaded = _own_data(data, seed, data.text[:1])
+    loaded = own_data(data, seed, data.text[:1])
     marked = tokenizer.eos_token_id is not None  # without such a token documents are joined as they are
 
     def encode(rows: Any) -> Any:
@@ -286,7 +286,7 @@ def _masked(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
     if tokenizer.mask_token_id is None:
         raise ValueError(f"{type(tokenizer).__name__} has no mask token: masked-lm needs the tokenizer of a masked LM.")
     problem = MaskedLM(tokenizer, data)
-    loaded = _own_data(data, seed, data.text[:1])
+    loaded = own_data(data, seed, data.text[:1])
     _fill(problem, loaded, seed, lambda rows: encode_documents(rows, tokenizer, data.text[0], data.max_length))
     return problem
 
@@ -298,7 +298,7 @@ BUILDERS: dict[str, Callable[[Any, DataSettings, int], Problem]] = {
 }
 
 
-def _own_data(data: DataSettings, seed: int, columns: Sequence[str]) -> Any:
+def own_data(data: DataSettings, seed: int, columns: Sequence[str]) -> Any:
     """The data set with splits `train` and `validation`; a validation split is carved out where there is none."""
     from ..data.sources import carve_validation, check_columns, load_source
 
