@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import LayerConfig, LinearAttentionConfig
     from .evaluation.fidelity import Fidelity, measure_fidelity
     from .integration.attention import AttentionCall, exact_attention, observe_attention
+    from .integration.positions import extend_positions
     from .patching import PatchReport, is_patched, patch_model, patch_report, unpatch_model
     from .registry import list_attentions, register_attention, register_feature_map
     from .training.transfer import TransferResult, transfer_attention
@@ -29,6 +30,7 @@ __all__ = [
     "TransferResult",
     "__version__",
     "exact_attention",
+    "extend_positions",
     "is_patched",
     "list_attentions",
     "load_pretrained",
@@ -50,6 +52,7 @@ _HOMES = {
     "PatchReport": "patching",
     "TransferResult": "training.transfer",
     "exact_attention": "integration.attention",
+    "extend_positions": "integration.positions",
     "is_patched": "patching",
     "list_attentions": "registry",
     "load_pretrained": "checkpoints",

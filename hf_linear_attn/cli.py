@@ -41,6 +41,7 @@ examples:
   hf-linear-attn patch ./bert out --attention favor+ --option num_features=128 --option seed=1
   hf-linear-attn patch ./llama out --attention window --layers 0,1,-1 --dtype bfloat16
   hf-linear-attn patch ./llama out --plan plan.json
+  hf-linear-attn patch ./bert out --attention hedgehog --max-length 4096
 
 plan.json (or plan.yaml) holds one mechanism a layer, for example
   {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 128}}
@@ -210,6 +211,13 @@ def _add_patch_flags(patch: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help=f"option of the mechanism (see `{PROGRAM} list NAME`); the value is JSON, or else text; repeatable",
     )
+    patch.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="longest input in tokens: learned positions are extended to it, and the tokenizer's limit follows; "
+        "mechanisms built for a largest length get it as their option",
+    )
     patch.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: as saved)")
     patch.add_argument(
         "--auto-class",
@@ -349,6 +357,7 @@ def run_patch(arguments: argparse.Namespace) -> int:
     model = checkpoints.load_and_patch(
         arguments.source,
         plan,
+        max_length=arguments.max_length,
         auto_class=arguments.auto_class,
         dtype=arguments.dtype,
         revision=arguments.revision,

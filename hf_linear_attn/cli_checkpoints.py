@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import platform
 import re
 import secrets
@@ -21,7 +22,9 @@ from transformers.utils import logging
 
 from .checkpoints import _model_class
 from .config import LinearAttentionConfig
+from .integration.configs import configs_of
 from .integration.model_class import linear_attention_class
+from .integration.positions import RECORD, position_limit
 from .patching import CONFIG_FIELD, PatchReport, patch_model, patch_report
 from .version import __version__
 
@@ -44,6 +47,9 @@ COMPANION_FILES = (
     "sentence_*_config.json",
     "[0-9]_*/*",
 )
+
+#: Files among them that limit the number of tokens, and under which key.
+TOKEN_LIMITS = (("tokenizer_config.json", "model_max_length"), ("sentence_*_config.json", "max_seq_length"))
 
 REPORTED_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "peft", "numpy", "triton")
 
@@ -104,7 +110,13 @@ def read_config(source: str, revision: str | None = None) -> Any:
 
 
 def load_and_patch(
-    source: str, plan: LinearAttentionConfig, *, auto_class: str | None, dtype: str, revision: str | None
+    source: str,
+    plan: LinearAttentionConfig,
+    *,
+    max_length: int | None = None,
+    auto_class: str | None,
+    dtype: str,
+    revision: str | None,
 ) -> PreTrainedModel:
     """Load a model with the class that its config names, or that of `auto_class`, and patch it.
 
@@ -126,13 +138,13 @@ def load_and_patch(
         )
     cls: Any = _model_class(source, config, auto_class)
     with torch.device("meta"):
-        patch_model(cls(copy.deepcopy(config)), plan)
+        patch_model(cls(copy.deepcopy(config)), plan, max_length=max_length)
     try:
         with _bars_on_terminals():
             model = cls.from_pretrained(source, dtype=dtype, revision=revision or "main")
     except SafetensorError as error:
         raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
-    return patch_model(model, plan)
+    return patch_model(model, plan, max_length=max_length)
 
 
 @contextmanager
@@ -158,6 +170,8 @@ def save(model: PreTrainedModel, source: str, target: str, *, revision: str | No
         with _bars_on_terminals():
             model.save_pretrained(aside)
         _copy_companions(source, aside, revision)
+        if any(hasattr(config, RECORD) for config in configs_of(model)):
+            _raise_token_limits(aside, position_limit(model) or 0)
         check_target(source, target, force=force)  # it may have been filled meanwhile
         _replace(folder, aside)
     finally:
@@ -192,6 +206,16 @@ def _copy_companions(source: str, target: Path, revision: str | None) -> None:
             if path.is_file() and not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+
+
+def _raise_token_limits(folder: Path, max_length: int) -> None:
+    """Let the tokenizer (and sentence-transformers) keep as many tokens as the extended positions take."""
+    for pattern, name in TOKEN_LIMITS:
+        for path in sorted(folder.glob(pattern)):
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(settings.get(name), int) and settings[name] < max_length:
+                settings[name] = max_length
+                path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def inspect_checkpoint(source: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,22 @@ class LinearAttentionConfig:
             resolved.append(found)
         return resolved
 
+    def has_option(self, name: str) -> bool:
+        """Whether a mechanism of the plan has an option of this name."""
+        default = () if self.default is None else (self.default,)
+        return any(_has_option(layer, name) for layer in (*self.layers.values(), *default))
+
+    def with_default(self, name: str, value: Any) -> LinearAttentionConfig:
+        """The plan with a value for an option, wherever a mechanism has that option and none is given (or None)."""
+
+        def chosen(layer: LayerConfig) -> LayerConfig:
+            if not _has_option(layer, name) or layer.options.get(name) is not None:
+                return layer
+            return LayerConfig(layer.attention, {**layer.options, name: value})
+
+        default = None if self.default is None else chosen(self.default)
+        return LinearAttentionConfig(default, {key: chosen(layer) for key, layer in self.layers.items()})
+
     def to_dict(self) -> dict[str, Any]:
         """The saved form (JSON)."""
         return {
@@ -231,6 +247,10 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
             raise ValueError(f"{str(key)!r} is named twice.")
         held[str(key)] = value
     return held
+
+
+def _has_option(layer: LayerConfig, name: str) -> bool:
+    return any(option.name == name for option in fields(ATTENTIONS.get(layer.attention).options))
 
 
 def _layer_dict(layer: LayerConfig) -> dict[str, Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from . import feature_maps, mechanisms  # noqa: F401  (their import fills the registries)
 from .config import LayerConfig, LinearAttentionConfig
 from .integration import attention
 from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, SUBMODULE, before_attention
+from .integration.configs import configs_of, own_configs
 from .integration.discovery import (
     AttentionLayer,
     attention_shape,
@@ -23,6 +23,15 @@ from .integration.discovery import (
     self_attention,
 )
 from .integration.model_class import AUTO_MAP_MARK, auto_map, base_class, linear_attention_class
+from .integration.positions import (
+    RECORD,
+    PositionChange,
+    check_max_length,
+    plan_extension,
+    plan_restoration,
+    position_limit,
+    remedy,
+)
 from .mechanisms.base import LinearAttention
 from .mechanisms.softmax import EXACT as SOFTMAX
 from .registry import ATTENTIONS, AttentionEntry, build_options
@@ -45,6 +54,7 @@ def patch_model(
     attention: str | Mapping[str, Any] | LinearAttentionConfig = "hedgehog",
     *,
     layers: Sequence[int] | None = None,
+    max_length: int | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Replace self-attention by a linear-time mechanism, in place, and return the model.
@@ -60,11 +70,15 @@ def patch_model(
             indices, module names or patterns on them), or a `LinearAttentionConfig`.
         layers: with a name, the indices of the self-attention layers to patch (all by default; negative ones count
             from the end).
+        max_length: the longest input in tokens. Learned positions are extended to it as `extend_positions` does
+            (`how="tile"`; `unpatch_model` takes the new ones away again), and mechanisms that are built for a largest
+            length (Linformer, cosFormer) get it as their option `max_length` where they have none of their own.
         options: with a name, the mechanism's options, e.g. `num_features=256, seed=0`.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a value has the wrong type.
-        ValueError: unknown mechanism or option, layer out of range, nothing to patch, already patched.
+        ValueError: unknown mechanism or option, layer out of range, nothing to patch, already patched, a `max_length`
+            that would change nothing.
         NotImplementedError: the architecture, a layer, or the direction cannot be served. Nothing is changed then.
     """
     check_model(model)
@@ -73,20 +87,28 @@ def patch_model(
             f"This {type(model).__name__} is already patched ({_summary(model)}). Call unpatch_model(model) first."
         )
     config = LinearAttentionConfig.parse(attention, layers, options)
+    longest, positions = longest_input(model), PositionChange()
+    if max_length is not None:
+        positions = _positions(model, config, max_length)
+        config = config.with_default("max_length", max_length)
+        longest = None if longest is None else longest + positions.added
     planned = _plan(model, config)
-    built = [(layer, settings, _build(model, layer, index, settings)) for index, layer, settings in planned]
-    _apply(model, [(layer, module) for layer, _, module in built], _resolved(built, planned), auto_map(model))
+    built = [(layer, settings, _build(model, layer, index, settings, longest)) for index, layer, settings in planned]
+    modules = [(layer, module) for layer, _, module in built]
+    _apply(model, modules, _resolved(built, planned), auto_map(model), positions)
     return model
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """Take linear attention out again, in place: outputs are bit-equal to those before `patch_model`.
 
-    The learned parts are dropped. Raises a ValueError if the model is not patched.
+    The learned parts are dropped, and so are positions that `patch_model(…, max_length=)` has added. Raises a
+    ValueError if the model is not patched.
     """
     check_model(model)
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched.")
+    positions = plan_restoration(model)
     implementations = {}
     for module in model.modules():
         implementation = getattr(module, EXACT, None)
@@ -99,9 +121,11 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         for mark in (NAME, CAUSAL):
             vars(module).pop(mark, None)
         _remove_hook(module)
-    for config in _configs(model):
+    positions.apply()
+    for config in configs_of(model):
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = implementations.get(id(config), _any(implementations))
+        vars(config).pop(RECORD, None)
     for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
         if name in vars(model.config):
             delattr(model.config, name)
@@ -186,9 +210,25 @@ def _check_direction(entry: AttentionEntry, layer: AttentionLayer, index: int) -
     )
 
 
-def _build(model: PreTrainedModel, layer: AttentionLayer, index: int, settings: LayerConfig) -> LinearAttention:
+def _positions(model: PreTrainedModel, config: LinearAttentionConfig, max_length: int) -> PositionChange:
+    """What extends the model to `max_length`. Raises a ValueError where that would change nothing at all."""
+    limit = position_limit(model)
+    if check_max_length(max_length) > (limit or max_length):
+        return plan_extension(model, max_length)
+    if max_length != limit and not config.has_option("max_length"):
+        reason = f"its {remedy(model)}" if limit is None else f"it takes {limit} already"
+        raise ValueError(
+            f"max_length={max_length} would change nothing: no mechanism given has an option 'max_length', and this "
+            f"{type(model).__name__} has no positions to extend to {max_length} tokens ({reason}). Leave it out."
+        )
+    return PositionChange()
+
+
+def _build(
+    model: PreTrainedModel, layer: AttentionLayer, index: int, settings: LayerConfig, longest: int | None
+) -> LinearAttention:
     entry = ATTENTIONS.get(settings.attention)
-    shape = attention_shape(layer, index, longest_input(model))
+    shape = attention_shape(layer, index, longest)
     options = build_options(entry, dict(settings.options))
     options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
     module = entry.factory(shape, options)
@@ -222,8 +262,10 @@ def _apply(
     built: list[tuple[AttentionLayer, LinearAttention]],
     saved: dict[str, Any],
     classes: dict[str, str],
+    positions: PositionChange,
 ) -> None:
-    _own_configs(model)
+    own_configs(model)
+    positions.apply(record=True)
     modules = {id(layer.module): module for layer, module in built}
     owners = {id(layer.config) for layer, _ in built}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.
@@ -237,31 +279,13 @@ def _apply(
         if not layer.cross:
             setattr(layer.module, CAUSAL, layer.causal)
             layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
-    for config in _configs(model):
+    for config in configs_of(model):
         if id(config) in owners:
             config._attn_implementation_internal = IMPLEMENTATION
     setattr(model.config, CONFIG_FIELD, saved)
     setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
     model.config.auto_map = classes
     model.__class__ = linear_attention_class(base_class(type(model)))
-
-
-def _own_configs(model: PreTrainedModel) -> None:
-    """Give the model copies of its configs: another model may share them."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, held in list(vars(module).items()):
-            if isinstance(held, PretrainedConfig):
-                setattr(module, name, copy.deepcopy(held, memo))
-
-
-def _configs(model: nn.Module) -> list[PretrainedConfig]:
-    found = {}
-    for module in model.modules():
-        for held in vars(module).values():
-            if isinstance(held, PretrainedConfig):
-                found[id(held)] = held
-    return list(found.values())
 
 
 def _any(implementations: dict[int, str]) -> str:

