@@ -122,13 +122,19 @@ def _tokenizer(run: Run, settings: FinetuneSettings | ConvertSettings) -> Any:
 def _patch(model: PreTrainedModel, settings: ModelSettings, seed: int) -> None:
     """Patch by name, by plan, or not at all; random features are drawn by the run's seed unless they have their own."""
     if settings.plan is not None:
-        patch_model(model, LinearAttentionConfig.from_file(settings.plan))
+        config = LinearAttentionConfig.from_file(settings.plan)
     elif settings.attention is not None:
         options = dict(settings.options)
         entry = ATTENTIONS.get(settings.attention)
         if any(option.name == "seed" for option in fields(entry.options)):
             options.setdefault("seed", seed)
-        patch_model(model, settings.attention, layers=settings.layers, **options)
+        config = LinearAttentionConfig.parse(settings.attention, settings.layers, options)
+    else:
+        return
+    if settings.max_length is not None:
+        # The positions are as long already; what is left are mechanisms that are built for a largest length.
+        config = config.with_default("max_length", settings.max_length)
+    patch_model(model, config)
 
 
 def _teacher(run: Run, settings: ConvertSettings, problem: Problem) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ..integration.discovery import self_attention
+from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD
 from .options import ModelSettings
 from .problems import CausalLM, LanguageModel, Problem
@@ -86,7 +87,7 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
     changes = {**problem.config_changes(), **model.overrides}
     auto: Any = getattr(transformers, problem.auto_class)
     if model.type is not None:
-        return Loaded(_check_direction(auto.from_config(_fresh_config(model, problem, changes)), problem, model))
+        return Loaded(_ready(auto.from_config(_fresh_config(model, problem, changes)), problem, model))
     assert model.source is not None
     try:
         config = AutoConfig.from_pretrained(model.source, revision=model.revision or "main", **changes)
@@ -95,18 +96,18 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
         raise OSError(f"The model {model.source!r} cannot be loaded ({first}).") from error
     _check_overrides(config, changes, model)
     if model.from_config:
-        return Loaded(_check_direction(auto.from_config(config), problem, model))
+        return Loaded(_ready(auto.from_config(config), problem, model))
     settings = {"revision": model.revision or "main", "dtype": torch.float32, "config": config}
     with quiet_transformers():
         if getattr(config, CONFIG_FIELD, None) is not None:
-            return Loaded(_check_direction(load_pretrained(model.source, auto, **settings), problem, model))
+            return Loaded(_ready(load_pretrained(model.source, auto, **settings), problem, model))
         loaded, info = auto.from_pretrained(model.source, output_loading_info=True, **settings)
     missing = sorted(info["missing_keys"])
     prefix = f"{loaded.base_model_prefix}."
     lost = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
     if lost:
         raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
-    return Loaded(_check_direction(loaded, problem, model), missing)
+    return Loaded(_ready(loaded, problem, model), missing)
 
 
 def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any]) -> Any:
@@ -127,19 +128,27 @@ def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any
     return AutoConfig.for_model(model.type, **{"vocab_size": len(tokenizer), **special, **changes})
 
 
-def _check_direction(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> PreTrainedModel:
+def _ready(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> PreTrainedModel:
+    """The model, checked, with positions for `max_length` tokens."""
+    _check_direction(loaded, problem, model)
+    limit = position_limit(loaded)
+    if model.max_length is not None and limit is not None and limit < model.max_length:
+        extend_positions(loaded, model.max_length, tokenizer=problem.tokenizer)
+    return loaded
+
+
+def _check_direction(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> None:
     """A next-token loss on a model that sees the next token would fall to nothing, and say nothing."""
     if not isinstance(problem, LanguageModel):
-        return loaded
+        return
     causal = isinstance(problem, CausalLM)
     try:
         layers = self_attention(loaded)
     except NotImplementedError:
-        return loaded
+        return
     if any(layer.causal is not causal for layer in layers):
         kind = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
         raise ValueError(f"The attention of {model.source!r} ({type(loaded).__name__}) is {kind}.")
-    return loaded
 
 
 @contextmanager

@@ -42,6 +42,10 @@ class ModelSettings:
     options: dict[str, Any] = field(default_factory=dict, metadata=about("options of the mechanism, e.g. {seed: 1}"))
     layers: tuple[int, ...] | None = field(default=None, metadata=about("layers to patch (default: all)"))
     plan: str | None = field(default=None, metadata=about("JSON or YAML file with a mechanism a layer, instead"))
+    max_length: int | None = field(
+        default=None,
+        metadata=about("longest input in tokens: learned positions, teacher's and student's, are extended to it"),
+    )
     revision: str | None = field(default=None, metadata=about("branch, tag or commit of a repository on the Hub"))
     from_config: bool = field(default=False, metadata=about("random weights from the config: pretraining"))
     type: str | None = field(
@@ -54,6 +58,14 @@ class ModelSettings:
     train_tokenizer: int | None = field(
         default=None, metadata=about("train a byte-level BPE tokenizer of so many tokens on the training text, instead")
     )
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_length")
+        if self.max_length is not None and (self.from_config or self.type is not None):
+            raise ValueError(
+                f"model.max_length ({self.max_length}) extends positions that were trained. With random weights, set "
+                f"their number: model.overrides {{max_position_embeddings: {self.max_length}}}."
+            )
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,9 @@ def test_help_lists_every_setting_with_its_default(cls):
     ("cls", "values", "message"),
     [
         (DataSettings, {"max_length": 0}, "data.max_length must be positive, got 0"),
+        (ModelSettings, {"max_length": 0}, "^model.max_length must be positive, got 0"),
+        (ModelSettings, {"max_length": 9, "type": "bert"}, r"model.overrides \{max_position_embeddings: 9\}"),
+        (ModelSettings, {"max_length": 9, "from_config": True}, "extends positions that were trained"),
         (DataSettings, {"max_train": -1}, "data.max_train must be positive"),
         (DataSettings, {"validation_share": 1.0}, "data.validation_share must lie between 0 and 1, got 1.0"),
         (DataSettings, {"mask_probability": 0.0}, "data.mask_probability must lie between 0 and 1"),

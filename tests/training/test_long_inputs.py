@@ -1,0 +1,89 @@
+"""Conversion and fine-tuning on inputs that are longer than the pretrained positions."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.positions import position_limit
+from hf_linear_attn.training.convert import convert, finetune
+
+from .made_up import convert_settings, finetune_settings, save_encoder, save_task
+
+LONG = 120  # the tiny encoder takes 96 tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny encoder, and a task whose word that counts stands behind 100 others."""
+    place = tmp_path_factory.mktemp("long")
+    save_encoder(place / "encoder")
+    save_task(place / "task", rows=32, validation=8)
+    for path in (place / "task").glob("*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["sentence", "label"])
+            writer.writeheader()
+            for row in rows:
+                padding = " ".join([row["sentence"].split()[0]] * 100)
+                writer.writerow({"sentence": f"{padding} {row['sentence']}", "label": row["label"]})
+    return place
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "linformer"])
+def test_teacher_and_student_take_long_inputs(folder: Path, tmp_path: Path, attention: str) -> None:
+    changes = {"model__attention": attention, "model__max_length": LONG, "data__max_length": LONG}
+    steps = {"teacher__steps": 2, "transfer__steps": 2, "distill__steps": 2}
+    convert(
+        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", **changes, **steps), console=quiet()
+    )
+    teacher = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "teacher")
+    student = hla.load_pretrained(str(tmp_path / "out" / "model"))
+    for model in (teacher, student):
+        assert position_limit(model) == LONG
+        assert bool(torch.isfinite(model(torch.full((1, LONG), 5)).logits).all())
+    for name in ("teacher", "model"):
+        assert AutoTokenizer.from_pretrained(tmp_path / "out" / name).model_max_length == LONG
+    options = student.config.linear_attention["layers"]["0"]["options"]
+    assert options.get("max_length") == (LONG if attention == "linformer" else None)
+    # The positions belong to the model that was trained: exact attention keeps them.
+    assert position_limit(hla.unpatch_model(student)) == LONG
+
+
+def test_the_exact_baseline_takes_them_too(folder: Path, tmp_path: Path) -> None:
+    settings = finetune_settings(
+        folder / "encoder",
+        folder / "task",
+        tmp_path / "out",
+        model__max_length=LONG,
+        data__max_length=LONG,
+        train__steps=2,
+    )
+    finetune(settings, console=quiet())
+    assert position_limit(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")) == LONG
+
+
+def test_a_model_that_takes_more_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
+    settings = finetune_settings(
+        folder / "encoder",
+        folder / "task",
+        tmp_path / "out",
+        model__max_length=50,
+        model__attention="hedgehog",
+        data__max_length=50,
+        train__steps=2,
+    )
+    finetune(settings, console=quiet())
+    assert position_limit(hla.load_pretrained(str(tmp_path / "out" / "model"))) == 96
