@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(verb, full_help=bool({"-h", "--help"} & set(given)))
     settings: list[str] = []
     if verb in TRAIN_EXAMPLES:
-        given, settings = _split_settings(given)
+        given, settings = split_settings(given)
     try:
         arguments = parser.parse_args(_join_layer_lists(given))
     except SystemExit as stop:
@@ -247,7 +247,7 @@ def _join_layer_lists(given: Sequence[str]) -> list[str]:
     return joined
 
 
-def _split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """Take `--section.name value` (and `--kind value`) out: argparse would take their values for positional words."""
     kept: list[str] = []
     settings: list[str] = []

@@ -88,6 +88,20 @@ def replace_part(text: str, name: str, body: str) -> str:
     return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
+def sweep_summary(path: Path = RESULTS / "sweep.json") -> str:
+    """What became of every model type, in a sentence."""
+    held = json.loads(path.read_text(encoding="utf-8"))
+    counts = held["counts"]["elu"]
+    versions = held["environment"]["versions"]
+    return (
+        f"[A sweep](recipes/results/sweep.md) over every model type of Transformers {versions['transformers']} builds "
+        "a tiny random model of each, patches it and checks it (gradients, padding, causality, decoding, saving, "
+        f"unpatching). Of {sum(counts.values())} cases {counts['works']} work, {counts['refused']} are refused with an "
+        f"error that says why, {counts['cannot be built tiny']} could not be built or fed there and say nothing, "
+        f"{counts['wrong']} are wrong."
+    )
+
+
 def fidelity_tables(folder: Path = RESULTS / "fidelity") -> str:
     """One table a checkpoint: every mechanism before and after attention transfer."""
     parts = []
@@ -178,6 +192,7 @@ def _spread(scores: list[float]) -> str:
 def updated(text: str) -> str:
     """README.md as it should be."""
     text = replace_part(text, "mechanisms", mechanisms_table())
+    text = replace_part(text, "sweep", sweep_summary())
     results = demo_results()
     return text if results is None else replace_part(text, "demo", results)
 
