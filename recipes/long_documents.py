@@ -1,0 +1,20 @@
+"""Convert an encoder on documents longer than its pretrained positions.
+
+    python recipes/long_documents.py --model.source MODEL --run.output out
+    accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/long_documents.py \\
+        --config recipes/configs/long-documents-gpu.yaml --model.source MODEL --run.output out
+
+Needs the `train` extra. Without --config the settings are those of `recipes/configs/long-documents-cpu.yaml`: film
+reviews (IMDB, from the Hub or from `--data.folder`). Any csv, json or parquet file with a text and a label column will
+do: `--data.task null --data.source FILE --data.text COLUMN`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hf_linear_attn.training.entry import recipe
+
+if __name__ == "__main__":
+    sys.exit(recipe("convert", str(Path(__file__).parent / "configs" / "long-documents-cpu.yaml")))
