@@ -24,9 +24,9 @@ from .integration.discovery import (
 )
 from .integration.model_class import AUTO_MAP_MARK, auto_map, base_class, linear_attention_class
 from .integration.positions import (
-    RECORD,
     PositionChange,
     check_max_length,
+    forget_extension,
     plan_extension,
     plan_restoration,
     position_limit,
@@ -121,11 +121,11 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         for mark in (NAME, CAUSAL):
             vars(module).pop(mark, None)
         _remove_hook(module)
-    positions.apply()
+    positions.apply(model)
+    forget_extension(model)
     for config in configs_of(model):
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = implementations.get(id(config), _any(implementations))
-        vars(config).pop(RECORD, None)
     for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
         if name in vars(model.config):
             delattr(model.config, name)
@@ -265,7 +265,7 @@ def _apply(
     positions: PositionChange,
 ) -> None:
     own_configs(model)
-    positions.apply(record=True)
+    positions.apply(model, record=True)
     modules = {id(layer.module): module for layer, module in built}
     owners = {id(layer.config) for layer, _ in built}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -26,3 +27,15 @@ def configs_of(model: nn.Module) -> list[PretrainedConfig]:
             if isinstance(held, PretrainedConfig):
                 found[id(held)] = held
     return list(found.values())
+
+
+def all_configs(model: nn.Module) -> Iterator[PretrainedConfig]:
+    """Those, and the configs of parts that they hold."""
+    waiting: list[PretrainedConfig] = configs_of(model)
+    seen = set()
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in seen:
+            seen.add(id(config))
+            waiting += [held for held in vars(config).values() if isinstance(held, PretrainedConfig)]
+            yield config

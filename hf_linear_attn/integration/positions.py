@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..registry import near_matches
-from .configs import own_configs
+from .configs import all_configs, own_configs
 from .model_class import base_class
 
 #: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` goes back to.
@@ -26,9 +26,9 @@ RECORD = "linear_attention_extended_from"
 
 #: What a table of positions is called in its module.
 TABLE = re.compile(r"wpe|pos_emb|positions_embed|embed_positions|(\w+_)?position_embeddings?")
-#: Config fields that a table may take its size from; models copy some of them onto themselves.
+#: Config fields that a table may take its size from; models and tables copy some of them onto themselves.
 LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
-COPIED_LIMITS = ("max_position_embeddings", "max_source_positions", "max_target_positions")
+COPIED_LIMITS = ("max_position_embeddings", "max_source_positions", "max_target_positions", "max_length")
 
 
 def _tile(table: Tensor, length: int) -> Tensor:
@@ -52,27 +52,56 @@ def _truncate(table: Tensor, length: int) -> Tensor:
 #: `how` -> (old positions `[L, D]`, N) -> `[N, D]`.
 WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
 
-#: Buffers that grow with the positions, by name: (rows of the table, buffer) -> new buffer.
-BUFFERS: dict[str, Callable[[int, Tensor], Tensor]] = {
-    "position_ids": lambda rows, old: torch.arange(rows, dtype=old.dtype, device=old.device).expand((1, -1)),
-    "token_type_ids": lambda rows, old: torch.zeros((1, rows), dtype=old.dtype, device=old.device),
+
+def _counted(old: Tensor, shape: torch.Size) -> Tensor:
+    return torch.arange(shape[-1], dtype=old.dtype, device=old.device).expand(shape)
+
+
+def _zeros(old: Tensor, shape: torch.Size) -> Tensor:
+    return torch.zeros(shape, dtype=old.dtype, device=old.device)
+
+
+def _banded(old: Tensor, shape: torch.Size) -> Tensor | None:
+    """A causal mask `[…, L, L]`, all of the past or a window of it; None if the buffer is something else."""
+    if old.dim() < 2 or old.dtype != torch.bool or old.is_meta:
+        return torch.empty(shape, dtype=old.dtype, device=old.device) if old.is_meta else None
+
+    def mask(length: int) -> Tensor:
+        place = torch.arange(length, device=old.device)
+        back = place[:, None] - place
+        # Which tokens the last one sees, by distance; what is farther is treated as the farthest of them.
+        seen = old.reshape(-1, old.shape[-1])[-1].flip(0)
+        return seen[back.clamp(0, len(seen) - 1)] & (back >= 0)
+
+    return mask(shape[-1]).expand(shape).clone() if bool((old == mask(old.shape[-1])).all()) else None
+
+
+#: Buffers that grow with the positions, by name: (buffer, new shape) -> new buffer, or None if it is not known.
+BUFFERS: dict[str, Callable[[Tensor, torch.Size], Tensor | None]] = {
+    "position_ids": _counted,
+    "token_type_ids": _zeros,
+    "bias": _banded,
 }
 
 #: Why a model has no table to extend, and what to do instead: the first that applies.
 REMEDIES: tuple[tuple[Callable[[PreTrainedModel], bool], str], ...] = (
     (
-        lambda model: _has_module(model, "Sinusoid"),
+        lambda model: _has_module(model, "Sinusoid") or _has_table(model.named_buffers()),
         "positions are computed sinusoids, not learned. Load it anew with a larger limit in its config",
     ),
     (
         lambda model: hasattr(model.config.get_text_config(decoder=False), "image_size"),
-        "learned positions belong to a grid of image patches, not to a length. Pass interpolate_pos_encoding=True to "
-        "forward(), which interpolates the grid (not the class tokens) to the size of each image",
+        "positions belong to a grid of image patches, not to a length. Pass interpolate_pos_encoding=True to forward() "
+        "where it is taken: it interpolates the grid (not the class tokens) to the size of each image",
     ),
     (
         lambda model: _has_module(model, "Rotary") or _has_module(model, "RoPE"),
         "positions are rotary: they are computed, and go on beyond any limit by themselves. To scale them for lengths "
         "that it was not trained on, set Transformers' rope_parameters in its config before loading",
+    ),
+    (
+        lambda model: _has_table(model.named_parameters()),
+        "learned positions are in a table whose size no known field of its config states",
     ),
     (lambda model: True, "positions are in no learned table with a limit: nothing keeps it from longer inputs"),
 )
@@ -108,9 +137,8 @@ def extend_positions(
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
     change = plan_extension(model, max_length, how)
     own_configs(model)
-    change.apply()
-    for table in find_tables(model):
-        vars(table.owner.config).pop(RECORD, None)
+    change.apply(model)
+    forget_extension(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
     return model
@@ -150,8 +178,10 @@ class PositionChange:
         """Tokens that the longest input of the model grows by."""
         return min((value - getattr(owner.config, name) for owner, name, value, _ in self.limits), default=0)
 
-    def apply(self, *, record: bool = False) -> None:
+    def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
         """Assign. The model must own its configs (`own_configs`); `record`: for `unpatch_model` to go back."""
+        owned = {id(table.owner.config) for table in find_tables(model)}
+        spare = [config for config in all_configs(model) if id(config) not in owned]
         for module, name, tensor in self.tensors:
             old = getattr(module, name)
             if isinstance(old, nn.Parameter):
@@ -161,12 +191,16 @@ class PositionChange:
                 setattr(module, name, tensor)
         old_values = [(owner, getattr(owner.config, name)) for owner, name, _, _ in self.limits]
         for (owner, name, value, limit), (_, old_value) in zip(self.limits, old_values, strict=True):
-            for copied in COPIED_LIMITS:
-                if vars(owner).get(copied) == old_value:
-                    setattr(owner, copied, value)
-            setattr(owner.config, name, value)
-            if record:
-                setattr(owner.config, RECORD, limit)
+            for module in (owner, *(module for module, attribute, _ in self.tensors if attribute == "weight")):
+                for copied in COPIED_LIMITS:
+                    if vars(module).get(copied) == old_value:
+                        setattr(module, copied, value)
+            # Parts may hold copies of the config that is saved (ProphetNet).
+            copies = [held for held in spare if type(held) is type(owner.config) and getattr(held, name) == old_value]
+            for config in (owner.config, *copies):
+                setattr(config, name, value)
+                if record:
+                    setattr(config, RECORD, limit)
 
 
 def find_tables(model: PreTrainedModel) -> list[PositionTable]:
@@ -226,6 +260,12 @@ def plan_restoration(model: PreTrainedModel) -> PositionChange:
     return _resize({table: limit for table, limit in limits.items() if limit is not None}, _truncate)
 
 
+def forget_extension(model: PreTrainedModel) -> None:
+    """Let the present positions be the model's own: there is nothing to go back to."""
+    for config in all_configs(model):
+        vars(config).pop(RECORD, None)
+
+
 def remedy(model: PreTrainedModel) -> str:
     """Why there is no learned table of positions, and what to do instead."""
     return next(text for applies, text in REMEDIES if applies(model))
@@ -266,7 +306,7 @@ def _resized(
         reserved = _reserved(module)
         new = torch.cat([old[:reserved], way(old[reserved:], old.shape[0] - reserved + added)])
     elif name in BUFFERS and isinstance(old, Tensor):
-        new = BUFFERS[name](shape[-1], old)
+        new = BUFFERS[name](old, shape)
     if new is None or new.shape != shape:
         raise NotImplementedError(
             f"The positions of {base_class(type(owner)).__name__} cannot be extended: {path} (of shape "
@@ -298,6 +338,10 @@ def _offset(module: nn.Module) -> int:
 def _reserved(module: nn.Embedding) -> int:
     """Rows before that of the first position: an offset, or those up to the padding's (RoBERTa, ESM)."""
     return _offset(module) or (0 if module.padding_idx is None else module.padding_idx + 1)
+
+
+def _has_table(tensors: Iterable[tuple[str, Tensor]]) -> bool:
+    return any(TABLE.fullmatch(part) for name, _ in tensors for part in name.split(".")[-2:])
 
 
 def _has_module(model: nn.Module, part: str) -> bool:

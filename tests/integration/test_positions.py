@@ -34,10 +34,18 @@ from transformers import (
     EncoderDecoderModel,
     EsmConfig,
     EsmForMaskedLM,
+    GPTJConfig,
+    GPTJModel,
+    GPTNeoConfig,
+    GPTNeoModel,
     MarianConfig,
     MarianModel,
+    NystromformerConfig,
+    NystromformerModel,
     OPTConfig,
     OPTForCausalLM,
+    ProphetNetConfig,
+    ProphetNetModel,
     RobertaConfig,
     RobertaForMaskedLM,
     T5Config,
@@ -395,6 +403,33 @@ def test_encoder_and_decoder_of_different_lengths():
     assert limits() == [50, 80]
 
 
+@pytest.mark.parametrize("window", [8, 40])
+def test_masks_that_a_model_keeps_grow_with_it(window):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": window}
+    kinds = {"attention_types": [[["global", "local"], 1]]}
+    model = GPTNeoModel(GPTNeoConfig(**sizes, **kinds, max_position_embeddings=48)).eval()
+    hla.extend_positions(model, LONG)
+    twin = GPTNeoModel(model.config)
+    buffers = dict(twin.named_buffers())
+    assert sum(name.endswith("bias") for name in buffers) == 2
+    for name, tensor in model.named_buffers():
+        assert torch.equal(tensor, buffers[name])
+    assert model(ids(LONG)).last_hidden_state.shape == (2, LONG, 32)
+
+
+def test_limits_and_configs_that_parts_keep_of_their_own(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "ngram": 2}
+    layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    heads = {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4}
+    model = ProphetNetModel(ProphetNetConfig(**sizes, **layers, **heads, max_position_embeddings=SHORT)).eval()
+    hla.extend_positions(model, LONG)
+    limits = {table.module.max_length for table in find_tables(model)}
+    assert limits == {model.config.max_position_embeddings} == {LONG + 1}  # the padding's row
+    model.save_pretrained(tmp_path)
+    loaded = ProphetNetModel.from_pretrained(tmp_path)
+    assert [table.module.weight.shape for table in find_tables(loaded)] == [(LONG + 1, 32)] * 2
+
+
 def test_the_text_tower_of_two(tmp_path):
     tower = {**GRID, "vocab_size": 61, "max_position_embeddings": SHORT}
     config = CLIPConfig(text_config=tower, vision_config={**GRID, "image_size": 16, "patch_size": 4})
@@ -439,6 +474,10 @@ def test_wrong_values_name_themselves(max_length, how, error, message):
         before.assert_same(model)
 
 
+def nystromformer():
+    return NystromformerModel(NystromformerConfig(**GRID, vocab_size=61, max_position_embeddings=SHORT))
+
+
 def deberta():
     sizes = {**GRID, "vocab_size": 61, "max_position_embeddings": SHORT}
     return DebertaV2Model(DebertaV2Config(**sizes, relative_attention=True))
@@ -454,9 +493,14 @@ def deberta():
         (lambda: BloomModel(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)), "nothing keeps it from"),
         (lambda: T5Model(T5Config(vocab_size=61, d_model=32, num_layers=1)), "nothing keeps it from longer inputs"),
         (lambda: MarianModel(MarianConfig(**{**SEQ2SEQ, "decoder_start_token_id": 1})), "computed sinusoids"),
+        (
+            lambda: GPTJModel(GPTJConfig(vocab_size=61, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)),
+            "computed sinusoid",
+        ),
+        (nystromformer, "whose size no known field of its config states"),
         (deberta, r"encoder.rel_embeddings.weight \(of shape \(80, 32\)\) depends on their number too"),
     ],
-    ids=["llama", "esm-rotary", "vit", "deit", "bloom", "t5", "marian", "deberta"],
+    ids=["llama", "esm-rotary", "vit", "deit", "bloom", "t5", "marian", "gpt-j", "nystromformer", "deberta"],
 )
 def test_models_without_a_table_that_can_grow(make, message):
     model = make()
