@@ -1,4 +1,4 @@
-"""The command `hf-linear-attn`: list, patch, info, convert, finetune, demo, env.
+"""The command `hf-linear-attn`: list, patch, info, convert, finetune, plan, demo, env.
 
 Only what a verb needs is imported, when it runs: `--help` and `--version` load neither torch nor transformers.
 
@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .cli_plan import add_plan_verb
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ examples:
   hf-linear-attn patch bert-base-uncased out --attention hedgehog
   hf-linear-attn info out
   hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
+  hf-linear-attn plan gpt2 --budget "2% perplexity"
   hf-linear-attn demo
 """
 
@@ -147,6 +149,8 @@ def build_parser(verb: str | None = None, *, full_help: bool = False) -> argpars
     info.set_defaults(run=run_info)
 
     _add_training_verbs(verbs, common, verb if full_help else None)
+
+    add_plan_verb(verbs, common)
 
     demo = verbs.add_parser(
         "demo",

@@ -60,7 +60,8 @@ def _reader(name: str, hint: Any, default: Any) -> dict[str, Any]:
         return {"choices": choices, "type": type(choices[0])}
     if get_origin(hint) in (tuple, list):
         inner = next(argument for argument in get_args(hint) if argument is not Ellipsis)
-        return {"nargs": "+", **_reader(name, inner, None)}
+        again = {"action": "extend"} if default is None else {}  # a flag that is given twice; a default would be kept
+        return {"nargs": "+", **again, **_reader(name, inner, None)}
     if isinstance(hint, type):
         return {"type": hint, "metavar": name.rpartition("_")[2].upper()}
     raise TypeError(f"Cannot make a flag from the field {name!r} of type {hint!r}.")

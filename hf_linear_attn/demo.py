@@ -165,13 +165,13 @@ def _load(source: str, options: DemoOptions) -> Loaded:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    device = _device(options.device)
+    device = torch_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise OSError(f"The model {source!r} cannot be loaded ({_first_line(error)}). Remedy: {HOW_TO_GET}.") from error
+        raise OSError(f"The model {source!r} cannot be loaded ({first_line(error)}). Remedy: {HOW_TO_GET}.") from error
     decoder = is_decoder(config)
     auto = AutoModelForCausalLM if decoder else AutoModel
     bar = logging.is_progress_bar_enabled()
@@ -181,7 +181,7 @@ def _load(source: str, options: DemoOptions) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise OSError(
-            f"The model {source!r} or its tokenizer cannot be loaded ({_first_line(error)}). Remedy: {HOW_TO_GET}."
+            f"The model {source!r} or its tokenizer cannot be loaded ({first_line(error)}). Remedy: {HOW_TO_GET}."
         ) from error
     finally:
         if bar:
@@ -193,16 +193,17 @@ def _load(source: str, options: DemoOptions) -> Loaded:
     _check_attention(model, source, decoder)
     model = model.eval().to(device)
     baseline = model.config._attn_implementation
-    return Loaded(model, tokenizer, decoder, baseline, _facts(model, decoder, auto.__name__))
+    return Loaded(model, tokenizer, decoder, baseline, model_facts(model, decoder, auto.__name__))
 
 
-def _device(name: str) -> Any:
+def torch_device(name: str) -> Any:
+    """The torch device of this name. Raises a ValueError where there is none."""
     import torch
 
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r} is unknown ({_first_line(error)}). Use cpu, or cuda on a GPU.") from error
+        raise ValueError(f"device {name!r} is unknown ({first_line(error)}). Use cpu, or cuda on a GPU.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: torch sees no GPU here. Use --device cpu.")
     return device
@@ -248,7 +249,8 @@ def _check_attention(model: Any, source: str, decoder: bool) -> None:
         raise ValueError(f"{source!r} was taken for {kind}, but not all of its attention is. Give another model.")
 
 
-def _facts(model: Any, decoder: bool, auto_class: str) -> dict[str, Any]:
+def model_facts(model: Any, decoder: bool, auto_class: str) -> dict[str, Any]:
+    """What a report says of a model."""
     from .evaluation.speed import has_position_table
     from .integration.discovery import attention_shape, longest_input, self_attention
 
@@ -348,5 +350,6 @@ def _check_directions(plan: Plan, loaded: Loaded) -> None:
             raise ValueError(f"{name!r} cannot be shown on this model: {error}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -44,8 +44,8 @@ def draw_plots(report: dict[str, Any]) -> dict[str, bytes]:
         drawings["layer.png"] = _layer_time
     if report["decode"]:
         drawings.update({"decode.png": _decode_time, "cache.png": _cache})
-    with _style():
-        return {name: _png(draw(report)) for name, draw in drawings.items()}
+    with plot_style():
+        return {name: png(draw(report)) for name, draw in drawings.items()}
 
 
 def heat_map_of(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -60,7 +60,8 @@ def heat_map_of(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def plot_style() -> Iterator[None]:
+    """Context manager: the look of every plot of a report."""
     try:
         import matplotlib
     except ImportError as error:
@@ -89,17 +90,19 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _figure(height: float, columns: int = 1, **settings: Any) -> tuple[Any, Any]:
+def figure_of(height: float, columns: int = 1, rows: int = 1, **settings: Any) -> tuple[Any, Any]:
+    """A figure of the common width (height in inches) and its axes, as from `subplots`."""
     # A figure of its own, not pyplot's: no window system, nothing global left behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, **settings)
+    return figure, figure.subplots(rows, columns, **settings)
 
 
-def _png(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
+    """The figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
@@ -170,7 +173,7 @@ def _layer_time(report: dict[str, Any]) -> Any:
 
 def _times(report: dict[str, Any], table: dict[str, Any], title: str) -> Any:
     """Median with a band from p20 to p80; rings mark the crossovers."""
-    figure, axes = _figure(4.3)
+    figure, axes = figure_of(4.3)
     values = []
     for name, rows in table["rows"].items():
         looks = _looks(report, name)
@@ -206,7 +209,7 @@ def _interpolate(lengths: Sequence[int], values: Sequence[float], at: float) -> 
 
 def _speedup(report: dict[str, Any]) -> Any:
     table, baseline = report["speed"]["model"], report["speed"]["baseline"]
-    figure, axes = _figure(4.3)
+    figure, axes = figure_of(4.3)
     axes.axhline(1.0, color=BASELINE_COLOR, linewidth=1.6, label=f"{baseline} (exact) = 1")
     axes.plot(table["lengths"], table["ceiling"], label="ceiling: no attention at all", **_looks(report, FREE))
     values = [1.0, *table["ceiling"]]
@@ -236,7 +239,7 @@ def _speedup(report: dict[str, Any]) -> Any:
 
 
 def _fidelity(report: dict[str, Any]) -> Any:
-    figure, (left, right) = _figure(0.62 * len(report["mechanisms"]) + 1.6, 2, sharey=True)
+    figure, (left, right) = figure_of(0.62 * len(report["mechanisms"]) + 1.6, 2, sharey=True)
     _before_after(left, report, lambda quality: quality["kl"], 2, missing="no distribution")
     _before_after(right, report, lambda quality: quality["output_error"], 2)
     left.set_title("KL of the weights (nats)")
@@ -246,7 +249,7 @@ def _fidelity(report: dict[str, Any]) -> Any:
 
 
 def _perplexity(report: dict[str, Any]) -> Any:
-    figure, axes = _figure(0.62 * len(report["mechanisms"]) + 1.7)
+    figure, axes = figure_of(0.62 * len(report["mechanisms"]) + 1.7)
     _before_after(axes, report, lambda quality: quality["perplexity"]["perplexity"], 2)
     exact = report["exact"]["perplexity"]["perplexity"]
     off = report["control"]["perplexity"]["perplexity"]
@@ -259,7 +262,7 @@ def _perplexity(report: dict[str, Any]) -> Any:
 
 
 def _sentences(report: dict[str, Any]) -> Any:
-    figure, axes = _figure(0.62 * len(report["mechanisms"]) + 1.7)
+    figure, axes = figure_of(0.62 * len(report["mechanisms"]) + 1.7)
     _before_after(axes, report, lambda quality: quality["sentences"]["cosine"], 3)
     unrelated, off = report["exact"]["unrelated_cosine"], report["control"]["sentences"]["cosine"]
     axes.axvline(off, color=FREE_COLOR, linewidth=1.6, linestyle=(0, (4, 3)), label=f"attention off ({off:.2f})")
@@ -314,7 +317,7 @@ def _transferred(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _transfer(report: dict[str, Any]) -> Any:
-    figure, axes = _figure(3.5)
+    figure, axes = figure_of(3.5)
     values = []
     for held in _transferred(report):
         losses = held["transfer"]["losses"]
@@ -342,7 +345,7 @@ def _heat_map(report: dict[str, Any]) -> Any:
     grids = [[layer["kl"] for layer in quality["layers"]] for _, quality in panels]
     top = max(value for grid in grids for row in grid for value in row)
     rows, heads = len(grids[0]), len(grids[0][0])
-    figure, all_axes = _figure(min(max(0.32 * rows + 1.5, 2.6), 7.0), len(panels), sharey=True, squeeze=False)
+    figure, all_axes = figure_of(min(max(0.32 * rows + 1.5, 2.6), 7.0), len(panels), sharey=True, squeeze=False)
     for axes, (title, _), grid in zip(all_axes[0], panels, grids, strict=True):
         image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto")
         axes.set_title(f"{held['name']}, {title}")
@@ -373,7 +376,7 @@ def _cache(report: dict[str, Any]) -> Any:
 
 def _decode(report: dict[str, Any], key: str, unit: Callable[[float], str], title: str) -> Any:
     decode = report["decode"]
-    figure, axes = _figure(4.1)
+    figure, axes = figure_of(4.1)
     values = []
     for name, rows in decode["rows"].items():
         held = [row[key] for row in rows]

@@ -97,6 +97,25 @@ def plain(value: Any) -> Any:
 
 def render_page(report: dict[str, Any], plots: Mapping[str, bytes]) -> str:
     """The page. Every number on it is read from `report`; plots are embedded; nothing is loaded from elsewhere."""
+    images = {name: base64.b64encode(data).decode() for name, data in plots.items()}
+    return (
+        page_templates()
+        .get_template("report.html")
+        .render(
+            report=report,
+            summary=summarise_report(report),
+            best=best(report),
+            final=final,
+            heat=heat_map_of(report),
+            free=FREE,
+            images=images,
+            captions=PLOTS,
+        )
+    )
+
+
+def page_templates() -> Any:
+    """The jinja environment of the package's pages."""
     try:
         import jinja2
     except ImportError as error:
@@ -117,17 +136,7 @@ def render_page(report: dict[str, Any], plots: Mapping[str, bytes]) -> str:
         several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
         percent=lambda value: f"{value:.0%}",
     )
-    images = {name: base64.b64encode(data).decode() for name, data in plots.items()}
-    return environment.get_template("report.html").render(
-        report=report,
-        summary=summarise_report(report),
-        best=best(report),
-        final=final,
-        heat=heat_map_of(report),
-        free=FREE,
-        images=images,
-        captions=PLOTS,
-    )
+    return environment
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -166,7 +175,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[str]:
     contents = {**plots, "report.json": data.encode(), "report.html": page.encode()}
     stale = [name for name in _earlier_plots(folder) if name not in contents]
     for name, content in contents.items():
-        _write(folder / name, content)
+        write_aside(folder / name, content)
     for name in stale:
         (folder / name).unlink(missing_ok=True)
     return sorted(contents)
@@ -183,7 +192,8 @@ def _earlier_plots(folder: Path) -> list[str]:
     return [name for name in PLOTS if (folder / name).is_file()]
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_aside(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it: no reader ever sees a part of it."""
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
