@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from rich.console import Console
 from torch import nn
@@ -71,6 +72,8 @@ class Run:
         trackers = installed_trackers(run.trackers)
         _check_folder(self.folder, settings)
         self.log = JsonLinesTracker(self.folder / LOG_FILE, resume=run.resume)
+        # Accelerate remembers the precision of the first run in a process, and refuses another one in the next.
+        AcceleratorState._reset_state()
         self.accelerator = Accelerator(
             gradient_accumulation_steps=train.accumulation,
             mixed_precision=run.precision,

@@ -381,3 +381,42 @@ def test_no_room_on_the_disk_is_told_before_training(
     with pytest.raises(OSError, match=r"GB free.*run\.keep"):
         convert(convert_settings(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The Hub
+
+
+def test_the_result_is_pushed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Api:
+        def create_repo(self, name: str, **settings: Any) -> None:
+            calls.append(("create", {"name": name, **settings}))
+
+        def upload_folder(self, **settings: Any) -> None:
+            held = {path.name for path in Path(settings["folder_path"]).iterdir()}
+            calls.append(("upload", {"repo_id": settings["repo_id"], "files": held}))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    settings = convert_settings(
+        folder / "encoder", folder / "task", tmp_path / "out", run__push_to_hub="me/linear", run__private=True
+    )
+    convert(settings, console=quiet())
+    assert [name for name, _ in calls] == ["create", "upload"]
+    assert calls[0][1] == {"name": "me/linear", "private": True, "exist_ok": True}
+    assert calls[1][1]["repo_id"] == "me/linear"
+    assert {"README.md", "config.json", "model.safetensors", "modeling_hf_linear_attn.py"} <= calls[1][1]["files"]
+
+
+@pytest.mark.parametrize("changes", [{"run__gradient_checkpointing": True}, {"run__precision": "bf16"}])
+def test_memory_settings(changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """They change how it is computed, and the result hardly."""
+    losses = []
+    for name, given in (("plain", {}), ("changed", changes)):
+        out = tmp_path / name
+        convert(convert_settings(folder / "encoder", folder / "task", out, distill__lr=1e-4, **given), console=quiet())
+        losses.append([line["train/loss"] for line in lines(out, "distill") if "train/loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
