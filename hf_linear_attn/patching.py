@@ -284,7 +284,8 @@ def _apply(
             config._attn_implementation_internal = IMPLEMENTATION
     setattr(model.config, CONFIG_FIELD, saved)
     setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
-    model.config.auto_map = classes
+    if classes:
+        model.config.auto_map = classes
     model.__class__ = linear_attention_class(base_class(type(model)))
 
 

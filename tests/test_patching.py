@@ -13,6 +13,8 @@ from transformers import (
     DebertaV2Model,
     MistralConfig,
     MistralForCausalLM,
+    SiglipTextConfig,
+    SiglipTextModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -104,6 +106,14 @@ def test_unpatching_twice_and_patching_again(family):
     assert torch.equal(logits(model, token_ids()), exact)
     with pytest.raises(ValueError, match=f"This {type(model).__name__} is not patched"):
         hla.unpatch_model(model)
+
+
+def test_a_type_without_an_auto_class_gets_its_config_back():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    model = SiglipTextModel(SiglipTextConfig(**sizes, num_attention_heads=4)).eval()
+    before = Snapshot.of(model)
+    hla.unpatch_model(hla.patch_model(model, "elu"))
+    before.assert_same(model)
 
 
 def test_unpatching_keeps_what_was_trained_elsewhere():
