@@ -112,6 +112,7 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
 
 def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any]) -> Any:
     """The config of a model type, with the tokenizer's vocabulary and special tokens."""
+    assert model.type is not None
     if model.source is not None:
         raise ValueError(f"Give model.type (now {model.type!r}) or model.source (now {model.source!r}), not both.")
     tokenizer = problem.tokenizer
