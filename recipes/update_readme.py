@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
+from hf_linear_attn.evaluation.planner.words import table
 from hf_linear_attn.evaluation.summary import change, summarise_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ README = ROOT / "README.md"
 RECIPES = ROOT / "recipes" / "README.md"
 RESULTS = ROOT / "recipes" / "results"
 DEMO = RESULTS / "demo-minilm"
+PLAN = RESULTS / "plan-stories260k"
 PLOT = "speedup.png"
 #: Sentences of the report to repeat: the best mechanism, and the model without attention for scale.
 FINDINGS = 2
@@ -72,6 +74,30 @@ def demo_results(folder: Path = DEMO) -> str | None:
     if (folder / PLOT).is_file():
         picture = (folder / PLOT).relative_to(ROOT) if folder.is_relative_to(ROOT) else folder / PLOT
         lines += ["", f"![Speed of the whole model against exact attention, by length]({picture.as_posix()})"]
+    return "\n".join(lines)
+
+
+def plan_results(folder: Path = PLAN) -> str:
+    """Table, first finding and picture of the committed plan."""
+    report = json.loads((folder / "plan-report.json").read_text(encoding="utf-8"))
+    titles, rows = table(report)
+    settings, hardware = report["settings"], report["hardware"]
+    flags = [f"--attention {report['mechanism']['name']}", *(f"--option {given}" for given in settings["option"] or ())]
+    flags += [f"--steps {settings['steps']}", f"--sequence-length {settings['sequence_length']}"]
+    picture = (folder / "curve.png").relative_to(ROOT).as_posix()
+    lines = [
+        f"{report['model']['name']} ({report['model']['parameters']:,} parameters), `{' '.join(flags)}`, "
+        f"{hardware['cpu']}, threads: {hardware['threads']}, load {hardware['load_average_at_start']:.0f} at the start; a "
+        "star marks the plan:",
+        "",
+        _row(titles),
+        _row(["---"] * len(titles)),
+        *(_row([cell.replace("*", "★") for cell in cells]) for cells in rows),
+        "",
+        report["verdicts"][0],
+        "",
+        f"![Perplexity and speed by the number of layers converted]({picture})",
+    ]
     return "\n".join(lines)
 
 
@@ -192,6 +218,7 @@ def _spread(scores: list[float]) -> str:
 def updated(text: str) -> str:
     """README.md as it should be."""
     text = replace_part(text, "mechanisms", mechanisms_table())
+    text = replace_part(text, "plan", plan_results())
     text = replace_part(text, "sweep", sweep_summary())
     results = demo_results()
     return text if results is None else replace_part(text, "demo", results)

@@ -52,7 +52,7 @@ def render(report: dict[str, Any], picture: bytes) -> str:
             report=report,
             sentences=sentences(report),
             titles=titles,
-            rows=rows,
+            rows=[[cell.removesuffix(" *") for cell in row] for row in rows],  # the page marks the plan in its own way
             kind=KINDS[report["model"]["kind"]],
             unit=UNITS[report["choice"]["unit"]],
             most=most or 1.0,
