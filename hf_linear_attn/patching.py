@@ -22,7 +22,13 @@ from .integration.discovery import (
     longest_input,
     self_attention,
 )
-from .integration.model_class import AUTO_MAP_MARK, auto_map, base_class, linear_attention_class
+from .integration.model_class import (
+    AUTO_MAP_MARK,
+    auto_map,
+    base_class,
+    linear_attention_class,
+    shared_parameters,
+)
 from .integration.positions import (
     PositionChange,
     check_max_length,
@@ -95,6 +101,7 @@ def patch_model(
     planned = _plan(model, config)
     built = [(layer, settings, _build(model, layer, index, settings, longest)) for index, layer, settings in planned]
     modules = [(layer, module) for layer, _, module in built]
+    _share([module for _, module in modules])
     _apply(model, modules, _resolved(built, planned), auto_map(model), positions)
     return model
 
@@ -126,6 +133,9 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     for config in configs_of(model):
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = implementations.get(id(config), _any(implementations))
+    model.all_tied_weights_keys = {
+        name: source for name, source in model.all_tied_weights_keys.items() if f".{SUBMODULE}." not in f".{name}"
+    }
     for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
         if name in vars(model.config):
             delattr(model.config, name)
@@ -287,6 +297,16 @@ def _apply(
     if classes:
         model.config.auto_map = classes
     model.__class__ = linear_attention_class(base_class(type(model)))
+    model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared_parameters(model)}
+
+
+def _share(modules: Sequence[LinearAttention]) -> None:
+    """Let mechanisms that share parameters across layers take those of the first layer of their kind."""
+    first: dict[tuple[type, str], LinearAttention] = {}
+    for module in modules:
+        owner = first.setdefault((type(module), repr(module.options)), module)
+        if owner is not module:
+            module.share_with(owner)
 
 
 def _any(implementations: dict[int, str]) -> str:

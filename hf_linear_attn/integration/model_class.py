@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..mechanisms.base import LinearAttention
 from .attention import IMPLEMENTATION, OBSERVER, SUBMODULE, attention_modules
 from .cache import adopt
 
@@ -110,6 +111,11 @@ class LinearAttentionModelMixin:
                 cache.activate_past_recording()
         return prepared
 
+    def get_expanded_tied_weights_keys(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """As in Transformers, with the parameters that layers of linear attention share."""
+        own = super().get_expanded_tied_weights_keys(*args, **kwargs)  # type: ignore[misc]
+        return {**own, **shared_parameters(self)}  # type: ignore[arg-type]
+
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Nothing to do: `auto_map` and the code file are written by `save_pretrained`."""
@@ -117,6 +123,22 @@ class LinearAttentionModelMixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is not to be found by its name: pickle the original class and remake ours.
         return _blank, (base_class(type(self)),), self.__dict__
+
+
+def shared_parameters(model: PreTrainedModel) -> dict[str, str]:
+    """Name of a parameter that a linear attention shares -> name of the one that is saved for it."""
+    owners: dict[int, str] = {}
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearAttention):
+            continue
+        for own, parameter in module.named_parameters():
+            place = f"{name}.{own}"
+            if own in module.tied_parameters and id(parameter) in owners:
+                found[place] = owners[id(parameter)]
+            else:  # its own, or no longer tied: PEFT trains copies
+                owners[id(parameter)] = place
+    return found
 
 
 def _blank(base: type) -> Any:

@@ -89,9 +89,24 @@ class LinearAttention(nn.Module):
         value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 
+    def share_with(self, first: LinearAttention) -> None:
+        """Called when a model is patched, for every layer but the first of those with the same class and options.
+
+        A mechanism that shares parameters across layers takes those of `first`, and names them with `tie`.
+        """
+
+    def tie(self, *names: str) -> None:
+        """Declare parameters of this module that belong to another layer's: Transformers then saves them once."""
+        self._tied_weights_keys = {name: name for name in names}
+
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that are another layer's."""
+        return tuple(getattr(self, "_tied_weights_keys", ()))
+
     def learned_parameters(self) -> int:
-        """Number of parameters that the mechanism adds."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Number of parameters that the mechanism adds; those that are another layer's count there."""
+        return sum(held.numel() for name, held in self.named_parameters() if name not in self.tied_parameters)
 
     def state_bytes(self, length: int = 0) -> int:
         """Bytes of the state of one token stream after `length` tokens; 0 where the mechanism has no state."""

@@ -16,7 +16,7 @@ from .base import LinearAttention
 
 CHOICES = {
     "projection": ("linear", "mean-pool", "conv"),
-    "sharing": ("none", "headwise", "kv"),
+    "sharing": ("none", "headwise", "kv", "layerwise"),
     "init": ("segment-mean", "gaussian"),
     "fit": ("resample", "truncate"),
 }
@@ -35,9 +35,12 @@ class LinformerOptions:
             "'mean-pool': means of segments, nothing learned"
         },
     )
-    sharing: Literal["none", "headwise", "kv"] = field(
+    sharing: Literal["none", "headwise", "kv", "layerwise"] = field(
         default="headwise",
-        metadata={"help": "'none': E, F per head; 'headwise': E, F shared by the heads; 'kv': E = F as well"},
+        metadata={
+            "help": "'none': E, F per head; 'headwise': E, F shared by the heads; 'kv': E = F as well; 'layerwise': "
+            "one E for all layers of the model that have these options"
+        },
     )
     init: Literal["segment-mean", "gaussian"] = field(
         default="segment-mean", metadata={"help": "start of E and F: segment means, or the paper's N(0, 1/k)"}
@@ -81,8 +84,8 @@ class LinformerAttention(LinearAttention):
     every feature: a row of E holds the kernel at its own segment and zeros elsewhere, with c parameters instead of
     k·n_max. `"mean-pool"` fixes the kernel to 1/c.
 
-    The paper's layerwise sharing (one E for all layers) is not offered: each layer owns its mechanism, which may be
-    replaced, saved and adapted by itself, and parameters tied across them would come back from a checkpoint as copies.
+    `sharing="layerwise"` ties one E over all layers that are patched with the same options, in checkpoints as well.
+    (PEFT's `modules_to_save` copies each layer's module: adapted that way they are no longer tied.)
     """
 
     distribution = False  # trained projections may be negative
@@ -97,12 +100,17 @@ class LinformerAttention(LinearAttention):
         heads = shape.num_key_value_heads if options.sharing == "none" else 1
         learned = options.projection != "mean-pool"
         self.project_key = self._initial(heads, 2 * shape.layer_index) if learned else None
-        two = learned and options.sharing != "kv"
+        two = learned and options.sharing in ("none", "headwise")
         self.project_value = self._initial(heads, 2 * shape.layer_index + 1) if two else None
 
     @classmethod
     def resolve_options(cls, shape: AttentionShape, options: LinformerOptions) -> LinformerOptions:
         return replace(options, max_length=shape.max_length) if options.max_length is None else options
+
+    def share_with(self, first: LinearAttention) -> None:
+        if self.options.sharing == "layerwise" and isinstance(first.project_key, nn.Parameter):
+            self.project_key = first.project_key
+            self.tie("project_key")
 
     def _initial(self, heads: int, stream: int) -> nn.Parameter:
         """`[heads, k, n_max]`, or the kernel `[heads, 1, c]`."""

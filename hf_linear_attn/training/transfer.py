@@ -90,7 +90,8 @@ def transfer_attention(
     _check_settings(steps, lr, loss, evaluate_every, patience)
     _check_shares(branch_first=branch_first, window_dropout=window_dropout)
     modules = _learned(model)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+    own = {id(module): _own_parameters(module) for module in modules}
+    parameters = [parameter for held in own.values() for parameter in held]
     dtypes = [parameter.dtype for parameter in parameters]
     start_values = [parameter.detach().clone() for parameter in parameters]
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -103,7 +104,7 @@ def transfer_attention(
         model.eval().requires_grad_(False)
         for module in modules:
             module.float().requires_grad_(True)
-        groups = [{"params": list(module.parameters()), "lr": lr or module.transfer_lr} for module in modules]
+        groups = [{"params": own[id(module)], "lr": lr or module.transfer_lr} for module in modules if own[id(module)]]
         result = _optimise(run, groups, source, kept, steps, evaluate_every, patience, progress)
     except FloatingPointError:
         for parameter, value in zip(parameters, start_values, strict=True):
@@ -370,6 +371,11 @@ def _learned(model: PreTrainedModel) -> list[nn.Module]:
             "(list_attentions() tells which)."
         )
     return learned
+
+
+def _own_parameters(module: Any) -> list[nn.Parameter]:
+    """Those that are not another layer's, and trained there."""
+    return [parameter for name, parameter in module.named_parameters() if name not in module.tied_parameters]
 
 
 def _repeat(batches: Iterable[Batch]) -> Iterator[Batch]:

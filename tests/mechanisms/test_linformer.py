@@ -191,7 +191,7 @@ def test_mixed_lengths_through_a_model_equal_the_rows_alone():
     ("options", "message"),
     [
         ({"projection": "max-pool"}, "projection must be one of 'linear', 'mean-pool', 'conv', got 'max-pool'"),
-        ({"sharing": "layerwise"}, "sharing must be one of 'none', 'headwise', 'kv', got 'layerwise'"),
+        ({"sharing": "rowwise"}, "sharing must be one of 'none', 'headwise', 'kv', 'layerwise', got 'rowwise'"),
         ({"init": "zeros"}, "init must be one of"),
         ({"fit": "pad"}, "fit must be one of"),
         ({"num_slots": 0}, "num_slots must be a positive integer, got 0"),
