@@ -118,13 +118,13 @@ def run_plan(source: str, options: PlanOptions, *, console: Console | None = Non
     console = console or Console()
     budget = Budget.parse(options.budget)
     _check_attention(options.attention)
-    folder = check_folder(options.out)
     if options.save_model is not None:
         _check_target(source, options.save_model)
     name = Path(source).resolve().name if Path(source).is_dir() else source
     console.print(readable(console, f"Loading [bold]{escape(name)}[/] ..."), highlight=False)
     with Screen(console) as screen:
         job = _prepare(source, name, options, budget)
+        folder = check_folder(options.out)
         study = job.study(folder, screen)
         record = study.record
         if record.resumed:

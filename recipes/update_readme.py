@@ -87,8 +87,8 @@ def plan_results(folder: Path = PLAN) -> str:
     picture = (folder / "curve.png").relative_to(ROOT).as_posix()
     lines = [
         f"{report['model']['name']} ({report['model']['parameters']:,} parameters), `{' '.join(flags)}`, "
-        f"{hardware['cpu']}, threads: {hardware['threads']}, load {hardware['load_average_at_start']:.0f} at the start; "
-        "a star marks the plan:",
+        f"{hardware['cpu']}, threads: {hardware['threads']}, load at the start "
+        f"{hardware['load_average_at_start']:.0f}; a star marks the plan:",
         "",
         _row(titles),
         _row(["---"] * len(titles)),

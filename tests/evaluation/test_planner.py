@@ -400,7 +400,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
 ) -> None:
     with pytest.raises((ValueError, OSError), match=complaint.replace("(", r"\(")):
         plan(folder, "gpt2", tmp_path / "out", **changes)
-    assert not (tmp_path / "out" / "plan-report.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_models_that_are_not_served(folder: Path, tmp_path: Path) -> None:
