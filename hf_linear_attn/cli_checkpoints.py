@@ -26,6 +26,7 @@ from .integration.configs import configs_of
 from .integration.model_class import linear_attention_class
 from .integration.positions import RECORD, position_limit
 from .patching import CONFIG_FIELD, PatchReport, patch_model, patch_report
+from .training.saving import replace_folder
 from .version import __version__
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -173,24 +174,10 @@ def save(model: PreTrainedModel, source: str, target: str, *, revision: str | No
         if any(hasattr(config, RECORD) for config in configs_of(model)):
             _raise_token_limits(aside, position_limit(model) or 0)
         check_target(source, target, force=force)  # it may have been filled meanwhile
-        _replace(folder, aside)
+        replace_folder(folder, aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return patch_report(model)
-
-
-def _replace(folder: Path, new: Path) -> None:
-    if not folder.exists():
-        new.rename(folder)
-        return
-    old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
-    folder.rename(old)
-    try:
-        new.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old)
 
 
 def _copy_companions(source: str, target: Path, revision: str | None) -> None:
