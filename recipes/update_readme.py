@@ -208,6 +208,47 @@ def glue_table(path: Path = RESULTS / "glue.json") -> str | None:
     return "\n".join(lines)
 
 
+def lm_tables(folder: Path = RESULTS / "lm") -> str | None:
+    """One table a decoder: perplexity of every variant after the same steps."""
+    parts = [_lm_table(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    return "\n\n".join(parts) if parts else None
+
+
+def _lm_table(held: dict[str, Any]) -> str:
+    contexts = list(held["pretrained"])
+    settings = held["rows"][0]["settings"]
+    measured = held["pretrained"][contexts[0]]
+    lines = [
+        f"**{held['name']}**, trained on sequences of {settings['data']['max_length']} tokens; window of "
+        f"{held['window']} tokens; perplexity over {measured['tokens']:,} held-out tokens, windows half a context apart:",
+        "",
+        _row(
+            [
+                "",
+                "steps (transfer + tuning)",
+                *(f"context {context}" for context in contexts),
+                "to the tuned exact model",
+            ]
+        ),
+        _row(["---", "---", *("---:" for _ in contexts), "---:"]),
+        _row(["pretrained, exact", "0", *(f"{held['pretrained'][key]['perplexity']:.2f}" for key in contexts), ""]),
+    ]
+    variants = list(dict.fromkeys(row["variant"] for row in held["rows"]))
+    means = {
+        variant: [
+            statistics.mean(row["perplexity"][key]["perplexity"] for row in held["rows"] if row["variant"] == variant)
+            for key in contexts
+        ]
+        for variant in variants
+    }
+    for variant in variants:
+        steps = next(row["steps"] for row in held["rows"] if row["variant"] == variant)
+        ratio = f"{100 * (means[variant][0] / means['softmax'][0] - 1):+.1f} %" if "softmax" in means else "–"
+        cells = [f"{value:.2f}" for value in means[variant]]
+        lines.append(_row([variant, f"{steps['transfer']} + {steps['distill']}", *cells, ratio]))
+    return "\n".join(lines)
+
+
 def _spread(scores: list[float]) -> str:
     if not scores:
         return "–"
@@ -227,8 +268,9 @@ def updated(text: str) -> str:
 def updated_recipes(text: str) -> str:
     """recipes/README.md as it should be."""
     text = replace_part(text, "fidelity", fidelity_tables())
-    table = glue_table()
-    return text if table is None else replace_part(text, "glue", table)
+    for name, made in (("glue", glue_table()), ("lm", lm_tables())):
+        text = text if made is None else replace_part(text, name, made)
+    return text
 
 
 def _linked(paper: str) -> str:
