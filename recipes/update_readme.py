@@ -220,7 +220,7 @@ def _lm_table(held: dict[str, Any]) -> str:
     measured = held["pretrained"][contexts[0]]
     lines = [
         f"**{held['name']}**, trained on sequences of {settings['data']['max_length']} tokens; window of "
-        f"{held['window']} tokens; perplexity over {measured['tokens']:,} held-out tokens, windows half a context apart:",
+        f"{held['window']} tokens; perplexity over {measured['tokens']:,} held-out tokens, half a context apart:",
         "",
         _row(
             [
