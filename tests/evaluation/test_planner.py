@@ -22,6 +22,7 @@ from hf_linear_attn.evaluation.planner.material import split_halves
 from hf_linear_attn.evaluation.planner.measures import ClassifierMeasure, EncoderMeasure, LanguageMeasure
 from hf_linear_attn.evaluation.planner.record import Record
 from hf_linear_attn.evaluation.planner.search import effort, greedy, ranked
+from hf_linear_attn.evaluation.planner.words import shown_divergence
 from hf_linear_attn.plan import PlanOptions, run_plan
 
 from ..helpers import BERT, GPT2, bert_config, gpt2_config, patched, token_ids
@@ -78,6 +79,8 @@ def test_damage() -> None:
     assert damage(UNITS["points"], {"score": 0.9}, {"score": 0.85}) == pytest.approx(5.0)
     assert damage(UNITS["points"], {"score": 0.9}, {"score": None}) is None
     assert UNITS["points"].show(None) == "undefined"
+    assert (UNITS["points"].show(0.4), UNITS["perplexity"].show(0.4)) == ("-0.40 points", "+0.40% perplexity")
+    assert [shown_divergence(value) for value in (None, 0.0, 0.01234, 1.2e-5)] == ["–", "0.0000", "0.0123", "1e-05"]
     assert all(Budget.parse(unit.example).unit is unit for unit in UNITS.values())
 
 
@@ -362,6 +365,7 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
     assert report["mechanism"]["name"] == "hedgehog"
     assert report["choice"]["met"]
     assert report["data"]["metric"] == "accuracy"
+    assert any("rests on 12 examples" in line for line in report["verdicts"])
     assert report["data"]["choice"] == report["data"]["verification"] == {"rows": 12}
     with pytest.raises(ValueError, match="no head for the task 'sst2'"):
         plan(folder, "bert", tmp_path / "headless", **settings)

@@ -34,6 +34,7 @@ class Unit:
     """A measure of damage.
 
     damage: from what was measured on the exact and on the converted model; 0 where nothing is lost, more is worse.
+    sign: -1 where damage is shown as the change of a value that should be high.
     """
 
     name: str
@@ -43,10 +44,13 @@ class Unit:
     title: str
     damage: Callable[[Measured, Measured], float]
     shown: str
+    sign: int = 1
 
     def show(self, value: float | None) -> str:
-        """With its sign: `+1.3% perplexity`."""
-        return "undefined" if value is None or not math.isfinite(value) else self.shown.format(round(value, 6) + 0.0)
+        """With its sign: `+1.3% perplexity`, `-0.40 points`."""
+        if value is None or not math.isfinite(value):
+            return "undefined"
+        return self.shown.format(round(self.sign * value, 6) + 0.0)
 
 
 KINDS = {
@@ -87,7 +91,8 @@ UNITS = {
             "0.5 points",
             "loss of the metric, points (100 = all)",
             lambda exact, own: 100 * (exact["score"] - own["score"]),
-            "{:+.2f} points lost",
+            "{:+.2f} points",
+            -1,
         ),
         Unit(
             "cosine",

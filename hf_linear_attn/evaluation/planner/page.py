@@ -17,7 +17,7 @@ from ..report import page_templates, write_aside
 from ..screen import readable
 from .budget import KINDS, UNITS
 from .picture import CAPTION, NAME, draw_curve
-from .words import sentences, table
+from .words import sentences, shown_divergence, table
 
 PLAN = "plan.json"
 PAGE = "report.html"
@@ -58,6 +58,7 @@ def render(report: dict[str, Any], picture: bytes) -> str:
             most=most or 1.0,
             picture=base64.b64encode(picture).decode(),
             caption=CAPTION,
+            divergence=shown_divergence,
             plan=json.dumps(plan_of(report), indent=1, ensure_ascii=False),
         )
     )

@@ -11,7 +11,7 @@ from .budget import KINDS, UNITS, Unit
 
 def sentences(report: dict[str, Any]) -> list[str]:
     """What was found, the most important first."""
-    found = [_headline(report), _speed(report), _layers(report), _all(report), *report["notes"]]
+    found = [_headline(report), _speed(report), _layers(report), _all(report), _examples(report), *report["notes"]]
     return [text for text in found if text]
 
 
@@ -83,8 +83,8 @@ def _layers(report: dict[str, Any]) -> str:
     unit, kind = _unit(report), KINDS[report["model"]["kind"]]
     best, worst = (pick(known, key=lambda row: row["divergence"]) for pick in (min, max))
     return (
-        f"Alone, layer {best['index']} does the least harm ({kind.divergence}: {best['divergence']:.4f}; "
-        f"{unit.show(best['damage'])}), layer {worst['index']} the most ({worst['divergence']:.4f}; "
+        f"Alone, layer {best['index']} does the least harm ({kind.divergence}: {shown_divergence(best['divergence'])}; "
+        f"{unit.show(best['damage'])}), layer {worst['index']} the most ({shown_divergence(worst['divergence'])}; "
         f"{unit.show(worst['damage'])})."
     )
 
@@ -95,6 +95,23 @@ def _all(report: dict[str, Any]) -> str:
         return ""
     speed = "".join(f", {value:.2f}× at {int(length):,} tokens" for length, value in last["speedup"].items())
     return f"All {last['count']} layers together: {_unit(report).show(last['damage'])}{speed}."
+
+
+def _examples(report: dict[str, Any]) -> str:
+    """How coarse a metric is."""
+    rows = report["data"]["choice"].get("rows")
+    if not rows:
+        return ""
+    return (
+        f"The choice rests on {rows:,} examples, one of them {100 / rows:.2f} points: a difference of a few is chance."
+    )
+
+
+def shown_divergence(value: float | None) -> str:
+    """Four decimals, or one significant digit of what they would hide."""
+    if value is None:
+        return "–"
+    return format(value, ".0e") if 0 < abs(value) < 5e-5 else fixed(value, 4)
 
 
 def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -111,7 +128,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 f"{point['count']} of {report['model']['layers']}{mark}",
                 "–" if point["added"] is None else str(point["added"]),
-                "–" if point["divergence"] is None else fixed(point["divergence"], 4),
+                shown_divergence(point["divergence"]),
                 "–" if point["score"] is None else fixed(point["score"], kind.digits),
                 "–" if point["count"] == 0 else unit.show(point["damage"]),
                 *(f"{point['speedup'][length]:.2f}×" for length in lengths),
