@@ -239,6 +239,8 @@ class Loop:
             signal.signal(number, before[number])
 
         for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup and shells in the background ask for
             try:
                 before[number] = signal.signal(number, note)
             except ValueError:  # not the main thread: signals are somebody else's
