@@ -25,7 +25,7 @@ from rich.console import Console
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings, ModelSettings
 from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import read_arguments, read_settings
+from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
 
 HERE = Path(__file__).parent
 MECHANISMS = ("hedgehog", "window", "linformer", "elu", "favor+")
@@ -50,7 +50,7 @@ def variant_settings(
 
 def run_teacher(base: ConvertSettings, model: str, task: str, seed: int, work: Path) -> Path:
     """The exact model, fine-tuned on the task."""
-    folder = work / task / f"seed{seed}" / "teacher"
+    folder = work / "teacher"
     if not (folder / "results.json").exists():
         settings = FinetuneSettings(
             model=ModelSettings(source=model, attention=None),
@@ -73,13 +73,31 @@ def run_row(settings: ConvertSettings, teacher: Path, folder: Path) -> dict[str,
     )
     began = time.perf_counter()
     results = stages.convert(chosen, console=Console(stderr=True))
-    shutil.rmtree(folder)
     results["seconds"] = time.perf_counter() - began
     return results
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a row holds them: what rows must agree in to stand in one table."""
+    held = json.loads(json.dumps(settings))
+    held["teacher"] = None
+    for section, key in (("model", "source"), ("run", "output"), ("data", "folder"), ("run", "resume")):
+        held[section][key] = None
+    return held
+
+
+def is_done(rows: list[dict[str, Any]], key: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a row is there already. Raises a ValueError if it was made with other settings."""
+    for row in rows:
+        if all(row[name] == value for name, value in key.items()):
+            if comparable(row["settings"]) != settings:
+                raise ValueError(f"The row {key} was made with other settings. Give another --out, or remove it.")
+            return True
+    return False
 
 
 def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +121,7 @@ def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the pretrained encoder")
+    parser.add_argument("--name", help="what it is called in the results (default: the last part of --model)")
     parser.add_argument("--folder", help="folder with the GLUE files (default: the Hub)")
     parser.add_argument("--work", type=Path, required=True, help="folder for teachers and checkpoints")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "glue.json")
@@ -112,29 +131,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--config", default=str(HERE / "configs" / "glue-table.yaml"))
     arguments, rest = parser.parse_known_args(argv)
-    base = read_settings(ConvertSettings, arguments.config, {**read_arguments(rest), "data.folder": arguments.folder})
-    wanted = [(None, "distilled")] + [
-        (mechanism, variant) for variant in arguments.variants for mechanism in arguments.mechanisms
-    ]
+    given = read_arguments(rest)
+    if arguments.folder is not None:
+        given["data.folder"] = arguments.folder
+    base = read_settings(ConvertSettings, arguments.config, given)
+    # Each variant has a control of its own: the exact model through the same losses.
+    mechanisms = (None, *arguments.mechanisms)
+    wanted = [(mechanism, variant) for variant in arguments.variants for mechanism in mechanisms]
+    name = arguments.name or Path(arguments.model).name
     for seed in arguments.seeds:
         for task in arguments.tasks:
             for mechanism, variant in wanted:
-                key = {"task": task, "seed": seed, "mechanism": mechanism or "softmax", "variant": variant}
-                rows = read_rows(arguments.out)
-                if any(all(row[name] == value for name, value in key.items()) for row in rows):
-                    continue
-                teacher = run_teacher(base, arguments.model, task, seed, arguments.work)
+                key = {
+                    "model": name,
+                    "task": task,
+                    "seed": seed,
+                    "mechanism": mechanism or "softmax",
+                    "variant": variant,
+                }
+                teacher_folder = arguments.work / name / task / f"seed{seed}"
                 settings = variant_settings(base, task, seed, mechanism, variant)
-                folder = arguments.work / task / f"seed{seed}" / f"{mechanism or 'softmax'}-{variant}"
+                if is_done(read_rows(arguments.out), key, comparable(as_mapping(settings))):
+                    continue
+                teacher = run_teacher(base, arguments.model, task, seed, teacher_folder)
+                folder = teacher_folder / f"{mechanism or 'softmax'}-{variant}"
                 row = row_of(key, run_row(settings, teacher, folder))
-                write_json(
-                    arguments.out,
-                    {
-                        "format_version": 1,
-                        "model": Path(arguments.model).name,
-                        "rows": [*read_rows(arguments.out), row],
-                    },
-                )
+                write_json(arguments.out, {"format_version": 1, "rows": [*read_rows(arguments.out), row]})
+                shutil.rmtree(folder)
     return 0
 
 

@@ -24,13 +24,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import load_pretrained
-from hf_linear_attn.data.sources import carve_validation, load_source
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
 from hf_linear_attn.evaluation.texts import whole_documents
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.options import ConvertSettings
+from hf_linear_attn.training.problems import own_data
 from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import read_arguments, read_settings
+from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
 
 HERE = Path(__file__).parent
 
@@ -60,11 +60,9 @@ def variant_settings(base: ConvertSettings, variant: str, window: int, seed: int
     )
 
 
-def documents(base: ConvertSettings, model: str, tokens: int) -> list[list[int]]:
-    """Held-out documents, as token ids, whole but the last."""
-    data = load_source(str(base.data.source))
-    if "validation" not in data:
-        data = carve_validation(data, base.data.validation_share, base.run.seed)
+def documents(base: ConvertSettings, model: str, tokens: int, seed: int) -> list[list[int]]:
+    """Held-out documents of a run with this seed, as token ids, whole but the last."""
+    data = own_data(base.data, seed, base.data.text[:1])
     return whole_documents(AutoTokenizer.from_pretrained(model), data["validation"][base.data.text[0]], tokens)
 
 
@@ -75,6 +73,18 @@ def perplexity(model: PreTrainedModel, held_out: list[list[int]], context: int) 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def check_head(path: Path, head: dict[str, Any]) -> None:
+    """Raise a ValueError where a file holds rows that were made with other settings."""
+    if not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in head.items():
+        if before.get(name) != json.loads(json.dumps(value)):
+            raise ValueError(
+                f"{str(path)!r} was made with {name} {before.get(name)!r}, now {value!r}. Give another --out."
+            )
 
 
 def run_variant(settings: ConvertSettings, held_out: list[list[int]], contexts: list[int]) -> dict[str, Any]:
@@ -118,11 +128,17 @@ def main(argv: list[str] | None = None) -> int:
     base = read_settings(ConvertSettings, arguments.config, given)
     out = arguments.out or HERE / "results" / "lm" / f"{arguments.name}.json"
     contexts = arguments.contexts or [base.data.max_length]
-    held_out = documents(base, arguments.model, arguments.tokens)
-    head: dict[str, Any] = {"format_version": 1, "name": arguments.name, "window": arguments.window}
     pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)
-    head["pretrained"] = {str(context): perplexity(pretrained, held_out, context) for context in contexts}
     for seed in arguments.seeds:
+        held_out = documents(base, arguments.model, arguments.tokens, seed)
+        head = {
+            "format_version": 1,
+            "name": arguments.name,
+            "window": arguments.window,
+            "settings": {**as_mapping(base.distill), "transfer_steps": base.transfer.steps},
+        }
+        check_head(out, head)
+        head["pretrained"] = {str(context): perplexity(pretrained, held_out, context) for context in contexts}
         for variant in arguments.variants:
             if any((row["variant"], row["seed"]) == (variant, seed) for row in read_rows(out)):
                 continue

@@ -181,31 +181,28 @@ def glue_table(path: Path = RESULTS / "glue.json") -> str | None:
     rows = held["rows"]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     kinds = list(dict.fromkeys((row["mechanism"], row["variant"]) for row in rows))
-    found = {
-        (*kind, task): [
-            row["distilled"][row["metric"]]
-            for row in rows
-            if (row["mechanism"], row["variant"], row["task"]) == (*kind, task)
-        ]
-        for kind in kinds
-        for task in tasks
-    }
-    control = ("softmax", "distilled")
+    found: dict[tuple[str, str, str], dict[int, float]] = {(*kind, task): {} for kind in kinds for task in tasks}
+    for row in rows:
+        found[row["mechanism"], row["variant"], row["task"]][row["seed"]] = row["distilled"][row["metric"]]
     metrics = {row["task"]: row["metric"] for row in rows}
     lines = [
         _row(["mechanism", "", *(f"{task}, {metrics[task]}" for task in tasks), "recovered"]),
         _row(["---", "---", *("---:" for _ in tasks), "---:"]),
     ]
     for kind in kinds:
-        scores = [found[(*kind, task)] for task in tasks]
-        shares = [
-            statistics.mean(own) / statistics.mean(found[(*control, task)])
-            for own, task in zip(scores, tasks, strict=True)
-            if own and found[(*control, task)]
-        ]
-        recovered = f"{100 * statistics.mean(shares):.1f} %" if len(shares) == len(tasks) else "–"
-        lines.append(_row([f"`{kind[0]}`", kind[1], *(_spread(score) for score in scores), recovered]))
+        shares = [_recovered(found[(*kind, task)], found.get(("softmax", kind[1], task), {})) for task in tasks]
+        known = [share for share in shares if share is not None]
+        recovered = f"{100 * statistics.mean(known):.1f} %" if len(known) == len(tasks) else "–"
+        scores = [_spread(list(found[(*kind, task)].values())) for task in tasks]
+        lines.append(_row([f"`{kind[0]}`", kind[1], *scores, recovered]))
     return "\n".join(lines)
+
+
+def _recovered(own: dict[int, float], control: dict[int, float]) -> float | None:
+    """Mean score over that of the control of the same variant, over the seeds that both have."""
+    seeds = sorted(own.keys() & control.keys())
+    below = sum(control[seed] for seed in seeds)
+    return sum(own[seed] for seed in seeds) / below if below else None
 
 
 def lm_tables(folder: Path = RESULTS / "lm") -> str | None:

@@ -48,15 +48,17 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
         run.seed()
         loaded = load_model(settings.model, problem)
         model = loaded.model
+        if settings.run.control and (is_patched(model) or settings.model.attention or settings.model.plan):
+            raise ValueError("run.control is the exact model: leave model.attention and model.plan out (null).")
         if not is_patched(model):
             _patch(model, settings.model, settings.run.seed)
         facts = _facts(run, model, problem)
         if "trained" not in run.state:
             progress = run.stage("train", model, TaskObjective(problem), problem, settings.train)
             run.record("train", asdict(progress))
-            card = model_card(settings, facts, {**run.state, "trained": _best(progress)})
-            run.save(run.folder / "model", model, problem, card)
-            run.record("trained", _best(progress))
+            found = _best(progress) or problem.evaluate(model, run.accelerator, run.evaluation_batch(problem))
+            run.save(run.folder / "model", model, problem, model_card(settings, facts, {**run.state, "trained": found}))
+            run.record("trained", found)
         return _finish(run, facts)
     finally:
         run.close()
@@ -121,6 +123,8 @@ def _tokenizer(run: Run, settings: FinetuneSettings | ConvertSettings) -> Any:
 
 def _patch(model: PreTrainedModel, settings: ModelSettings, seed: int) -> None:
     """Patch by name, by plan, or not at all; random features are drawn by the run's seed unless they have their own."""
+    if settings.plan is not None and (settings.layers is not None or settings.options):
+        raise ValueError("model.plan says what every layer gets. Leave model.layers and model.options out.")
     if settings.plan is not None:
         config = LinearAttentionConfig.from_file(settings.plan)
     elif settings.attention is not None:
@@ -316,7 +320,10 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, problem
     device = run.accelerator.device
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
     try:
-        table = model_speed(models, tokens, lengths, baseline="teacher", budget=2.0, announce=lambda done, note: None)
+        with run.accelerator.autocast():  # both in the precision of the run
+            table = model_speed(
+                models, tokens, lengths, baseline="teacher", budget=2.0, announce=lambda done, note: None
+            )
     except ValueError as error:
         # A mechanism that is built for a largest length (Linformer) cannot be timed beyond it.
         return {"skipped": str(error)}

@@ -274,11 +274,29 @@ class Loop:
             accelerator.save_state(str(aside), safe_serialization=True)
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                (aside / "progress.json").write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
+                (aside / "progress.json").write_text(
+                    json.dumps({**asdict(self.progress), "processes": accelerator.num_processes}), encoding="utf-8"
+                )
                 aside.rename(target)
                 for old in self._checkpoints()[: -self.run_settings.keep]:
                     shutil.rmtree(old, ignore_errors=True)
+                self._forget_best()
         accelerator.wait_for_everyone()
+
+    def _best_folder(self, step: int | None) -> Path:
+        return self.folder / f"best-{step or 0:08d}"
+
+    def _forget_best(self) -> None:
+        """Remove best weights that neither the run nor one of its checkpoints, which a crash may lead back to, name."""
+        named = {self.progress.best_step}
+        named |= {
+            json.loads((path / "progress.json").read_text(encoding="utf-8"))["best_step"]
+            for path in self._checkpoints()
+        }
+        kept = {self._best_folder(step).name for step in named}
+        for path in self.folder.glob("best-*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _checkpoints(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if (path / "progress.json").is_file())
@@ -289,8 +307,14 @@ class Loop:
         self.accelerator.wait_for_everyone()
         found = self._checkpoints()
         if found:
-            self.accelerator.load_state(str(found[-1]))
             held = json.loads((found[-1] / "progress.json").read_text(encoding="utf-8"))
+            before, now = held.pop("processes"), self.accelerator.num_processes
+            if before != now:
+                raise ValueError(
+                    f"{str(found[-1])!r} was written by {before} process(es), and this run has {now}: the order of the "
+                    "data would change. Resume with as many as before."
+                )
+            self.accelerator.load_state(str(found[-1]))
             held["evaluations"] = [(step, metrics) for step, metrics in held["evaluations"]]
             self.progress = Progress(**held)
             self.reporter.say(f"{self.name}: goes on after step {self.progress.step} of {self.steps}")
@@ -300,21 +324,15 @@ class Loop:
     def _save_best(self) -> None:
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
-            with whole_folder(self.folder / "best") as aside:
+            with whole_folder(self._best_folder(self.progress.best_step)) as aside:
                 save_file(without_shared(state), str(aside / "model.safetensors"))
-                (aside / "step.json").write_text(json.dumps(self.progress.best_step), encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
     def _load_best(self) -> None:
         """Put the best step's weights into the model, where a later step was not better."""
         if self.progress.best_step in (None, self.progress.step):
             return
-        held = json.loads((self.folder / "best" / "step.json").read_text(encoding="utf-8"))
-        if held != self.progress.best_step:
-            raise RuntimeError(
-                f"{str(self.folder / 'best')!r} holds step {held}, not {self.progress.best_step}: two runs wrote there."
-            )
-        state = load_file(str(self.folder / "best" / "model.safetensors"))
+        state = load_file(str(self._best_folder(self.progress.best_step) / "model.safetensors"))
         model = self.accelerator.unwrap_model(self.model)
         missing, unexpected = model.load_state_dict(state, strict=False)
         shared = set(model.state_dict()) - set(without_shared(model.state_dict()))

@@ -95,6 +95,7 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
         first = (str(error).strip().splitlines() or [""])[0]
         raise OSError(f"The model {model.source!r} cannot be loaded ({first}).") from error
     _check_overrides(config, changes, model)
+    _check_labels(model, problem)
     if model.from_config:
         return Loaded(_ready(auto.from_config(config), problem, model))
     settings = {"revision": model.revision or "main", "dtype": torch.float32, "config": config}
@@ -108,6 +109,25 @@ def load_model(model: ModelSettings, problem: Problem) -> Loaded:
     if lost:
         raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
     return Loaded(_ready(loaded, problem, model), missing)
+
+
+def _check_labels(model: ModelSettings, problem: Problem) -> None:
+    """A head that was trained with other labels, or in another order, would be scored as if it were wrong."""
+    assert model.source is not None
+    labels = getattr(problem, "labels", None)
+    own = AutoConfig.from_pretrained(model.source, revision=model.revision or "main")
+    trained = any("ForSequenceClassification" in name for name in own.architectures or ())
+    if labels is None or not trained or model.from_config:
+        return
+    names = [str(own.id2label[index]) for index in sorted(own.id2label)]
+    generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
+    if len(names) != len(labels) or not (
+        generic or [name.lower() for name in names] == [name.lower() for name in labels]
+    ):
+        raise ValueError(
+            f"{model.source!r} was trained with the labels {', '.join(names)}, in this order; the data has "
+            f"{', '.join(labels)}. Give data with the model's labels, or a model without a classification head."
+        )
 
 
 def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any]) -> Any:

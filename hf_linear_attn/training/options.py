@@ -90,7 +90,9 @@ class DataSettings:
     max_train: int | None = field(
         default=None, metadata=about("train on so many examples or blocks, drawn by the seed")
     )
-    max_validation: int | None = field(default=None, metadata=about("evaluate on so many, the first ones"))
+    max_validation: int | None = field(
+        default=None, metadata=about("evaluate on so many, drawn once for all; of blocks the first")
+    )
     validation_share: float = field(
         default=0.1, metadata=about("share of the training data to evaluate on where there is no validation split")
     )

@@ -253,7 +253,7 @@ def _classification(tokenizer: Any, data: DataSettings, seed: int) -> Problem:
 
         task = get_task(data.task)
         loaded = load_task(data.task, folder=data.folder, revision=data.revision)
-        columns, labels, metrics = task.columns, task.labels, (task.main_metric, *task.metrics)
+        columns, labels, metrics = task.columns, task.labels, data.metrics or (task.main_metric, *task.metrics)
         label = "label"
     else:
         loaded, label = own_data(data, seed, (*data.text, data.label)), data.label
@@ -363,8 +363,9 @@ def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]
     names = [name for name in loaded if name.startswith("validation")]
     for name in names:
         split = loaded[name]
-        if not blocks and data.max_validation is not None:
-            split = split.select(range(min(len(split), data.max_validation)))
+        if not blocks and data.max_validation is not None and data.max_validation < len(split):
+            # Drawn, since files are often sorted by label; by no setting, so that all runs are judged by the same ones.
+            split = split.select(sorted(_drawn(len(split), data.max_validation, 0)))
         held = encode(split).dataset
         if blocks and data.max_validation is not None:
             held = held.select(range(min(len(held), data.max_validation)))

@@ -81,6 +81,12 @@ class Run:
             log_with=[*trackers, self.log],
             project_config=ProjectConfiguration(project_dir=str(self.folder), logging_dir=str(self.folder / "logs")),
         )
+        if self.accelerator.distributed_type.value.startswith(("FSDP", "DEEPSPEED", "MEGATRON")):
+            raise NotImplementedError(
+                f"accelerate is configured for {self.accelerator.distributed_type.value}, which shards the model; this "
+                "training does not support that yet. Use data parallelism (recipes/accelerate/ddp.yaml), and LoRA "
+                "(distill.lora_rank) where memory is short."
+            )
         self._open_folder()
         self.reporter = Reporter(self.accelerator, console)
         self.accelerator.init_trackers("run", config={key: str(value) for key, value in flat(settings).items()})
@@ -170,6 +176,8 @@ class Run:
             log=self.log,
         )
         progress = loop.run()
+        # Without the wrapper that runs its forward pass in mixed precision: others are compared with it.
+        accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False)
         accelerator.free_memory()
         return progress
 
