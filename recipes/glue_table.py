@@ -1,6 +1,6 @@
 """What conversion costs on GLUE, mechanism by mechanism, beside the softmax control through the same steps.
 
-    python recipes/glue_table.py --model MODEL --folder GLUE --work /tmp/glue-table
+    python recipes/glue_table.py --model MODEL --folder GLUE --work WORK
 
 Needs the `train` extra. For every task and seed the exact model is fine-tuned once. From it every mechanism is
 converted (attention transfer, then distillation), and once more without distillation (attention transfer, then the

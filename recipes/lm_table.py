@@ -1,6 +1,6 @@
 """What converting a decoder costs in perplexity, beside the equally tuned exact model, and at which positions.
 
-    python recipes/lm_table.py --model MODEL --text TEXT --name NAME --work /tmp/lm-table
+    python recipes/lm_table.py --model MODEL --text TEXT --name NAME --work WORK
 
 Needs the `train` extra. Every variant goes through the same steps: the exact model (the control), the default hybrid
 (`window` over hedgehog features), each of its halves by itself, and other mechanisms. Afterwards perplexity is measured

@@ -28,7 +28,6 @@ from .problems import Problem, build_problem, own_data
 from .runs import Run
 from .saving import whole_folder, without_shared, write_json
 from .settings import as_mapping
-from .stream import BatchStream
 from .transfer import transfer_attention
 
 #: Batches of training data that attention transfer does not train on, to choose its best step.
@@ -56,7 +55,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
         if "trained" not in run.state:
             progress = run.stage("train", model, TaskObjective(problem), problem, settings.train)
             run.record("train", asdict(progress))
-            found = _best(progress) or problem.evaluate(model, run.accelerator, run.evaluation_batch(problem))
+            found = _best(progress) or problem.evaluate(model, run.accelerator, run.evaluation_batch())
             run.save(run.folder / "model", model, problem, model_card(settings, facts, {**run.state, "trained": found}))
             run.record("trained", found)
         return _finish(run, facts)
@@ -182,7 +181,7 @@ def _transfer(run: Run, settings: ConvertSettings, student: PreTrainedModel, pro
         return
     rows: Any = problem.train
     kept = min(TRANSFER_HELD_OUT * transfer.batch_size, len(rows) // 5)
-    stream = _stream(run, problem, rows.select(range(len(rows) - kept)), transfer.batch_size)
+    stream = run.stream(problem, rows.select(range(len(rows) - kept)), transfer.batch_size)
     held_out = []
     if kept:
         held = rows.select(range(len(rows) - kept, len(rows)))
@@ -217,17 +216,6 @@ def _transfer(run: Run, settings: ConvertSettings, student: PreTrainedModel, pro
         if step % 10 == 0 or step == 1:
             accelerator.log({"stage": "transfer", "train/loss": loss}, step=step)
     run.metrics("transferred", student, problem)
-
-
-def _stream(run: Run, problem: Problem, rows: Any, batch_size: int) -> BatchStream:
-    return BatchStream(
-        rows,
-        problem.collate,
-        batch_size=batch_size,
-        seed=run.run_settings.seed,
-        process=run.accelerator.process_index,
-        processes=run.accelerator.num_processes,
-    )
 
 
 def _distill(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from .saving import (
     whole_folder,
     write_json,
 )
-from .settings import as_mapping, flat
+from .settings import as_mapping, flat, flatten
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, installed_trackers, short
 
@@ -127,18 +128,30 @@ class Run:
         """Evaluate once, and remember."""
         if stage not in self.state:
             model.to(self.accelerator.device).eval()
-            found = problem.evaluate(model, self.accelerator, self.evaluation_batch(problem))
+            found = problem.evaluate(model, self.accelerator, self.evaluation_batch())
             self.record(stage, found)
             self.accelerator.log({"stage": stage, **found}, step=0)
             self.reporter.say(f"{stage}: {short(found)}")
         return self.state[stage]
 
-    def evaluation_batch(self, problem: Problem) -> int:
+    def evaluation_batch(self) -> int:
         """Examples of one forward pass without gradients on one process."""
         if self.run_settings.evaluation_batch_size is not None:
             return self.run_settings.evaluation_batch_size
         section: TrainSettings = getattr(self.settings, "distill", None) or self.settings.train  # type: ignore[union-attr]
         return 2 * section.batch_size
+
+    def stream(self, problem: Problem, rows: Sequence[Any], batch_size: int) -> BatchStream:
+        """This process's part of the training batches."""
+        return BatchStream(
+            rows,
+            problem.collate,
+            batch_size=batch_size,
+            seed=self.run_settings.seed,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+            workers=self.run_settings.workers,
+        )
 
     def stage(
         self, name: str, model: nn.Module, objective: Objective, problem: Problem, train: TrainSettings
@@ -151,21 +164,12 @@ class Run:
         if self.run_settings.gradient_checkpointing:
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        stream = BatchStream(
-            problem.train,
-            problem.collate,
-            batch_size=train.batch_size,
-            seed=self.run_settings.seed,
-            process=accelerator.process_index,
-            processes=accelerator.num_processes,
-            workers=self.run_settings.workers,
-        )
-        batch = self.evaluation_batch(problem)
+        batch = self.evaluation_batch()
         loop = Loop(
             name,
             model.to(accelerator.device),
             objective,
-            stream,
+            self.stream(problem, problem.train, train.batch_size),
             accelerator=accelerator,
             train=train,
             run=self.run_settings,
@@ -225,8 +229,8 @@ def _check_folder(folder: Path, settings: FinetuneSettings | ConvertSettings) ->
             f"run.output {str(folder)!r} holds another run. Go on with it (run.resume true), replace it (run.overwrite "
             "true), or give another folder."
         )
-    before = _flat_file(json.loads(path.read_text(encoding="utf-8")))
-    now = _flat_file(json.loads(json.dumps(as_mapping(settings))))
+    before = flatten(json.loads(path.read_text(encoding="utf-8")))
+    now = flatten(json.loads(json.dumps(as_mapping(settings))))
     changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_SETTINGS)
     if changed:
         told = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
@@ -236,13 +240,3 @@ def _check_folder(folder: Path, settings: FinetuneSettings | ConvertSettings) ->
 def _started(folder: Path) -> bool:
     """Whether a run got further than reading its data and its model."""
     return any((folder / name).exists() for name in (STATE_FILE, "checkpoints", "model"))
-
-
-def _flat_file(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found.update(_flat_file(value, f"{where}{key}."))
-        else:
-            found[f"{where}{key}"] = value
-    return found

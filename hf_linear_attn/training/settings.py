@@ -249,16 +249,18 @@ def _plain(value: Any) -> Any:
 
 def flat(settings: Any, where: str = "") -> dict[str, Any]:
     """Dotted name -> value, for comparing two runs and for trackers."""
+    return flatten(as_mapping(settings), where)
+
+
+def flatten(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The same of nested mappings, as a file holds them. An empty mapping is a value."""
     found: dict[str, Any] = {}
-    for name, value in as_mapping(settings).items():
-        found.update(_flat(value, where + name))
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found.update(flatten(value, f"{where}{name}."))
+        else:
+            found[f"{where}{name}"] = value
     return found
-
-
-def _flat(value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {key: held for inner, item in value.items() for key, held in _flat(item, f"{name}.{inner}").items()}
-    return {name: value}
 
 
 def describe(parser: argparse.ArgumentParser, cls: type) -> None:
