@@ -91,7 +91,8 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     plan = make_plan(options, loaded)
     _check_directions(plan, loaded)
 
-    from .evaluation.report import TOOL, check_folder, environment, now, plain, write_report
+    from .evaluation.measurements import now, plain
+    from .evaluation.report import TOOL, check_folder, environment, write_report
     from .evaluation.study import Study, prepare
     from .evaluation.verdicts import verdicts
 

@@ -184,7 +184,8 @@ class Job:
 
     def facts(self) -> dict[str, Any]:
         """What the report says of the run before anything is measured."""
-        from .evaluation.report import environment, now, plain
+        from .evaluation.measurements import now, plain
+        from .evaluation.report import environment
         from .patching import patch_report
         from .registry import ATTENTIONS
 

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_linear_attn.demo import DemoOptions, _load, make_plan, resolve_model
-from hf_linear_attn.evaluation.report import environment, plain
+from hf_linear_attn.evaluation.measurements import plain
+from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.screen import Screen
 from hf_linear_attn.evaluation.study import Data, Study, prepare
 from hf_linear_attn.evaluation.texts import read_text

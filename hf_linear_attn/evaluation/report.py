@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import platform
 import tempfile
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +71,6 @@ def _cpu_name() -> str:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-def now() -> str:
-    """UTC, to the second."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: tuples as lists, infinities and NaN as null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(held) for held in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .report import environment, now
+from .measurements import now
+from .report import environment
 from .sweep import REFUSED, UNBUILT, WORKS, WRONG, Result
 
 FORMAT_VERSION = 1

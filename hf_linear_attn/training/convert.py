@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
-from ..evaluation.report import environment, plain
+from ..evaluation.measurements import plain
+from ..evaluation.report import environment
 from ..evaluation.speed import shared_copy
 from ..integration.attention import SUBMODULE, exact_attention
 from ..patching import is_patched, patch_model, patch_report

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_seconds
+from hf_linear_attn.evaluation.measurements import plain
 from hf_linear_attn.evaluation.plots import draw_plots, heat_map_of
-from hf_linear_attn.evaluation.report import PLOTS, plain, render_page, write_report
+from hf_linear_attn.evaluation.report import PLOTS, render_page, write_report
 from hf_linear_attn.evaluation.screen import show
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
 from hf_linear_attn.evaluation.verdicts import verdicts

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report import plain, write_aside
+from ..measurements import plain
+from ..report import write_aside
 
 NAME = "plan-report.json"
 TOOL = "hf-linear-attn plan"

@@ -15,7 +15,8 @@ from ...integration.attention import SUBMODULE, exact_attention
 from ...integration.discovery import self_attention
 from ...patching import CONFIG_FIELD
 from ...training.transfer import transfer_attention
-from ..report import plain, write_aside
+from ..measurements import plain
+from ..report import write_aside
 from ..speed import LONGEST_WAIT, model_speed
 from ..study import Progress
 from .amounts import Amounts
