@@ -142,6 +142,27 @@ def test_a_base_checkpoint_into_a_head(tmp_path):
         assert torch.equal(classifier.bert(token_ids())[0], base(token_ids())[0])
 
 
+def test_weights_given_as_a_state_dict(checkpoint):
+    """By keyword and without a folder, as from_pretrained takes them."""
+    model, _ = checkpoint
+    given = {"config": model.config, "state_dict": model.state_dict()}
+    again = type(model).from_pretrained(pretrained_model_name_or_path=None, **given)
+    assert torch.equal(logits(again, token_ids()), logits(model, token_ids()))
+    given["state_dict"] = {key: value for key, value in model.state_dict().items() if "linear_attention" not in key}
+    with pytest.raises(ValueError, match="in the given state_dict do not match"):
+        type(model).from_pretrained(None, **given)
+
+
+def test_other_sizes_are_a_runtime_error_as_in_transformers(checkpoint):
+    """Whoever handles it for plain models need not learn another error; the rest of the package raises ValueErrors."""
+    _, folder = checkpoint
+    hla.load_pretrained(folder, "AutoModelForSequenceClassification", num_labels=3).save_pretrained(folder)
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind, match="classifier"):
+            hla.load_pretrained(folder, num_labels=4)
+    assert hla.load_pretrained(folder, num_labels=4, ignore_mismatched_sizes=True).config.num_labels == 4
+
+
 def test_output_loading_info(checkpoint):
     model, info = hla.load_pretrained(str(checkpoint[1]), output_loading_info=True)
     assert hla.is_patched(model)

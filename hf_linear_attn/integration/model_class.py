@@ -43,6 +43,10 @@ def __getattr__(name):
 '''
 
 
+class MismatchedSizesError(ValueError, RuntimeError):
+    """Weights of other sizes than the model's: a RuntimeError in Transformers, whose callers may catch that."""
+
+
 class LinearAttentionModelMixin:
     """What a patched model does differently. Never instantiated by itself."""
 
@@ -62,7 +66,7 @@ class LinearAttentionModelMixin:
     @classmethod
     def from_pretrained(
         cls,
-        path: Any,
+        pretrained_model_name_or_path: Any,
         *args: Any,
         output_loading_info: bool = False,
         ignore_mismatched_sizes: bool = False,
@@ -72,14 +76,14 @@ class LinearAttentionModelMixin:
         try:
             # Mismatched sizes are reported by `check_loading`, which can say what they mean.
             model, info = super().from_pretrained(  # type: ignore[misc]
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
             raise ValueError(
-                f"The weights in {str(path)!r} cannot be read ({error}): a file is truncated or corrupt. Copy or "
-                "download the checkpoint again."
+                f"The weights in {str(pretrained_model_name_or_path)!r} cannot be read ({error}): a file is truncated "
+                "or corrupt. Copy or download the checkpoint again."
             ) from error
-        check_loading(path, info, ignore_mismatched_sizes)
+        check_loading(pretrained_model_name_or_path, info, ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +192,11 @@ def write_code_file(folder: Path) -> None:
 
 
 def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:
-    """Raise a ValueError where the weights of the linear attention do not fit the config, or others differ in size."""
+    """Raise a ValueError where the weights of the linear attention do not fit the config, or others differ in size.
+
+    `path` is None for weights that were given as `state_dict=`.
+    """
+    place = "the given state_dict" if path is None else repr(str(path))
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
@@ -197,15 +205,15 @@ def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
             problems.append(f"{kind.removesuffix('_keys')}: {', '.join(keys[:3])}" + (" …" if len(keys) > 3 else ""))
     if problems:
         raise ValueError(
-            f"The weights in {str(path)!r} do not match the linear attention of its config.json "
+            f"The weights in {place} do not match the linear attention of its config.json "
             f"({'; '.join(problems)}). "
             "The checkpoint was changed after it was saved, or belongs to another config: save it again from the "
             "patched model."
         )
     others = sorted(key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ()))
     if others and not ignore_mismatched_sizes:
-        raise ValueError(
-            f"The weights in {str(path)!r} have other sizes than the model of its config: {', '.join(others[:3])}"
+        raise MismatchedSizesError(
+            f"The weights in {place} have other sizes than the model of its config: {', '.join(others[:3])}"
             + (" …" if len(others) > 3 else "")
             + ". Give the config that belongs to them, or pass ignore_mismatched_sizes=True to start these anew."
         )
