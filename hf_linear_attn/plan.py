@@ -216,7 +216,7 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """What the measurements depend on."""
-        from .evaluation.planner.loading import fingerprint
+        from .evaluation.loading import fingerprint
         from .evaluation.report import environment
 
         amounts = asdict(self.amounts)
@@ -256,9 +256,9 @@ def _prepare(source: str, name: str, options: PlanOptions, budget: Budget) -> Jo
     import torch
 
     from .demo import is_decoder, model_facts, torch_device
+    from .evaluation.loading import config_and_tokenizer, load_backbone, load_classifier
     from .evaluation.planner.amounts import amounts_for, timeable
     from .evaluation.planner.budget import KINDS
-    from .evaluation.planner.loading import config_and_tokenizer, load_backbone, load_classifier
     from .evaluation.planner.material import task_material, task_problem, text_material
     from .evaluation.speed import shared_copy
     from .evaluation.texts import read_text
@@ -296,7 +296,7 @@ def _prepare(source: str, name: str, options: PlanOptions, budget: Budget) -> Jo
 
 
 def _seed(attention: str, seed: int) -> dict[str, Any]:
-    from .evaluation.study import default_options
+    from .evaluation.subject import default_options
     from .registry import ATTENTIONS
 
     return default_options(ATTENTIONS.get(attention), seed)

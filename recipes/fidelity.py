@@ -25,10 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_linear_attn.demo import DemoOptions, _load, make_plan, resolve_model
+from hf_linear_attn.evaluation.judges import judges_for
 from hf_linear_attn.evaluation.measurements import plain
+from hf_linear_attn.evaluation.preparing import Data, prepare
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.screen import Screen
-from hf_linear_attn.evaluation.study import Data, Study, prepare
+from hf_linear_attn.evaluation.study import Study
+from hf_linear_attn.evaluation.subject import Subject
 from hf_linear_attn.evaluation.texts import read_text
 from hf_linear_attn.registry import ATTENTIONS, list_attentions
 
@@ -84,15 +87,14 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     done = {(row["model"], row["mechanism"]) for row in rows if row["settings"] == plain(settings)}
     wanted = arguments.attentions or names_for(loaded.decoder)
     with Screen(Console()) as screen:
-        study = Study(
-            loaded.model, decoder=loaded.decoder, data=data, plan=plan, baseline=loaded.baseline, progress=screen
-        )
+        subject = Subject.of(loaded.model, "decoder" if loaded.decoder else "encoder", name)
+        judges = judges_for(subject.kind, loaded.model, data, plan)
+        study = Study(subject, data=data, plan=plan, judges=judges, progress=screen)
         exact, control = study.references()
         for mechanism in wanted:
             if (name, mechanism) in done:
                 continue
             result = study.mechanism(mechanism)
-            study.patched.clear()
             row = {
                 "model": name,
                 "kind": "decoder" if loaded.decoder else "encoder",

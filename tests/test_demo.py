@@ -18,7 +18,7 @@ from hf_linear_attn.demo import DemoOptions, is_decoder, make_plan, resolve_mode
 from hf_linear_attn.evaluation.embeddings import sentence_embeddings
 from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
-from hf_linear_attn.evaluation.study import Plan, prepare
+from hf_linear_attn.evaluation.preparing import Plan, prepare
 from hf_linear_attn.evaluation.texts import read_text
 
 from .evaluation.models import save_checkpoint, some_text

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..integration.cache import LinearStateLayer
 from .speed import Announce, position_inputs
-from .timing import Timing, summarise
+from .timing import Timing, clock_of, summarise
 
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
@@ -45,11 +45,14 @@ def prefill(model: PreTrainedModel, tokens: Sequence[int], length: int) -> Dynam
     cache = DynamicCache(config=model.config)
     for start in range(0, length, PREFILL_CHUNK):
         part = torch.tensor([repeated[start : start + PREFILL_CHUNK]], device=model.device)
+        places = position_inputs(model, part.shape[1], start)
+        if places:  # a mask of ones: position ids that begin again would otherwise be read as packed documents
+            places["attention_mask"] = torch.ones(1, start + part.shape[1], dtype=torch.long, device=model.device)
         model.base_model(
             input_ids=part,
             past_key_values=cache,
             use_cache=True,
-            **position_inputs(model, part.shape[1], start),
+            **places,
         )
     return cache
 
@@ -101,15 +104,14 @@ def _time_steps(
     for step in steps.values():
         for _ in range(3):
             step()
+    clock = clock_of(device)
     began = time.perf_counter()
     for turn in range(40):
         for index in range(len(names)):
             name = names[(index + turn) % len(names)]
-            start = time.perf_counter()
+            start = clock()
             steps[name]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            samples[name].append(time.perf_counter() - start)
+            samples[name].append(clock() - start)
         if turn >= 7 and time.perf_counter() - began > budget:
             break
     return {name: summarise(samples[name], samples[baseline]) for name in names}

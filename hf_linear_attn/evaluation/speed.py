@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..integration.attention import SUBMODULE
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..mechanisms.base import LinearAttention
+from .resources import count_flops, peak_memory
 from .timing import SpeedTable, Timing, interleaved
 
 #: The name of the row that shows what a model costs without any attention.
@@ -129,6 +132,51 @@ def model_speed(
     return _sweep(prepare, lengths, baseline=baseline, budget=budget, device=device, announce=announce)
 
 
+def length_rows(
+    models: Mapping[str, PreTrainedModel],
+    tokens: Sequence[int],
+    length: int,
+    *,
+    baseline: str,
+    budget: float,
+    backward: bool = False,
+    resources: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """One length (batch 1), as plain data: what a `Timing` holds, and `tokens_per_second`.
+
+    backward: with gradients of all weights (of `mean(output²)`), as in training. resources: also `flops`, and `memory`,
+    the peak of a further call with the same inputs, threads and precision.
+    """
+    with torch.inference_mode(not backward):
+        inputs = long_inputs(models[baseline], tokens, length)
+        make = _training_pass if backward else _forward
+        calls = {name: partial(make(model), inputs) for name, model in models.items()}
+        device = models[baseline].device
+        try:
+            timings = interleaved(calls, baseline=baseline, budget=budget, device=device)
+            rows = {
+                name: {**asdict(timing), "tokens_per_second": length / timing.median}
+                for name, timing in timings.items()
+            }
+            if resources:
+                for name, call in calls.items():
+                    rows[name].update(memory=peak_memory(call, device), flops=count_flops(call))
+        finally:
+            if backward:
+                for model in models.values():
+                    model.zero_grad(set_to_none=True)
+    return rows
+
+
+def _training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    def run(inputs: Mapping[str, Tensor]) -> None:
+        model(**inputs, **extra)[0].float().square().mean().backward()
+
+    return run
+
+
 def _forward(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
     accepted = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {}
@@ -209,11 +257,13 @@ def _sweep(
 
 
 def _expected_seconds(table: SpeedTable, length: int) -> float:
-    """Four calls of each (a warm-up and three rounds): the baseline grows with the square, the others linearly."""
     if not table.lengths:
         return 0.0
-    growth = length / table.lengths[-1]
-    total = 0.0
-    for name, timings in table.rows.items():
-        total += timings[-1].median * (growth**2 if name == table.baseline else growth)
-    return 4 * total
+    medians = {name: timings[-1].median for name, timings in table.rows.items()}
+    return expected_seconds(medians, table.baseline, length / table.lengths[-1])
+
+
+def expected_seconds(medians: Mapping[str, float], baseline: str, growth: float) -> float:
+    """Four calls of each (a warm-up and three rounds) at `growth` times the length: the baseline's time grows with the
+    square, the others' linearly."""
+    return 4 * sum(median * (growth**2 if name == baseline else growth) for name, median in medians.items())

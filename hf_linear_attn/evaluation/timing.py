@@ -109,17 +109,24 @@ def _repeats(function: Callable[[], object], device: torch.device | None) -> int
 
 
 def _sample(function: Callable[[], object], repeats: int, device: torch.device | None) -> float:
-    _synchronise(device)
-    began = time.perf_counter()
+    clock = clock_of(device)
+    began = clock()
     for _ in range(repeats):
         function()
-    _synchronise(device)
-    return (time.perf_counter() - began) / repeats
+    return (clock() - began) / repeats
 
 
-def _synchronise(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+def clock_of(device: torch.device | None) -> Callable[[], float]:
+    """The clock of torch.utils.benchmark, which waits for a GPU before it looks; on a CPU there is nothing to wait for.
+
+    Its `Timer` is of no use here: it warms up before every sample and times one function at a time, while speedups need
+    paired samples of several.
+    """
+    if device is None or device.type == "cpu":
+        return time.perf_counter
+    from torch.utils.benchmark.utils.timer import timer
+
+    return timer
 
 
 def crossover(lengths: Sequence[int], speedups: Sequence[float]) -> Crossover:

@@ -296,7 +296,7 @@ class AdapterTeacher:
 def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, problem: Problem) -> dict[str, Any]:
     """One forward pass of teacher and student, side by side."""
     from ..evaluation.speed import can_go_beyond, model_speed
-    from ..evaluation.study import speed_dict
+    from ..evaluation.speed_study import speed_dict
     from ..integration.discovery import longest_input
 
     limit = longest_input(teacher)

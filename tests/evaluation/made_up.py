@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_linear_attn.evaluation.speed import FREE
-from hf_linear_attn.evaluation.study import speed_dict
+from hf_linear_attn.evaluation.speed_study import speed_dict
 from hf_linear_attn.evaluation.timing import SpeedTable, Timing
 from hf_linear_attn.evaluation.verdicts import verdicts
 

@@ -1,4 +1,4 @@
-"""Models to plan for: loaded whole, checked, quiet."""
+"""Models to measure: loaded whole, checked, quiet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
-from ...integration.discovery import self_attention
-from ...patching import CONFIG_FIELD
-from ...training.models import load_model, quiet_transformers
-from ...training.options import ModelSettings
+from ..integration.discovery import self_attention
+from ..patching import CONFIG_FIELD
+from ..training.models import load_model, quiet_transformers
+from ..training.options import ModelSettings
 
 
 def config_and_tokenizer(source: str) -> tuple[Any, Any]:
@@ -28,8 +28,8 @@ def config_and_tokenizer(source: str) -> tuple[Any, Any]:
         raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
     if config.is_encoder_decoder:
         raise ValueError(
-            f"Model type {config.model_type!r} is an encoder-decoder, which plan does not serve (patch_model does). "
-            "Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
+            f"Model type {config.model_type!r} is an encoder-decoder, which is not measured here (patch_model serves "
+            "it). Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
         )
     return config, tokenizer
 

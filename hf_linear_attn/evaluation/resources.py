@@ -1,0 +1,104 @@
+"""What one call needs besides time: floating-point operations, and memory at its peak."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+
+#: Written to `clear_refs`, resets the highest resident set that the kernel remembers (proc(5)).
+RESET_PEAK = "5"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Operations
+
+
+def count_flops(function: Callable[[], object]) -> int:
+    """Floating-point operations of the matrix products of one call; a multiplication and an addition are two.
+
+    Exact attention counts as in its eager form, `2·B·H·L·S·(d + d_v)`, masked entries included, whichever kernel runs:
+    PyTorch's own counter knows no formula for the CPU's fused kernel and would count it as zero. Elementwise work
+    (feature maps, softmax, norms) is not counted, nor are kernels that PyTorch does not know.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    aten = torch.ops.aten
+    fused: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        function()
+    return int(counter.get_total_flops())
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """From the shapes `[B, H, L, d]`, `[B, H_kv, S, d]`, `[B, H_kv, S, d_v]`."""
+    batch, heads, length, dim = query
+    return 2 * batch * heads * length * key[2] * (dim + value[3])
+
+
+def _backward_flops(
+    grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Two products for each one of the forward pass."""
+    return 2 * _attention_flops(query, key, value)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def peak_memory(function: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that one call needs at its peak beyond what was held before it: of the allocator on a GPU, of the resident
+    set of the process on a CPU (None where the system does not tell: it takes Linux).
+
+    Freed memory is handed back to the system first. What is smaller than a few hundred kilobytes is noise.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    if device.type != "cpu" or not _can_reset_peak():
+        return None
+    _hand_back()
+    before = _status_bytes("VmRSS")
+    CLEAR.write_text(RESET_PEAK, encoding="ascii")
+    function()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _can_reset_peak() -> bool:
+    try:
+        CLEAR.write_text(RESET_PEAK, encoding="ascii")
+        return _status_bytes("VmHWM") > 0
+    except (OSError, LookupError):
+        return False
+
+
+def _hand_back() -> None:
+    """Without this the C library keeps freed memory resident, and a second call seems to need none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status_bytes(name: str) -> int:
+    """A line of /proc/self/status such as `VmRSS:  13884 kB`. Raises a LookupError where it is missing."""
+    for line in STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise LookupError(name)
