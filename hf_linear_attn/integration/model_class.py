@@ -8,6 +8,7 @@ linear attention before the weights are read, so every option of `from_pretraine
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -72,7 +73,13 @@ class LinearAttentionModelMixin:
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in Transformers. Also refuses a checkpoint whose weights do not match its linear attention."""
+        """As in Transformers. Also refuses a checkpoint whose weights do not match its linear attention.
+
+        Weights are read from safetensors only, unless `use_safetensors=False` asks for another format.
+        """
+        if pretrained_model_name_or_path is not None:
+            kwargs.setdefault("use_safetensors", True)
+            check_index(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         try:
             # Mismatched sizes are reported by `check_loading`, which can say what they mean.
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -189,6 +196,23 @@ def write_code_file(folder: Path) -> None:
         file.write(CODE)
     os.chmod(file.name, 0o644)
     os.replace(file.name, folder / CODE_FILE)
+
+
+def check_index(folder: Path) -> None:
+    """Raise a ValueError where the index of a sharded checkpoint names a file that is not in its folder."""
+    for path in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
+        try:
+            names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{str(path)!r} is no index of weights ({type(error).__name__}: {error}). Copy or download the "
+                "checkpoint again."
+            ) from error
+        outside = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
+        if outside:
+            raise ValueError(
+                f"{str(path)!r} names {outside[0]!r}, which is no file of its folder. Do not trust this checkpoint."
+            )
 
 
 def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:
