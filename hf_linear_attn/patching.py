@@ -13,6 +13,7 @@ from . import feature_maps, mechanisms  # noqa: F401  (their import fills the re
 from .config import LayerConfig, LinearAttentionConfig
 from .integration import attention
 from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, SUBMODULE, before_attention
+from .integration.boundaries import unwatch, watch
 from .integration.configs import configs_of, own_configs
 from .integration.discovery import (
     AttentionLayer,
@@ -118,6 +119,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     positions = plan_restoration(model)
     implementations = {}
     for module in model.modules():
+        unwatch(module)
         implementation = getattr(module, EXACT, None)
         if implementation is None:
             continue
@@ -279,9 +281,9 @@ def _apply(
     modules = {id(layer.module): module for layer, module in built}
     owners = {id(layer.config) for layer, _ in built}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.
-    for layer in find_attention(model):
-        if id(layer.config) not in owners:
-            continue
+    ours = [layer for layer in find_attention(model) if id(layer.config) in owners]
+    watch(model, [(layer.name, layer.causal) for layer in ours if not layer.cross])
+    for layer in ours:
         setattr(layer.module, EXACT, layer.config._attn_implementation or "eager")
         setattr(layer.module, NAME, layer.name)
         if id(layer.module) in modules:

@@ -16,10 +16,12 @@ from transformers.cache_utils import Cache
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from ..ops.common import State
+from .boundaries import BOUNDARIES, CARRIERS, mark_cache
 from .cache import LinearStateLayer, adopt, refuse_static, take_layer
 from .discovery import self_attention
 from .exact import observed_masks, run_exact, weights_wanted
 from .mask import full_mask_to_bool, linear_attention_mask
+from .packing import documents_of, run_packed
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ NAME = "_attention_name"
 OBSERVER = "_attention_observer"
 
 #: Arguments of the interface that change the weights in ways that the mechanisms do not know.
-UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seq_lens_q", "cu_seqlens", "block_indices", "indices")
+UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def linear_attention_forward(
     causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
     mechanism = getattr(module, SUBMODULE, None)
     observer = getattr(module, OBSERVER, None)
+    if kwargs.get(BOUNDARIES) is not None:
+        return _packed(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if mechanism is None or observer is not None:
         out, weights = run_exact(
             module, exact, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
@@ -131,6 +135,41 @@ def linear_attention_forward(
     with torch.autocast(device_type=query.device.type, enabled=False):
         out, weights = _linear(module, mechanism, query, key, value, attention_mask, scaling, causal, kwargs)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Documents packed into rows, each as if it were alone; a mask `[B, 1, L, L]` holds inside of them."""
+    if not hasattr(module, CAUSAL) or key.shape[2] != query.shape[2]:
+        raise NotImplementedError(
+            f"{_label(module)} attends to another sequence of {key.shape[2]} tokens, which packed documents "
+            f"({BOUNDARIES}, or position_ids that begin again) do not say how to share. Pass padded rows."
+        )
+    full = mask is not None and mask.dim() == 4
+    documents = documents_of(kwargs, query, None if mask is None or full else mask[:, -query.shape[2] :].bool())
+    alone = {name: held for name, held in kwargs.items() if name not in (*CARRIERS, "position_ids")}
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return linear_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **alone)
+
+    if mask is not None and full:
+        return forward(query, key, value, full_mask_to_bool(mask, _label(module)) & documents.same_document())
+    layer = take_layer()
+    if layer is not None:
+        layer.pass_over(key.shape[2])
+    observed = getattr(module, OBSERVER, None) not in (None, _ignore)
+    return run_packed(
+        forward, documents, query, key, value, together=observed, mechanism=getattr(module, SUBMODULE, None)
+    )
 
 
 def _linear(
@@ -271,6 +310,7 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     index = getattr(module, "layer_idx", None)
     if cache is None or index is None:
         return
+    mark_cache(cache, index, kwargs)
     if getattr(module, SUBMODULE, None) is None or getattr(module, OBSERVER, None) is not None:
         refuse_static(cache, index)
     else:

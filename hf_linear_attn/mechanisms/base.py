@@ -23,6 +23,8 @@ class LinearAttention(nn.Module):
     dense_masks = False
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
+    #: Whether a call goes on with a forward pass, of which packed documents make several calls.
+    goes_on = False
     #: Learning rate that suits the learned parts in attention transfer.
     transfer_lr = 1e-2
 

@@ -41,7 +41,7 @@ class KernelizedAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
-        if state is None:
+        if state is None and not self.goes_on:
             self.feature_map.begin_forward()
         positions, counts = self._positions(key, mask, state)
         maps = self._feature_functions(scaling, positions, query.shape[2])

@@ -104,7 +104,7 @@ class ScatterbrainAttention(LinearAttention):
     ) -> tuple[Tensor, State | None]:
         if not causal and (state is not None or keep_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        if state is None:
+        if state is None and not self.goes_on:
             self.feature_map.begin_forward()
         inputs = (query, key, value, *self._feature_functions(scaling))
         window, hashing = self.options.window_size, self._hashing()

@@ -81,7 +81,7 @@ class WindowAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
-        if state is None:
+        if state is None and not self.goes_on:
             self.feature_map.begin_forward()
         maps = self._feature_functions(scaling)
         window = self.options.window_size

@@ -113,17 +113,6 @@ def test_a_masked_future_stays_hidden_under_a_custom_mask(name, family):
     assert_close(after, before)
 
 
-@pytest.mark.parametrize(("name", "family"), [case for case in pairs(True) if case.values[1].causal])
-def test_packed_documents_equal_each_document_alone(name, family):
-    model, documents = patched(name, family), [token_ids(1, n, seed=n) for n in (5, 9, 1)]
-    positions = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
-    together = logits(model, torch.cat(documents, dim=1), position_ids=positions, use_cache=False)
-    start = 0
-    for ids in documents:
-        assert_close(together[:, start : start + ids.shape[1]], logits(model, ids))
-        start += ids.shape[1]
-
-
 @REFUSING
 def test_a_mask_made_by_hand_is_refused(name, family):
     model, mask = patched(name, family), random_mask()
@@ -131,13 +120,6 @@ def test_a_mask_made_by_hand_is_refused(name, family):
     with pytest.raises(NotImplementedError, match=r"cannot honour a 4D attention mask of shape \(2, 1, 14, 14\)"):
         model(token_ids(2, LENGTH), attention_mask=mask, **no_cache(family))
     assert bool(torch.isfinite(logits(model, token_ids())).all())
-
-
-@pytest.mark.parametrize(("name", "family"), [case for case in pairs(False) if case.values[1].causal])
-def test_packed_documents_are_refused(name, family):
-    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
-    with pytest.raises(NotImplementedError, match="packed documents"):
-        patched(name, family)(token_ids(1, LENGTH), position_ids=positions, use_cache=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)

@@ -62,3 +62,29 @@ def test_gradients_of_a_compiled_model(family):
     for name, parameter in model.named_parameters():
         if name in eager:
             assert_close(parameter.grad, eager[name], factor=10)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "linformer"])
+def test_packed_documents_break_the_graph_and_stay_apart(name):
+    """Where documents begin depends on the data: the layers run outside of the graph."""
+    model, documents = patched(name, BERT), [token_ids(1, length, seed=length) for length in (5, 9)]
+    inputs = {"position_ids": torch.cat([torch.arange(5), torch.arange(9)])[None]}
+    compiled = torch.compile(model, backend="aot_eager")
+    alone = torch.cat([logits(model, ids) for ids in documents], dim=1)
+    with torch.no_grad():
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, alone)
+        edges = torch.tensor([0, 5, 14], dtype=torch.int32)
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs, cu_seq_lens_q=edges).logits, alone)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_packed_documents_of_a_compiled_decoder(fullgraph):
+    """Positions alone come as Transformers' full mask, in the graph; boundaries run outside of it."""
+    model, documents = patched("hedgehog", GPT2), [token_ids(1, length, seed=length) for length in (5, 9)]
+    inputs = {"position_ids": torch.cat([torch.arange(5), torch.arange(9)])[None], "use_cache": False}
+    if not fullgraph:
+        inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 14], dtype=torch.int32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    alone = torch.cat([logits(model, ids) for ids in documents], dim=1)
+    with torch.no_grad():
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, alone)

@@ -1,0 +1,149 @@
+"""Where documents begin: what counts as packed, what is refused, and caches."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.boundaries import ARGUMENTS, find_documents
+from tests.helpers import (
+    BERT,
+    DECODERS,
+    FAMILIES,
+    LLAMA,
+    assert_close,
+    logits,
+    patch_small,
+    patched,
+    token_ids,
+)
+from tests.integration.packed import alone, as_ids, calls_of, packed, positions
+
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What positions say
+
+
+def test_what_counts_as_packed():
+    assert find_documents(torch.arange(9)[None]) is None
+    assert find_documents(torch.arange(9).expand(3, -1)) is None
+    assert find_documents(positions((4, 1, 2))).tolist() == [0, 4, 5, 7]
+    assert find_documents(positions((4, 2), start=2)).tolist() == [0, 4, 6]  # RoBERTa's
+    assert find_documents(torch.cat([positions((2, 2)), torch.arange(4)[None]])).tolist() == [0, 2, 4, 8]
+    for other in ([3, 1, 0, 2], [0, 0, 0, 0], [0, 1, 2, 5], [4, 5, 0, 1]):
+        assert find_documents(torch.tensor([other])) is None
+    assert find_documents(torch.tensor([[4, 5, 0, 1]]), any_jump=True).tolist() == [0, 2, 4]
+
+
+def test_other_positions_of_an_encoder_are_positions():
+    model, ids = patched("hedgehog", BERT), token_ids(2, 9)
+    mixed = torch.randperm(9, generator=torch.Generator().manual_seed(1))[None]
+    out = logits(model, ids, position_ids=mixed)
+    assert_close(out, logits(model, ids, position_ids=mixed.expand(2, -1), attention_mask=torch.ones(2, 9)))
+
+
+@EACH_FAMILY
+def test_beside_a_mask_positions_are_positions(family):
+    """As everywhere in Transformers: whoever passes a mask has said what is to be seen."""
+    model, inputs = patched("hedgehog", family), packed((6, 8))
+    calls = calls_of(model, lambda: logits(model, **as_ids(inputs), attention_mask=torch.ones(1, 14)))
+    assert calls == [(1, 14)] * 2
+
+
+def test_a_decoder_without_a_cache_splits_at_every_jump():
+    """Transformers' own rule, there."""
+    model = patched("hedgehog", LLAMA)
+    ids, places = token_ids(1, 9), torch.tensor([[3, 4, 5, 0, 1, 2, 3, 7, 8]])
+    out = logits(model, ids, position_ids=places, use_cache=False)
+    parts = [logits(model, ids[:, part], position_ids=places[:, part]) for part in (slice(3), slice(3, 7), slice(7, 9))]
+    assert_close(out, torch.cat(parts, 1))
+    sizes = calls_of(model, lambda: logits(model, ids, position_ids=places))
+    assert sizes == [(1, 9)] * 2  # with a cache they are positions
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [([0, 5], "go up from 0 to the 14 tokens"), ([0, 9, 5, 14], "go up"), ([3, 14], "go up"), ([14], "go up")],
+)
+def test_boundaries_that_do_not_fit_are_refused(edges, message):
+    inputs = {**as_ids(packed((6, 8))), "cu_seq_lens_q": torch.tensor(edges)}
+    with pytest.raises(ValueError, match=message):
+        logits(patched("hedgehog", BERT), **inputs)
+
+
+def test_a_document_over_two_rows_is_refused():
+    inputs = {"position_ids": torch.arange(6).expand(2, -1), "cu_seq_lens_q": torch.tensor([0, 4, 12])}
+    with pytest.raises(ValueError, match=r"lies over two rows of the batch \(at token 6 of 2 x 6\)"):
+        logits(patched("hedgehog", LLAMA), token_ids(2, 6), **inputs)
+
+
+@EACH_FAMILY
+def test_boundaries_without_positions_are_refused(family):
+    with pytest.raises(ValueError, match="needs position_ids that begin again"):
+        logits(patched("hedgehog", family), token_ids(1, 6), cu_seq_lens_q=torch.tensor([0, 4, 6]))
+
+
+def test_a_model_that_keeps_boundaries_from_its_layers_is_refused():
+    model = patched("hedgehog", BERT)
+    encoder, forward = model.bert.encoder, model.bert.encoder.forward
+    encoder.forward = lambda hidden, *args, cu_seq_lens_q=None, cu_seq_lens_k=None, **rest: forward(
+        hidden, *args, **rest
+    )
+    with pytest.raises(NotImplementedError, match="does not hand cu_seq_lens_q to its attention"):
+        logits(model, **as_ids(packed()))
+    del encoder.forward
+    assert_close(logits(model, **as_ids(packed())), alone(model))
+
+
+def test_positions_may_be_passed_by_place():
+    model, inputs = patched("hedgehog", BERT), packed()
+    with torch.no_grad():
+        by_place = model.bert(inputs["input_ids"], None, None, inputs["position_ids"])[0]
+        by_name = model.bert(**inputs)[0]
+    assert torch.equal(by_place, by_name)
+
+
+@EACH_FAMILY
+def test_unpatching_takes_the_hooks_off(family):
+    model = hla.unpatch_model(patched("hedgehog", family))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(ARGUMENTS in vars(module) for module in model.modules())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Caches
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["linear", "mixture"])
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_a_packed_prompt_cannot_be_continued(family, layers):
+    model = patch_small(family.build(), "hedgehog", layers=layers)
+    cache = DynamicCache()
+    assert_close(logits(model, **as_ids(packed()), past_key_values=cache, use_cache=True), alone(model))
+    with pytest.raises(NotImplementedError, match="which document would go on"):
+        logits(model, token_ids(1, 1), past_key_values=cache)
+    cache.reset()
+    if layers is None:  # Transformers keeps the size of the keys that a cache held
+        assert_close(logits(model, token_ids(), past_key_values=cache), logits(model, token_ids()))
+
+
+def test_packed_documents_cannot_go_on_from_a_cache():
+    model, cache = patched("hedgehog", LLAMA), DynamicCache()
+    logits(model, token_ids(1, 5), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="cannot be combined with a cache that holds tokens"):
+        logits(model, **as_ids(packed()), past_key_values=cache)
+
+
+def test_positions_that_wrap_go_on_from_a_cache():
+    """Only runs that all begin alike are documents: a stream may count its positions anew."""
+    model, ids = patched("hedgehog", LLAMA), token_ids(1, 8)
+    mask = torch.ones(1, 8)
+    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    cache = DynamicCache()
+    parts = [
+        logits(model, ids[:, part], position_ids=places[:, part], past_key_values=cache)
+        for part in (slice(3), slice(3, 8))
+    ]
+    assert_close(torch.cat(parts, 1), logits(model, ids, position_ids=places, attention_mask=mask))

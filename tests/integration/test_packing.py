@@ -1,0 +1,289 @@
+"""Packed documents: each gets the result that it has alone, in linear time, whatever the mechanism and direction."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM, Trainer, TrainingArguments
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.fidelity import measure_fidelity
+from hf_linear_attn.integration.packing import Documents
+from hf_linear_attn.training.transfer import transfer_attention
+from tests.helpers import (
+    BERT,
+    DECODERS,
+    FAMILIES,
+    GPT2,
+    GRADIENT_FACTOR,
+    LLAMA,
+    assert_close,
+    every_pair,
+    llama_config,
+    logits,
+    padded_batch,
+    patch_small,
+    patched,
+    relative_error,
+    token_ids,
+)
+from tests.integration.packed import alone, as_ids, calls_of, documents, flattened, packed, positions
+
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Packed equals alone
+
+
+@every_pair()
+def test_outputs_are_those_of_each_document_alone(name, family):
+    model = patched(name, family)
+    assert_close(logits(model, **as_ids(packed())), alone(model))
+
+
+@every_pair()
+def test_gradients_are_the_sum_of_those_of_each_document_alone(name, family):
+    model = patched(name, family)
+    inputs = packed((5, 9, 1, 26, 9))
+    pick = torch.randn(inputs["input_ids"].shape[1], 61, generator=torch.Generator().manual_seed(3))
+    (model(**inputs).logits[0] * pick).sum().backward()
+    together = {key: held.grad.clone() for key, held in model.named_parameters() if held.grad is not None}
+    model.zero_grad()
+    start = 0
+    for ids in documents((5, 9, 1, 26, 9)):
+        (model(ids).logits[0] * pick[start : start + ids.shape[1]]).sum().backward()
+        start += ids.shape[1]
+    largest = max(float(held.abs().max()) for held in together.values())
+    for key, held in model.named_parameters():
+        if held.grad is not None and float(held.grad.abs().max()) > 1e-5 * largest:  # else it is zero but for rounding
+            assert_close(together[key], held.grad, factor=5 * GRADIENT_FACTOR)
+
+
+@EACH_FAMILY
+def test_the_boundaries_of_the_collator(family):
+    """With `return_flash_attn_kwargs=True`; it takes the place of position ids, which it comes with."""
+    model = patched("hedgehog", family)
+    batch = flattened(return_flash_attn_kwargs=True)
+    assert batch["cu_seq_lens_q"].tolist()[:3] == [0, 5, 14]
+    batch.pop("labels")
+    with torch.no_grad():
+        out = model(**batch).logits
+    assert_close(out, alone(model))
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, batch["input_ids"].shape[1]])
+    with torch.no_grad():
+        assert relative_error(model(**batch).logits, out) > 1e-2  # one document, as it says
+
+
+@EACH_FAMILY
+def test_rows_of_several_documents(family):
+    """Two rows, each with its own documents; what fills a row up is one more of them."""
+    model = patched("hedgehog", family)
+    rows = [(7, 9, 14), (20, 6)]
+    filling = 30 - 26
+    ids = torch.stack(
+        [torch.cat(documents(rows[0]), 1)[0], torch.cat([*documents(rows[1]), token_ids(1, filling)], 1)[0]]
+    )
+    places = torch.cat([positions(rows[0]), positions((*rows[1], filling))])
+    out = logits(model, ids, position_ids=places)
+    assert_close(out[:1], alone(model, rows[0]))
+    assert_close(out[1:, :26], alone(model, rows[1]))
+    edges = torch.tensor([0, 7, 16, 30, 50, 56, 60], dtype=torch.int32)
+    assert_close(logits(model, ids, position_ids=places, cu_seq_lens_q=edges), out)
+    padding = torch.ones(2, 30, dtype=torch.long)
+    padding[1, 26:] = 0
+    masked = logits(model, ids, position_ids=places, cu_seq_lens_q=edges, attention_mask=padding)
+    assert_close(masked[padding.bool()], out[padding.bool()])
+
+
+@EACH_FAMILY
+def test_documents_of_padded_rows(family):
+    """Boundaries beside a padding mask: tokens that are no real ones belong to no document."""
+    model = patched("window", family)
+    ids, places = torch.cat(documents((6, 8)), 1), positions((6, 8))
+    wider = torch.cat([torch.zeros(1, 2, dtype=torch.long), ids], 1)
+    places_wider = torch.cat([torch.zeros(1, 2, dtype=torch.long), places], 1)
+    mask = torch.tensor([[0, 0, *[1] * 14]])
+    edges = torch.tensor([0, 8, 16])
+    out = logits(model, wider, position_ids=places_wider, attention_mask=mask, cu_seq_lens_q=edges)
+    assert_close(out[:, 2:], alone(model, (6, 8)))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@EACH_FAMILY
+def test_exact_layers_of_a_mixture(family, implementation):
+    model = family.build()
+    model.set_attn_implementation(implementation)
+    patch_small(model, "hedgehog", layers=[1])
+    assert_close(logits(model, **as_ids(packed())), alone(model))
+    with hla.exact_attention(model):
+        assert_close(logits(model, **as_ids(packed())), alone(model))
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_exact_attention_is_that_of_the_unpatched_decoder(family):
+    model, exact = patched("hedgehog", family), family.build()
+    exact.load_state_dict(model.state_dict(), strict=False)
+    with hla.exact_attention(model):
+        assert_close(logits(model, **as_ids(packed())), logits(exact, **as_ids(packed()), use_cache=False))
+
+
+def windowed_model():
+    """A decoder with a layer of a sliding window beside one of full attention."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "intermediate_size": 40}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **kinds, num_key_value_heads=2, pad_token_id=0)).eval()
+
+
+def windowed_encoder():
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rest = {"global_attn_every_n_layers": 2, "local_attention": 4, "intermediate_size": 40, "pad_token_id": 0}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(**sizes, **rest, **tokens)).eval()
+
+
+@pytest.mark.parametrize("build", [windowed_model, windowed_encoder])
+def test_layers_of_a_sliding_window_stay_inside_of_a_document(build):
+    model = hla.patch_model(build(), "hedgehog")
+    assert "softmax" in [layer.attention for layer in hla.patch_report(model).layers]
+    assert_close(logits(model, **as_ids(packed())), alone(model))
+    assert_close(logits(model, **as_ids(packed()), use_cache=False), alone(model))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Cost
+
+
+@every_pair()
+def test_the_time_is_linear(name, family, caplog):
+    """Ten times the documents: the same calls, ten times the elements, hardly any padding, and no warning."""
+    model = patched(name, family)
+    elements = []
+    with caplog.at_level(logging.WARNING):
+        for times in (1, 4):
+            inputs = packed((3, 20, 24, 23) * times)
+            sizes = calls_of(model, lambda inputs=inputs: logits(model, **as_ids(inputs)))
+            assert len(sizes) == 2 * 2  # layers x groups of like length
+            elements.append(sum(batch * length for batch, length in sizes))
+    assert elements[1] == 4 * elements[0]
+    assert "4D" not in caplog.text
+
+
+def test_padding_is_bounded():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 3000, (300,), generator=generator).tolist()
+    edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    held = Documents(edges, (1, sum(lengths)))
+    assert sum(group.index.numel() for group in held.groups) <= sum(lengths) * 8 / 7 + 16 * len(lengths)
+    assert len(held.groups) <= 45
+    assert sorted(
+        torch.cat([g.index[g.mask if g.mask is not None else ...].flatten() for g in held.groups]).tolist()
+    ) == [*range(sum(lengths))]
+
+
+def test_boundaries_are_worked_out_once_a_forward_pass(monkeypatch):
+    model, made = patched("hedgehog", LLAMA), []
+    monkeypatch.setattr(Documents, "_group", lambda self, part, old=Documents._group: made.append(1) or old(self, part))
+    logits(model, **as_ids(packed((9, 9))))
+    assert len(made) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training and measuring
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@EACH_FAMILY
+def test_gradient_checkpointing(family, reentrant):
+    model, batch = patched("hedgehog", family), flattened()
+    model(**batch).loss.backward()
+    plain = {name: held.grad.clone() for name, held in model.named_parameters() if held.grad is not None}
+    model.zero_grad()
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model(**batch).loss.backward()
+    assert plain
+    for name, held in model.named_parameters():
+        if name in plain:
+            assert_close(held.grad, plain[name], factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("kwargs", [False, True])
+@EACH_FAMILY
+def test_trainer_with_flattened_batches(family, kwargs, tmp_path):
+    """The weights after training are those of training on the same rows, padded."""
+    rows = [{"input_ids": ids[0].tolist(), "labels": ids[0].tolist()} for ids in documents((5, 9, 12, 9))]
+
+    def padded(rows):
+        batch = padded_batch([torch.tensor(row["input_ids"]) for row in rows], "right")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        labels[:, 0] = -100  # as the collator does
+        return {**batch, "labels": labels}
+
+    def trained(collator):
+        model = patched("hedgehog", family)
+        settings = TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True, remove_unused_columns=False, seed=0,
+        )  # fmt: skip
+        Trainer(model, settings, train_dataset=rows, data_collator=collator).train()
+        return model.eval()
+
+    torch.manual_seed(0)
+    first = trained(DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=kwargs))
+    torch.manual_seed(0)
+    second = trained(padded)
+    assert_close(logits(first, token_ids()), logits(second, token_ids()), factor=100)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "linformer"])
+def test_fidelity_and_transfer_see_documents(name):
+    model = patched(name, BERT)
+    rows = [ids[0] for ids in documents((5, 9, 12))]
+    padded, flat = padded_batch(rows, "right"), packed((5, 9, 12))
+    one, other = measure_fidelity(model, [flat]), measure_fidelity(model, [padded])
+    assert one.tokens == other.tokens == 26
+    assert one.output_error == pytest.approx(other.output_error, rel=1e-4)
+    assert one.kl == (None if other.kl is None else pytest.approx(other.kl, rel=1e-4))
+    losses = [transfer_attention(copy.deepcopy(model), [batch], steps=2).losses for batch in (flat, padded)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["linear", "mixture"])
+@EACH_FAMILY
+def test_weights_are_zero_between_documents(family, layers):
+    model = patch_small(family.build(), "hedgehog", layers=layers)
+    with torch.no_grad():
+        weights = model(**packed((6, 8)), output_attentions=True, use_cache=False).attentions
+        alone = model(documents((8,))[0], output_attentions=True, use_cache=False).attentions
+    for layer, own in zip(weights, alone, strict=True):
+        assert not layer[:, :, :6, 6:].any()
+        assert not layer[:, :, 6:, :6].any()
+        assert_close(layer[:, :, 6:, 6:], own)
+
+
+def test_redrawing_counts_forward_passes():
+    model = patched("favor+", GPT2, redraw_every=2).train()
+    maps = [m for name, m in model.named_modules() if name.endswith("feature_map")]
+    model(**packed(), use_cache=False)
+    assert [int(held.passes) for held in maps] == [1, 1]
+
+
+@EACH_FAMILY
+def test_half_precision(family):
+    model = patched("hedgehog", family).bfloat16()
+    assert_close(logits(model, **as_ids(packed())), alone(model), torch.bfloat16)
+
+
+def test_grouped_query_heads_and_inputs_embeds():
+    model = patch_small(LlamaForCausalLM(llama_config(num_key_value_heads=1)).eval(), "window")
+    inputs = packed()
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    with torch.no_grad():
+        out = model(inputs_embeds=embedded, position_ids=inputs["position_ids"]).logits
+    assert_close(out, alone(model))
