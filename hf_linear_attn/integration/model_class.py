@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 from ..mechanisms.base import LinearAttention
 from .attention import IMPLEMENTATION, OBSERVER, SUBMODULE, attention_modules
 from .cache import adopt
+from .disk import writing
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = "modeling_hf_linear_attn.py"
@@ -98,7 +99,8 @@ class LinearAttentionModelMixin:
         is_main = kwargs.get("is_main_process", args[0] if args else True)
         if is_main and not os.path.isfile(save_directory):
             write_code_file(Path(save_directory))
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        with writing(save_directory):
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Refused: it would silently bring softmax attention back."""

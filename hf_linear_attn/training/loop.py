@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..integration.disk import writing
 from .objectives import Objective, Sums
 from .optim import lr_factor, make_optimizer
 from .options import RunSettings, TrainSettings
@@ -271,7 +272,8 @@ class Loop:
             if accelerator.is_main_process:
                 shutil.rmtree(aside, ignore_errors=True)
             accelerator.wait_for_everyone()
-            accelerator.save_state(str(aside), safe_serialization=True)
+            with writing(aside):
+                accelerator.save_state(str(aside), safe_serialization=True)
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 (aside / "progress.json").write_text(
@@ -324,7 +326,7 @@ class Loop:
     def _save_best(self) -> None:
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
-            with whole_folder(self._best_folder(self.progress.best_step)) as aside:
+            with whole_folder(self._best_folder(self.progress.best_step)) as aside, writing(aside):
                 save_file(without_shared(state), str(aside / "model.safetensors"))
         self.accelerator.wait_for_everyone()
 

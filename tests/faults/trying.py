@@ -74,7 +74,8 @@ def told(call: Callable[[], Any], error: type[BaseException], *words: str) -> st
     except error as raised:
         message = str(raised)
         missing = [word for word in words if word not in message]
-        assert not missing, f"{type(raised).__name__} says nothing of {missing}: {message}"
+        if missing:
+            raise AssertionError(f"{type(raised).__name__} says nothing of {missing}: {message}") from raised
         return f"{type(raised).__name__}: {message}"
     except Exception as other:
         raise AssertionError(f"{type(other).__name__} instead of {error.__name__}: {other}") from other
