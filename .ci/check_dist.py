@@ -11,7 +11,11 @@ from pathlib import Path
 def package_files(root: Path) -> set[str]:
     """The files of the package that must be in the wheel."""
     package = root / "hf_linear_attn"
-    kept = [path for path in package.rglob("*") if path.suffix in (".py", ".typed") or path.parent.name == "templates"]
+    kept = [
+        path
+        for path in package.rglob("*")
+        if path.suffix in (".py", ".typed", ".h", ".cpp") or path.parent.name == "templates"
+    ]
     return {path.relative_to(root).as_posix() for path in kept if path.is_file() and "__pycache__" not in path.parts}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .evaluation.fidelity import Fidelity, measure_fidelity
     from .integration.attention import AttentionCall, exact_attention, observe_attention
     from .integration.positions import extend_positions
+    from .ops.backends import get_backend, list_backends, register_backend, set_backend, use_backend
     from .patching import PatchReport, is_patched, patch_model, patch_report, unpatch_model
     from .registry import list_attentions, register_attention, register_feature_map
     from .training.transfer import TransferResult, transfer_attention
@@ -31,17 +32,22 @@ __all__ = [
     "__version__",
     "exact_attention",
     "extend_positions",
+    "get_backend",
     "is_patched",
     "list_attentions",
+    "list_backends",
     "load_pretrained",
     "measure_fidelity",
     "observe_attention",
     "patch_model",
     "patch_report",
     "register_attention",
+    "register_backend",
     "register_feature_map",
+    "set_backend",
     "transfer_attention",
     "unpatch_model",
+    "use_backend",
 ]
 
 _HOMES = {
@@ -53,17 +59,22 @@ _HOMES = {
     "TransferResult": "training.transfer",
     "exact_attention": "integration.attention",
     "extend_positions": "integration.positions",
+    "get_backend": "ops.backends",
     "is_patched": "patching",
     "list_attentions": "registry",
+    "list_backends": "ops.backends",
     "load_pretrained": "checkpoints",
     "measure_fidelity": "evaluation.fidelity",
     "observe_attention": "integration.attention",
     "patch_model": "patching",
     "patch_report": "patching",
     "register_attention": "registry",
+    "register_backend": "ops.backends",
     "register_feature_map": "registry",
+    "set_backend": "ops.backends",
     "transfer_attention": "training.transfer",
     "unpatch_model": "patching",
+    "use_backend": "ops.backends",
 }
 
 

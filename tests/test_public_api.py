@@ -16,17 +16,22 @@ PUBLIC = [
     "__version__",
     "exact_attention",
     "extend_positions",
+    "get_backend",
     "is_patched",
     "list_attentions",
+    "list_backends",
     "load_pretrained",
     "measure_fidelity",
     "observe_attention",
     "patch_model",
     "patch_report",
     "register_attention",
+    "register_backend",
     "register_feature_map",
+    "set_backend",
     "transfer_attention",
     "unpatch_model",
+    "use_backend",
 ]
 
 

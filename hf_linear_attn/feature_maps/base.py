@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ class FeatureMap(nn.Module):
 
     def key(self, x: Tensor, scaling: float) -> Features:
         return self.query(x, scaling)
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        """The formulas of `query` and `key`, for backends that fuse them with the sums; None where there are none.
+
+        A test holds both forms together. Positions `[B | 1, L]`, for maps that use them.
+        """
+        return None
 
     @torch.no_grad()
     def state_bytes(self) -> int:

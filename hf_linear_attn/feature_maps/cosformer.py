@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 
@@ -78,3 +79,15 @@ class CosformerFeatureMap(FeatureMap):
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}, max_length={self.max_length}"
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        query, key = (self._turned(places) for places in (query_positions, key_positions))
+        return None if query is None or key is None else (query, key)
+
+    def _turned(self, positions: Tensor | None) -> FusedMap | None:
+        if positions is None:
+            return None
+        angle = positions.to(torch.float32) * (math.pi / (2 * self.max_length))
+        return FusedMap("turned-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 
@@ -46,3 +47,9 @@ class EluFeatureMap(FeatureMap):
         if self.options.split_scaling:
             x = x * scaling**0.5
         return Features(functional.elu(x, alpha=self.options.alpha) + 1)
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        side = FusedMap("elu", alpha=self.options.alpha, in_scale=scaling**0.5 if self.options.split_scaling else 1.0)
+        return side, side

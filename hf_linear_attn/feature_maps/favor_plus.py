@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 
@@ -158,3 +159,14 @@ class FavorPlusFeatureMap(FeatureMap):
         # The maximum is a constant of the sum: it is divided out here and multiplied back by whoever reads log_scale.
         values = torch.exp(exponent - top) * self.num_features**-0.5
         return Features(values, top.squeeze(-1))
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        side = FusedMap(
+            "positive-pair" if self.options.hyperbolic else "positive",
+            self.weight.T.unsqueeze(0),
+            in_scale=scaling**0.5,
+            factor=self.num_features**-0.5,
+        )
+        return side, side

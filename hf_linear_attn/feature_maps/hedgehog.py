@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
+from ..ops.fused import Activation, FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 from .favor_plus import gaussian_features
+
+#: The activations' names among the fused forms.
+_FUSED: dict[str, Activation] = {"softmax": "softmax-pair", "exp": "exp-pair", "joint": "softmax-joint"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,17 @@ class HedgehogFeatureMap(FeatureMap):
             return Features(torch.cat([2 * y, -2 * y], dim=-1).softmax(dim=-1))
         top = y.detach().abs().amax(dim=-1, keepdim=True)
         return Features(torch.cat([(y - top).exp(), (-y - top).exp()], dim=-1), top.squeeze(-1))
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
+        activation = _FUSED[self.options.activation]
+        query, key = (
+            FusedMap(activation, weight, bias * temperature, in_scale=temperature)
+            for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
+        )
+        return query, key
 
 
 def _initial_rows(head_dim: int, rows: int, layer_index: int) -> Tensor:

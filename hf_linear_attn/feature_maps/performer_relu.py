@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 from .favor_plus import LAYER_SEED_STRIDE, check_random_options, gaussian_features
@@ -99,3 +100,12 @@ class PerformerReluFeatureMap(FeatureMap):
             return Features(values, top.squeeze(-1))
         function = (SIGNED if self.signed else POSITIVE)[self.options.kernel]
         return Features(function(projected) * self.num_features**-0.5 + self.options.epsilon)
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        if self.options.kernel != "relu":
+            return None
+        scale = (scaling**0.5 if self.options.split_scaling else 1.0) * self.num_features**-0.5
+        side = FusedMap("relu", self.weight.T.unsqueeze(0), in_scale=scale, epsilon=self.options.epsilon)
+        return side, side

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
+from ..ops.fused import FusedMap
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
 from .favor_plus import gaussian_features
@@ -76,6 +77,16 @@ class T2RFeatureMap(FeatureMap):
         temperature = (scaling * self.shape.head_dim) ** 0.5
         y = (x @ weight.to(x.dtype)) * temperature + bias.to(x.dtype).unsqueeze(-2)
         return Features(torch.relu(y) + self.options.epsilon)
+
+    def fused(
+        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> tuple[FusedMap, FusedMap] | None:
+        temperature = (scaling * self.shape.head_dim) ** 0.5
+        query, key = (
+            FusedMap("relu", weight, bias, in_scale=temperature, epsilon=self.options.epsilon)
+            for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
+        )
+        return query, key
 
 
 def _paired_rows(head_dim: int, count: int, layer_index: int) -> Tensor:

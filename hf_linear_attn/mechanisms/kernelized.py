@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape, FeatureMap
+from ..ops import backends
 from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
+from ..ops.fused import FusedMap, KernelizedCall
 from .base import LinearAttention, visible
 
 
@@ -45,16 +47,22 @@ class KernelizedAttention(LinearAttention):
             self.feature_map.begin_forward()
         positions, counts = self._positions(key, mask, state)
         maps = self._feature_functions(scaling, positions, query.shape[2])
-        settings: dict[str, Any] = {
-            "num_features": self.feature_map.num_features,
-            "signed": self.feature_map.signed,
-            "mask": mask,
-        }
-        if not causal:
-            if state is not None or keep_state:
-                raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-            return ops.bidirectional(query, key, value, *maps, **settings), None
-        out, after = ops.causal(query, key, value, *maps, **settings, state=state)
+        if not causal and (state is not None or keep_state):
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        call = KernelizedCall(
+            query,
+            key,
+            value,
+            *maps,
+            fused=self._fused(scaling, positions, query.shape[2]),
+            num_features=self.feature_map.num_features,
+            causal=causal,
+            signed=self.feature_map.signed,
+            mask=mask,
+            state=state,
+            keep_state=keep_state,
+        )
+        out, after = backends.attend(call)
         return out, after if counts is None or after is None else {**after, "count": counts}
 
     def dense_forward(
@@ -125,6 +133,12 @@ class KernelizedAttention(LinearAttention):
             return key_map(x, scaling, positions[:, start : start + x.shape[2]])
 
         return query_features, key_features
+
+    def _fused(self, scaling: float, positions: Tensor | None, queries: int) -> tuple[FusedMap, FusedMap] | None:
+        """The map's two sides as formulas, where it has them."""
+        if positions is None:
+            return self.feature_map.fused(scaling)
+        return self.feature_map.fused(scaling, positions[:, positions.shape[1] - queries :], positions)
 
     def state_bytes(self, length: int = 0) -> int:
         return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)

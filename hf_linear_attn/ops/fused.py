@@ -1,0 +1,98 @@
+"""What a fused backend is told: the feature maps by formula instead of by function, and one call of the attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .common import FeatureFunction, State
+
+Activation = Literal[
+    "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "turned-relu"
+]
+
+#: How many features each number before the activation becomes.
+PARTS: dict[str, int] = {
+    "elu": 1,
+    "relu": 1,
+    "softmax-pair": 2,
+    "softmax-joint": 2,
+    "exp-pair": 2,
+    "positive": 1,
+    "positive-pair": 2,
+    "turned-relu": 2,
+}
+
+#: Activations that leave a log scale.
+SCALED = frozenset({"exp-pair", "positive", "positive-pair"})
+
+
+@dataclass(frozen=True)
+class FusedMap:
+    """One side of a feature map, as a formula: `y = s (x W) + b` (or `s x` without W), then an activation.
+
+        elu             elu_α(y) + 1
+        relu            relu(y) + ε
+        softmax-pair    [softmax(y), softmax(-y)]
+        softmax-joint   softmax([2y, -2y])
+        exp-pair        [exp(y), exp(-y)]
+        positive        c exp(y - ‖s x‖²/2)
+        positive-pair   c [exp(y), exp(-y)] exp(-‖s x‖²/2)
+        turned-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
+
+    weight `[heads | 1, d, f]`, bias `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
+    """
+
+    activation: Activation
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    in_scale: float = 1.0
+    alpha: float = 1.0
+    epsilon: float = 0.0
+    factor: float = 1.0
+    cosine: Tensor | None = None
+    sine: Tensor | None = None
+
+    def width(self, head_dim: int) -> int:
+        """f, the numbers before the activation."""
+        return head_dim if self.weight is None else self.weight.shape[-1]
+
+    def num_features(self, head_dim: int) -> int:
+        return PARTS[self.activation] * self.width(head_dim)
+
+    @property
+    def scaled(self) -> bool:
+        return self.activation in SCALED
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias))
+
+
+class KernelizedCall(NamedTuple):
+    """One call of kernelized attention: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]`.
+
+    The maps come twice: as functions, for any backend, and as formulas (None where there is none).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_features: FeatureFunction
+    key_features: FeatureFunction
+    fused: tuple[FusedMap, FusedMap] | None
+    num_features: int
+    causal: bool
+    signed: bool = False
+    mask: Tensor | None = None
+    state: State | None = None
+    keep_state: bool = False
+
+    def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        given = (self.query, self.key, self.value, *(self.state or {}).values())
+        return any(tensor.requires_grad for tensor in given) or any(side.requires_grad for side in self.fused or ())

@@ -1,0 +1,252 @@
+// Gradients of kernelized attention by recomputation. With n_i, d_i numerator and normaliser of row i and g_i the
+// gradient of its output:  dn_i = g_i / d_i,  dd_i = -(g_i . o_i) / d_i.  Then
+//     dphi(q_i) = S dn_i + z dd_i,  dS = sum_i phi(q_i) dn_i^T,  dz = sum_i phi(q_i) dd_i,
+//     dphi(k_j) = dS v_j + dz,      dv_j = dS^T phi(k_j),
+// with sums over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
+// weights are explicit. For maps without a log scale.
+
+#pragma once
+
+#include "kernelized.h"
+
+namespace hla {
+
+struct BackRoom {
+  float *value, *gradient, *output, *feature_gradient, *slope, *x_gradient, *value_gradient, *normaliser_gradient;
+
+  static size_t floats(const Call& c) {
+    const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+    const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
+    return BLOCK * (4 * e_row + m_row + widest + x_row + 1) + 256;
+  }
+  BackRoom(const Call& c, Room& room) {
+    const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+    const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
+    value = room.take(BLOCK * e_row);
+    gradient = room.take(BLOCK * e_row);
+    output = room.take(BLOCK * e_row);
+    value_gradient = room.take(BLOCK * e_row);
+    feature_gradient = room.take(BLOCK * m_row);
+    slope = room.take(BLOCK * widest);
+    x_gradient = room.take(BLOCK * x_row);
+    normaliser_gradient = room.take(BLOCK);
+  }
+};
+
+// dn and dd of a block of rows, from the gradients and outputs as they were written, and the normalisers.
+template <typename T>
+static void row_gradients(const Call& c, long b, long h, long start, int count, const float* normaliser, BackRoom& back) {
+  const int row = padded(c.value_size);
+  read_rows<T>(c.out_gradient, b, h, start, count, c.value_size, nullptr, back.gradient, row);
+  read_rows<T>(c.out, b, h, start, count, c.value_size, nullptr, back.output, row);
+  for (int t = 0; t < count; ++t) {
+    float* gradient = back.gradient + t * row;
+    const float inverse = normaliser[t] > FLOOR ? 1.0f / normaliser[t] : 0.0f;
+    back.normaliser_gradient[t] = -dot(gradient, back.output + t * row, row) * inverse;
+    for (int j = 0; j < row; j += LANES) store(gradient + j, load(gradient + j) * inverse);
+  }
+}
+
+// Adds scale[t] * row to row t.
+static void add_outer(const float* scale, const float* row, int width, int count, float* to) {
+  for (int t = 0; t < count; ++t)
+    for (int j = 0; j < width; j += LANES) store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j) * scale[t]);
+}
+
+// total += sum_t scale[t] * rows[t]
+static void add_weighted(const float* scale, const float* rows, int width, int count, float* total) {
+  for (int j = 0; j < width; j += LANES) {
+    Vec sum = load(total + j);
+    for (int t = 0; t < count; ++t) sum += load(rows + (size_t)t * width + j) * scale[t];
+    store(total + j, sum);
+  }
+}
+
+template <typename T>
+static void finish_side(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
+                        const Strided& to, float* weight_gradient, float* bias_gradient, BackRoom& back) {
+  const Map& map = *side.map;
+  const long angle = b * map.angle_batch + start;
+  const size_t place = b * heads + head;
+  apply_map_back(map, (int)head, map.cosine ? map.cosine + angle : nullptr, map.sine ? map.sine + angle : nullptr, side.x,
+                 side.x_row, count, side.y, side.features, back.feature_gradient, back.slope, back.x_gradient,
+                 weight_gradient ? weight_gradient + place * c.size * map.segment() : nullptr,
+                 bias_gradient ? bias_gradient + place * map.segment() : nullptr);
+  write_rows<T>(to, b, head, start, count, c.size, back.x_gradient, side.x_row);
+}
+
+static inline void clear_masked(const uint8_t* mask, long start, int count, float* rows, int width) {
+  if (!mask) return;
+  for (int t = 0; t < count; ++t)
+    if (!mask[start + t]) memset(rows + (size_t)t * width, 0, width * sizeof(float));
+}
+
+template <typename T>
+static int bidirectional_backward(const Call& c) {
+  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+  const long repeats = c.heads / c.groups;
+  const size_t square = (size_t)m_row * e_row;
+  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + BackRoom::floats(c) +
+                             2 * Sums::floats(m_row, e_row) + square + BLOCK + 512;
+  int failed = 0;
+#pragma omp parallel num_threads(c.threads)
+  {
+    Room room(room_floats);
+    if (room.failed()) {
+#pragma omp atomic write
+      failed = 1;
+    }
+    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
+    BackRoom back(c, room);
+    Sums sums(m_row, e_row, room), slopes(m_row, e_row, room);
+    float *turned = room.take(square), *normaliser = room.take(BLOCK);
+#pragma omp barrier
+    if (!failed) {
+#pragma omp for schedule(dynamic)
+      for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+        const long b = stream / c.groups, g = stream % c.groups;
+        const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+        sums.clear();
+        slopes.clear();
+        sum_keys<T>(c, b, g, 0, c.keys, keys, back.value, sums);
+        transpose(m_row, e_row, sums.kv, e_row, turned, m_row);
+        for (long r = 0; r < repeats; ++r)
+          for (long start = 0; start < c.length; start += BLOCK) {
+            const long h = g * repeats + r;
+            const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+            for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
+            row_gradients<T>(c, b, h, start, count, normaliser, back);
+            multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, slopes.kv, e_row, true);
+            add_weighted(back.normaliser_gradient, queries.features, m_row, count, slopes.k);
+            multiply(count, m_row, e_row, back.gradient, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
+            add_outer(back.normaliser_gradient, sums.k, m_row, count, back.feature_gradient);
+            finish_side<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
+                           c.query_bias_gradient, back);
+          }
+        transpose(m_row, e_row, slopes.kv, e_row, turned, m_row);
+        for (long start = 0; start < c.keys; start += BLOCK) {
+          const int count = (int)(c.keys - start < BLOCK ? c.keys - start : BLOCK);
+          keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+          multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
+          multiply(count, m_row, e_row, back.value, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
+          for (int t = 0; t < count; ++t)
+            for (int j = 0; j < m_row; j += LANES) {
+              float* at = back.feature_gradient + (size_t)t * m_row + j;
+              store(at, load(at) + load(slopes.k + j));
+            }
+          clear_masked(mask, start, count, back.feature_gradient, m_row);
+          write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
+          finish_side<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
+                         c.key_bias_gradient, back);
+        }
+      }
+    }
+  }
+  return failed;
+}
+
+// out [n, width] += lower^T [n, n] right [n, width]: row j reads rows i >= j.
+static void above_times(int count, const float* lower, const float* right, int width, float* out) {
+  for (int j = 0; j < count; j += TILE_ROWS) {
+    const int tall = count - j < TILE_ROWS ? count - j : TILE_ROWS;
+    strip(tall, width, count - j, lower + j * BLOCK + j, 1, BLOCK, right + (size_t)j * width, width, out + (size_t)j * width,
+          width, true);
+  }
+}
+
+// The gradient of the explicit weights of a block: dn_i . v_j + dd_i for j <= i, zeros above.
+static void weight_gradients(int count, int e_row, const float* turned_value, const BackRoom& back, float* out) {
+  triangle(count, e_row, back.gradient, e_row, turned_value, out);
+  for (int i = 0; i < count; ++i)
+    for (int j = 0; j <= i; ++j) out[i * BLOCK + j] += back.normaliser_gradient[i];
+}
+
+template <typename T>
+static int causal_backward(const Call& c) {
+  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+  const long repeats = c.heads / c.groups;
+  const size_t square = (size_t)m_row * e_row;
+  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + BackRoom::floats(c) +
+                             Sums::floats(m_row, e_row) + square + m_row +
+                             BLOCK * ((size_t)e_row + 2 * m_row + 2 * BLOCK + 1) + 1024;
+  int failed = 0;
+#pragma omp parallel num_threads(c.threads)
+  {
+    Room room(room_floats);
+    if (room.failed()) {
+#pragma omp atomic write
+      failed = 1;
+    }
+    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
+    BackRoom back(c, room);
+    Sums sums(m_row, e_row, room);  // forward: only z; backward: dS and dz
+    float *turned_sums = room.take(square), *turned_value = room.take((size_t)e_row * BLOCK);
+    float *turned_keys = room.take((size_t)m_row * BLOCK), *key_gradient = room.take((size_t)BLOCK * m_row);
+    float *weights = room.take(BLOCK * BLOCK), *slopes = room.take(BLOCK * BLOCK);
+#pragma omp barrier
+    if (!failed) {
+#pragma omp for schedule(dynamic)
+      for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+        const long b = stream / c.groups, g = stream % c.groups;
+        const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+        sums.clear();
+        memset(turned_sums, 0, square * sizeof(float));
+        for (long start = 0; start < c.length; start += BLOCK) {
+          const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+          keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+          transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
+          for (long r = 0; r < repeats; ++r) {
+            const long h = g * repeats + r;
+            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+            row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
+            weight_gradients(count, e_row, turned_value, back, slopes);
+            multiply(count, m_row, e_row, back.gradient, e_row, 1, turned_sums, m_row, back.feature_gradient, m_row, false);
+            add_outer(back.normaliser_gradient, sums.k, m_row, count, back.feature_gradient);
+            below_times(count, slopes, keys.features, m_row, back.feature_gradient, true);
+            finish_side<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
+                           c.query_bias_gradient, back);
+          }
+          multiply(e_row, m_row, count, back.value, 1, e_row, keys.features, m_row, turned_sums, m_row, true);
+          Sums::add_rows(keys.features, m_row, count, sums.k);
+        }
+        sums.clear();
+        for (long start = c.length > 0 ? (c.length - 1) / BLOCK * BLOCK : -1; start >= 0; start -= BLOCK) {
+          const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+          keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+          transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
+          transpose(count, m_row, keys.features, m_row, turned_keys, BLOCK);
+          transpose(m_row, e_row, sums.kv, e_row, turned_sums, m_row);
+          multiply(count, m_row, e_row, back.value, e_row, 1, turned_sums, m_row, key_gradient, m_row, false);
+          multiply(count, e_row, m_row, keys.features, m_row, 1, sums.kv, e_row, back.value_gradient, e_row, false);
+          for (int t = 0; t < count; ++t)
+            for (int j = 0; j < m_row; j += LANES)
+              store(key_gradient + (size_t)t * m_row + j, load(key_gradient + (size_t)t * m_row + j) + load(sums.k + j));
+          for (long r = 0; r < repeats; ++r) {
+            const long h = g * repeats + r;
+            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+            row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
+            weight_gradients(count, e_row, turned_value, back, slopes);
+            triangle(count, m_row, queries.features, m_row, turned_keys, weights);
+            above_times(count, slopes, queries.features, m_row, key_gradient);
+            above_times(count, weights, back.gradient, e_row, back.value_gradient);
+            multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, sums.kv, e_row, true);
+            add_weighted(back.normaliser_gradient, queries.features, m_row, count, sums.k);
+          }
+          memcpy(back.feature_gradient, key_gradient, (size_t)count * m_row * sizeof(float));
+          clear_masked(mask, start, count, back.feature_gradient, m_row);
+          clear_masked(mask, start, count, back.value_gradient, e_row);
+          write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
+          finish_side<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
+                         c.key_bias_gradient, back);
+        }
+      }
+    }
+  }
+  return failed;
+}
+
+}  // namespace hla

@@ -1,0 +1,63 @@
+// Rows of tensors in float32, bfloat16 or float16, read into and written from padded float32 blocks.
+
+#pragma once
+
+#include "simd.h"
+
+namespace hla {
+
+// Batch, head and token strides in elements; the numbers of a token are contiguous.
+struct Strided {
+  void* data;
+  int64_t batch, head, token;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(BFloat16 x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+static inline void from_float(float x, float& to) { to = x; }
+static inline void from_float(float x, BFloat16& to) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  to.bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+#if defined(__FLT16_MAX__)
+static inline float to_float(_Float16 x) { return (float)x; }
+static inline void from_float(float x, _Float16& to) { to = (_Float16)x; }
+#endif
+
+// Tokens start ... start + count - 1 of a head -> to [count, row]; masked tokens and the padding of a row are zero.
+template <typename T>
+static void read_rows(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
+                      float* to, int row) {
+  const T* base = static_cast<const T*>(from.data) + b * from.batch + head * from.head;
+  for (int t = 0; t < count; ++t) {
+    float* out = to + (size_t)t * row;
+    const T* in = base + (start + t) * from.token;
+    int j = 0;
+    if (!mask || mask[start + t])
+      for (; j < size; ++j) out[j] = to_float(in[j]);
+    for (; j < row; ++j) out[j] = 0.0f;
+  }
+}
+
+template <typename T>
+static void write_rows(const Strided& to, long b, long head, long start, int count, int size, const float* from, int row) {
+  T* base = static_cast<T*>(to.data) + b * to.batch + head * to.head;
+  for (int t = 0; t < count; ++t) {
+    T* out = base + (start + t) * to.token;
+    const float* in = from + (size_t)t * row;
+    for (int j = 0; j < size; ++j) from_float(in[j], out[j]);
+  }
+}
+
+}  // namespace hla

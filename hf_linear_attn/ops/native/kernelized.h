@@ -1,0 +1,381 @@
+// Kernelized attention: o_i = phi(q_i) S / phi(q_i) z with S = sum_j phi(k_j) v_j, z = sum_j phi(k_j).
+//
+// One pass over blocks of 64 tokens; features live in one block's room only. Every (row, key-value head) is a task of its
+// own, and long bidirectional inputs are cut into segments of a fixed length: results depend neither on the number of
+// threads nor on the rest of the batch.
+
+#pragma once
+
+#include <cstdlib>
+#include <vector>
+
+#include "io.h"
+#include "maps.h"
+
+namespace hla {
+
+constexpr float FLOOR = 1e-20f;       // of a normaliser; see ops/common.py
+constexpr long SEGMENT = 2048;        // tokens whose sums one task adds up
+constexpr float SAFE_RANGE = 15.0f;   // of log scales that one common reference serves
+
+struct Call {
+  Strided query, key, value, out;            // [B, H | G, L | S, d | e]
+  Strided out_gradient;                      // as out
+  Strided query_gradient, key_gradient, value_gradient;
+  const uint8_t* mask;                       // [B, S], 1: a token; null: all of them
+  int64_t mask_batch;
+  int64_t batch, heads, groups, length, keys;
+  int32_t size, value_size;                  // d, e
+  int32_t dtype, threads;
+  Map query_map, key_map;
+  const float *state, *state_sum, *state_scale;      // [B, G, m, e], [B, G, m], [B, G] or null
+  float *next_state, *next_sum, *next_scale;         // written by the causal form
+  float* normaliser;                                 // [B, H, L]: the causal form leaves it for its backward; or null
+  float *query_weight_gradient, *query_bias_gradient;  // [B, H, d, padded f], [B, H, padded f] or null
+  float *key_weight_gradient, *key_bias_gradient;      // [B, G, ...]
+};
+
+// Room of one thread, cut into pieces of whole cache lines.
+class Room {
+ public:
+  explicit Room(size_t floats) : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
+  ~Room() { std::free(begin_); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  float* take(size_t floats) {
+    float* piece = next_;
+    next_ += (floats + 15) / 16 * 16;
+    return piece;
+  }
+  bool failed() const { return begin_ == nullptr; }
+
+ private:
+  float *begin_, *next_;
+};
+
+// A map with what a block of it needs: sides are tokens of one head, x and its features.
+struct Side {
+  const Map* map;
+  int row;        // features of a token, padded
+  int x_row;      // padded d
+  float *x, *y, *features, *scale;
+
+  static size_t floats(const Map& map, int x_row) {
+    return (size_t)BLOCK * (x_row + map.segment() + map.features() + 1) + 64;
+  }
+  Side(const Map& m, int x_padded, Room& room)
+      : map(&m), row(m.features()), x_row(x_padded), x(room.take(BLOCK * x_padded)), y(room.take(BLOCK * m.segment())),
+        features(room.take(BLOCK * m.features())), scale(room.take(BLOCK)) {}
+
+  template <typename T>
+  void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask) {
+    read_rows<T>(from, b, head, start, count, size, mask, x, x_row);
+    const long angle = b * map->angle_batch + start;
+    apply_map(*map, (int)head, map->cosine ? map->cosine + angle : nullptr, map->sine ? map->sine + angle : nullptr, x,
+              x_row, count, y, features, scale);
+    if (mask)
+      for (int t = 0; t < count; ++t)
+        if (!mask[start + t]) {
+          memset(features + (size_t)t * row, 0, row * sizeof(float));
+          scale[t] = -INFINITY;
+        }
+  }
+
+  void scale_rows(int count, float reference) {
+    for (int t = 0; t < count; ++t) {
+      const float factor = scale[t] == -INFINITY ? 0.0f : std::exp(scale[t] - reference);
+      for (int j = 0; j < row; j += LANES) store(features + t * row + j, load(features + t * row + j) * factor);
+    }
+  }
+};
+
+// S [m, e], z [m] and the log scale that both are relative to.
+struct Sums {
+  float *kv, *k;
+  float scale;
+  int rows, columns;
+
+  static size_t floats(int rows, int columns) { return (size_t)rows * columns + rows + 32; }
+  Sums(int m, int e, Room& room) : kv(room.take((size_t)m * e)), k(room.take(m)), scale(-INFINITY), rows(m), columns(e) {}
+  Sums(int m, int e, float* at) : kv(at), k(at + (size_t)m * e), scale(-INFINITY), rows(m), columns(e) {}
+
+  void clear() {
+    memset(kv, 0, (size_t)rows * columns * sizeof(float));
+    memset(k, 0, rows * sizeof(float));
+    scale = -INFINITY;
+  }
+
+  // Makes `reference` (at least the present scale) what the sums are relative to.
+  void move(float reference) {
+    if (reference == scale) return;
+    const float factor = scale == -INFINITY ? 0.0f : std::exp(scale - reference);
+    for (long i = 0; i < (long)rows * columns; i += LANES) store(kv + i, load(kv + i) * factor);
+    for (int i = 0; i < rows; i += LANES) store(k + i, load(k + i) * factor);
+    scale = reference;
+  }
+
+  void add(const float* features, const float* value, int count) {
+    multiply(rows, columns, count, features, 1, rows, value, columns, kv, columns, true);
+    add_rows(features, rows, count, k);
+  }
+
+  static void add_rows(const float* from, int width, int count, float* total) {
+    for (int j = 0; j < width; j += LANES) {
+      Vec sum = load(total + j);
+      for (int t = 0; t < count; ++t) sum += load(from + (size_t)t * width + j);
+      store(total + j, sum);
+    }
+  }
+
+  void merge(const Sums& other) {
+    if (other.scale > scale) move(other.scale);
+    const float factor = other.scale == scale ? 1.0f : other.scale == -INFINITY ? 0.0f : std::exp(other.scale - scale);
+    for (long i = 0; i < (long)rows * columns; i += LANES) store(kv + i, load(kv + i) + load(other.kv + i) * factor);
+    for (int i = 0; i < rows; i += LANES) store(k + i, load(k + i) + load(other.k + i) * factor);
+  }
+};
+
+static inline float top_of(const float* values, int count) {
+  float top = -INFINITY;
+  for (int t = 0; t < count; ++t) top = values[t] > top ? values[t] : top;
+  return top;
+}
+
+template <typename T>
+static void sum_keys(const Call& c, long b, long g, long from, long to, Side& keys, float* value, Sums& sums) {
+  const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+  const int value_row = padded(c.value_size);
+  for (long start = from; start < to; start += BLOCK) {
+    const int count = (int)(to - start < BLOCK ? to - start : BLOCK);
+    keys.read<T>(c.key, b, g, start, count, c.size, mask);
+    read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, value_row);
+    if (keys.map->scaled()) {
+      const float top = top_of(keys.scale, count);
+      if (top == -INFINITY) continue;
+      if (top > sums.scale) sums.move(top);
+      keys.scale_rows(count, sums.scale);
+    }
+    sums.add(keys.features, value, count);
+  }
+}
+
+template <typename T>
+static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
+  const int row = padded(c.value_size);
+  for (int t = 0; t < count; ++t) {
+    const float inverse = 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR);
+    for (int j = 0; j < row; j += LANES) store(numerator + t * row + j, load(numerator + t * row + j) * inverse);
+  }
+  write_rows<T>(c.out, b, h, start, count, c.value_size, numerator, row);
+}
+
+template <typename T>
+static int bidirectional(const Call& c) {
+  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+  const long segments = (c.keys + SEGMENT - 1) / SEGMENT, repeats = c.heads / c.groups;
+  const long streams = c.batch * c.groups;
+  const size_t sums_floats = (Sums::floats(m_row, e_row) + 15) / 16 * 16;
+  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + BLOCK * (e_row + 1) + 256;
+  float* totals = static_cast<float*>(std::aligned_alloc(64, (streams * (segments > 0 ? segments : 1) * sums_floats * 4 + 63) / 64 * 64));
+  if (!totals) return 1;
+  std::vector<float> scales(streams * (segments > 0 ? segments : 1), -INFINITY);
+  int failed = 0;
+#pragma omp parallel num_threads(c.threads)
+  {
+    Room room(room_floats);
+    if (room.failed()) {
+#pragma omp atomic write
+      failed = 1;
+    }
+    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
+    float *block = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK);
+#pragma omp barrier
+    if (!failed) {
+#pragma omp for schedule(dynamic)
+      for (long task = 0; task < streams * segments; ++task) {
+        const long stream = task / segments, segment = task % segments;
+        Sums sums(m_row, e_row, totals + task * sums_floats);
+        sums.clear();
+        const long stop = (segment + 1) * SEGMENT < c.keys ? (segment + 1) * SEGMENT : c.keys;
+        sum_keys<T>(c, stream / c.groups, stream % c.groups, segment * SEGMENT, stop, keys, block, sums);
+        scales[task] = sums.scale;
+      }
+#pragma omp for schedule(static)
+      for (long stream = 0; stream < streams; ++stream) {
+        Sums sums(m_row, e_row, totals + stream * segments * sums_floats);
+        sums.scale = scales[stream * segments];
+        for (long segment = 1; segment < segments; ++segment) {
+          Sums part(m_row, e_row, totals + (stream * segments + segment) * sums_floats);
+          part.scale = scales[stream * segments + segment];
+          sums.merge(part);
+        }
+      }
+      const long pieces = (c.length + SEGMENT - 1) / SEGMENT;
+#pragma omp for schedule(dynamic)
+      for (long task = 0; task < c.batch * c.heads * pieces; ++task) {
+        const long b = task / pieces / c.heads, h = task / pieces % c.heads, piece = task % pieces;
+        const Sums sums(m_row, e_row, totals + (b * c.groups + h / repeats) * segments * sums_floats);
+        const long stop = (piece + 1) * SEGMENT < c.length ? (piece + 1) * SEGMENT : c.length;
+        for (long start = piece * SEGMENT; start < stop; start += BLOCK) {
+          const int count = (int)(stop - start < BLOCK ? stop - start : BLOCK);
+          queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+          multiply(count, e_row, m_row, queries.features, m_row, 1, sums.kv, e_row, block, e_row, false);
+          for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
+          divide_rows<T>(c, b, h, start, count, block, normaliser);
+        }
+      }
+    }
+  }
+  std::free(totals);
+  return failed;
+}
+
+// Lower triangle of rows [n, m] columns^T [m, n], zeros above it.
+static void triangle(int count, int depth, const float* rows, int row, const float* columns, float* out) {
+  for (int i = 0; i < count; i += TILE_ROWS) {
+    const int tall = count - i < TILE_ROWS ? count - i : TILE_ROWS;
+    const int wide = padded(i + tall);
+    strip(tall, wide, depth, rows + (size_t)i * row, row, 1, columns, BLOCK, out + i * BLOCK, BLOCK, false);
+    for (int r = i; r < i + tall; ++r)
+      for (int j = r + 1; j < wide; ++j) out[r * BLOCK + j] = 0.0f;
+  }
+}
+
+// out [n, width] (+)= triangle [n, n] right [n, width], which reads only the lower part.
+static void below_times(int count, const float* weights, const float* right, int width, float* out, bool add) {
+  for (int i = 0; i < count; i += TILE_ROWS) {
+    const int tall = count - i < TILE_ROWS ? count - i : TILE_ROWS;
+    strip(tall, width, i + tall, weights + i * BLOCK, BLOCK, 1, right, width, out + (size_t)i * width, width, add);
+  }
+}
+
+static inline float row_sum(const float* row, int last) {
+  Vec total{};
+  for (int j = 0; j <= last; j += LANES) total += load(row + j);
+  return sum_of(total);
+}
+
+// Segments of f numbers <-> padded segments.
+static void unpack_state(const Map& map, int e, const float* kv, const float* k, Sums& sums) {
+  sums.clear();
+  for (int p = 0; p < map.parts; ++p)
+    for (int f = 0; f < map.width; ++f) {
+      const int from = p * map.width + f, to = p * map.segment() + f;
+      memcpy(sums.kv + (size_t)to * sums.columns, kv + (size_t)from * e, e * sizeof(float));
+      sums.k[to] = k[from];
+    }
+}
+
+static void pack_state(const Map& map, int e, const Sums& sums, float* kv, float* k) {
+  for (int p = 0; p < map.parts; ++p)
+    for (int f = 0; f < map.width; ++f) {
+      const int to = p * map.width + f, from = p * map.segment() + f;
+      memcpy(kv + (size_t)to * e, sums.kv + (size_t)from * sums.columns, e * sizeof(float));
+      k[to] = sums.k[from];
+    }
+}
+
+// How many of the tokens that follow can share one reference: log scales up to the last stay within SAFE_RANGE of the
+// running maximum at the first, so that no row's weights vanish against a key that it does not see.
+static int shared_reference(const float* scale, int count, float carried, float& reference) {
+  const float first = scale[0] > carried ? scale[0] : carried;
+  reference = first;
+  if (first == -INFINITY) {  // nothing seen yet: rows up to the first real key have no weight anyway
+    int t = 0;
+    while (t < count && scale[t] == -INFINITY) ++t;
+    if (t == count) return count;
+    reference = scale[t];
+    const float base = reference;
+    for (; t < count; ++t) {
+      if (scale[t] > base + SAFE_RANGE) return t;
+      reference = scale[t] > reference ? scale[t] : reference;
+    }
+    return count;
+  }
+  for (int t = 1; t < count; ++t) {
+    if (scale[t] > first + SAFE_RANGE) return t;
+    reference = scale[t] > reference ? scale[t] : reference;
+  }
+  return count;
+}
+
+template <typename T>
+static int causal(const Call& c) {
+  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
+  const long repeats = c.heads / c.groups;
+  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) +
+                             Sums::floats(m_row, e_row) + (size_t)BLOCK * (2 * e_row + m_row + BLOCK + 1) + 512;
+  int failed = 0;
+#pragma omp parallel num_threads(c.threads)
+  {
+    Room room(room_floats);
+    if (room.failed()) {
+#pragma omp atomic write
+      failed = 1;
+    }
+    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
+    Sums sums(m_row, e_row, room);
+    float *value = room.take(BLOCK * e_row), *out = room.take(BLOCK * e_row), *turned = room.take((size_t)BLOCK * m_row);
+    float *weights = room.take(BLOCK * BLOCK), *normaliser = room.take(BLOCK);
+#pragma omp barrier
+    if (!failed) {
+#pragma omp for schedule(dynamic)
+      for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+        const long b = stream / c.groups, g = stream % c.groups;
+        const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+        const long kv_size = (long)c.key_map.parts * c.key_map.width * c.value_size, k_size = (long)c.key_map.parts * c.key_map.width;
+        bool held = c.state != nullptr;
+        if (held) {
+          unpack_state(c.key_map, c.value_size, c.state + stream * kv_size, c.state_sum + stream * k_size, sums);
+          if (c.state_scale) sums.scale = c.state_scale[stream];
+        } else {
+          sums.clear();
+        }
+        for (long start = 0; start < c.length;) {
+          int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+          keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          if (keys.map->scaled()) {
+            float reference;
+            count = shared_reference(keys.scale, count, sums.scale, reference);
+            if (reference != -INFINITY) {
+              sums.move(reference);
+              keys.scale_rows(count, reference);
+            }
+          }
+          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, e_row);
+          if (count > 1) transpose(count, m_row, keys.features, m_row, turned, BLOCK);
+          for (long r = 0; r < repeats; ++r) {
+            const long h = g * repeats + r;
+            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+            if (held) {
+              multiply(count, e_row, m_row, queries.features, m_row, 1, sums.kv, e_row, out, e_row, false);
+              for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
+            }
+            if (count > 1) {
+              triangle(count, m_row, queries.features, m_row, turned, weights);
+            } else {
+              weights[0] = dot(queries.features, keys.features, m_row);
+              for (int j = 1; j < LANES; ++j) weights[j] = 0.0f;
+            }
+            below_times(count, weights, value, e_row, out, held);
+            for (int t = 0; t < count; ++t)
+              normaliser[t] = (held ? normaliser[t] : 0.0f) + row_sum(weights + t * BLOCK, t);
+            if (c.normaliser)
+              memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
+            divide_rows<T>(c, b, h, start, count, out, normaliser);
+          }
+          sums.add(keys.features, value, count);
+          held = true;
+          start += count;
+        }
+        if (c.next_state) {
+          pack_state(c.key_map, c.value_size, sums, c.next_state + stream * kv_size, c.next_sum + stream * k_size);
+          if (c.next_scale) c.next_scale[stream] = sums.scale;
+        }
+      }
+    }
+  }
+  return failed;
+}
+
+}  // namespace hla

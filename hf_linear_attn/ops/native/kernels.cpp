@@ -1,0 +1,40 @@
+// Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
+
+#include "backward.h"
+
+namespace {
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+}  // namespace
+
+#define DISPATCH(function, call)                                       \
+  switch ((call)->dtype) {                                             \
+    case FLOAT32: return hla::function<float>(*(call));                \
+    case BFLOAT16: return hla::function<hla::BFloat16>(*(call));       \
+    HALF_CASE(function, call)                                          \
+    default: return 2;                                                 \
+  }
+#if defined(__FLT16_MAX__)
+#define HALF_CASE(function, call) \
+  case FLOAT16: return hla::function<_Float16>(*(call));
+#else
+#define HALF_CASE(function, call)
+#endif
+
+extern "C" {
+
+int hla_lanes() { return hla::LANES; }
+int hla_half() {
+#if defined(__FLT16_MAX__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+int64_t hla_call_bytes() { return sizeof(hla::Call); }
+int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
+int hla_causal(const hla::Call* call) { DISPATCH(causal, call) }
+int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
+int hla_causal_backward(const hla::Call* call) { DISPATCH(causal_backward, call) }
+}

@@ -1,0 +1,225 @@
+// Feature maps on one block of tokens, forward and backward. The formulas are those of the classes in feature_maps/.
+//
+// A map is an optional product y = x' W + b, x' = in_scale x, and an activation. Features of f numbers each come in
+// `parts` segments, every one padded to whole vectors with zeros; their order does not matter to any sum.
+
+#pragma once
+
+#include "simd.h"
+
+namespace hla {
+
+enum Activation : int32_t {
+  ELU = 0,            // elu(y) + 1
+  RELU = 1,           // relu(y) + epsilon
+  SOFTMAX_PAIR = 2,   // [softmax(y), softmax(-y)]
+  SOFTMAX_JOINT = 3,  // softmax([2y, -2y])
+  EXP_PAIR = 4,       // [exp(y), exp(-y)], log scale max |y|
+  POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor, log scale: the largest exponent
+  POSITIVE_PAIR = 6,  // the same with [y, -y]
+  TURNED_RELU = 7,    // (relu(y) + epsilon) [cos, sin] of the token's angle
+};
+
+struct Map {
+  int32_t activation;
+  int32_t parts;
+  int32_t width;      // f, numbers in a segment
+  int32_t projected;  // whether there is a W
+  int32_t input;      // d, numbers in a row of x
+  int32_t unused;
+  float in_scale, alpha, epsilon, factor;
+  const float* weight;       // [heads or 1, d, padded f]
+  const float* weight_back;  // its transpose [heads or 1, padded f, padded d]
+  const float* bias;         // [heads or 1, padded f] or null
+  int64_t weight_head, weight_back_head, bias_head;  // 0: shared by the heads
+  const float* cosine;  // [batch or 1, L]
+  const float* sine;
+  int64_t angle_batch;
+
+  bool scaled() const { return activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
+  int segment() const { return padded(width); }
+  int features() const { return parts * segment(); }
+};
+
+constexpr int BLOCK = 64;  // tokens
+
+// The activation's two softmaxes over the real entries of a row.
+static inline void softmax_row(const float* y, float sign, int width, float top, float* out) {
+  float total = 0;
+  Vec sums{};
+  const int whole = padded(width);
+  for (int j = 0; j < whole; j += LANES) {
+    Vec value = exp_of(load(y + j) * sign - top);
+    if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
+    store(out + j, value);
+    sums += value;
+  }
+  total = sum_of(sums);
+  const Vec inverse = splat(1.0f / total);
+  for (int j = 0; j < whole; j += LANES) store(out + j, load(out + j) * inverse);
+}
+
+static inline void range_of(const float* y, int width, float& low, float& high) {
+  Vec least = splat(INFINITY), most = splat(-INFINITY);
+  for (int j = 0; j < width; j += LANES) {
+    const Vec value = load(y + j);
+    if (j + LANES > width) {
+      const VecInt real = first_lanes(width - j);
+      least = smaller(least, select(real, value, splat(INFINITY)));
+      most = larger(most, select(real, value, splat(-INFINITY)));
+    } else {
+      least = smaller(least, value);
+      most = larger(most, value);
+    }
+  }
+  low = -max_of(-least);
+  high = max_of(most);
+}
+
+static inline void exp_row(const float* y, float sign, int width, float shift, float factor, float* out) {
+  for (int j = 0; j < padded(width); j += LANES) {
+    Vec value = exp_of(load(y + j) * sign + shift) * factor;
+    if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
+    store(out + j, value);
+  }
+}
+
+// x [count, padded d] -> out [count, features]; scale [count] where the map has a log scale. y: room for a block.
+static void apply_map(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
+                      int x_row, int count, float* y, float* out, float* scale) {
+  const int width = map.width, segment = map.segment(), row = map.features();
+  const float* in = x;
+  int in_row = x_row;
+  if (map.projected) {
+    multiply(count, segment, map.input, x, x_row, 1, map.weight + head * map.weight_head, segment, y, segment, false);
+    const float* bias = map.bias ? map.bias + head * map.bias_head : nullptr;
+    if (bias || map.in_scale != 1.0f)
+      for (int t = 0; t < count; ++t)
+        for (int j = 0; j < segment; j += LANES) {
+          Vec value = load(y + t * segment + j) * map.in_scale;
+          store(y + t * segment + j, bias ? value + load(bias + j) : value);
+        }
+    in = y;
+    in_row = segment;
+  }
+  const float plain = map.projected ? 1.0f : map.in_scale;
+  for (int t = 0; t < count; ++t) {
+    const float* from = in + t * in_row;
+    float* to = out + t * row;
+    float low, high;
+    switch (map.activation) {
+      case ELU:
+        for (int j = 0; j < segment; j += LANES) {
+          const Vec value = load(from + j) * plain;
+          Vec feature = select(value > 0.0f, value + 1.0f, (exp_of(value) - 1.0f) * map.alpha + 1.0f);
+          if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
+          store(to + j, feature);
+        }
+        break;
+      case RELU:
+      case TURNED_RELU:
+        for (int j = 0; j < segment; j += LANES) {
+          Vec feature = larger(load(from + j) * plain, Vec{}) + map.epsilon;
+          if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
+          if (map.activation == RELU) {
+            store(to + j, feature);
+          } else {
+            store(to + j, feature * angles_cos[t]);
+            store(to + segment + j, feature * angles_sin[t]);
+          }
+        }
+        break;
+      case SOFTMAX_PAIR:
+        range_of(from, width, low, high);
+        softmax_row(from, 1.0f, width, high, to);
+        softmax_row(from, -1.0f, width, -low, to + segment);
+        break;
+      case SOFTMAX_JOINT: {
+        range_of(from, width, low, high);
+        const float top = 2.0f * (high > -low ? high : -low);
+        exp_row(from, 2.0f, width, -top, 1.0f, to);
+        exp_row(from, -2.0f, width, -top, 1.0f, to + segment);
+        Vec sums{};
+        for (int j = 0; j < row; j += LANES) sums += load(to + j);
+        const Vec inverse = splat(1.0f / sum_of(sums));
+        for (int j = 0; j < row; j += LANES) store(to + j, load(to + j) * inverse);
+        break;
+      }
+      case EXP_PAIR:
+        range_of(from, width, low, high);
+        scale[t] = high > -low ? high : -low;
+        exp_row(from, 1.0f, width, -scale[t], 1.0f, to);
+        exp_row(from, -1.0f, width, -scale[t], 1.0f, to + segment);
+        break;
+      default: {  // POSITIVE, POSITIVE_PAIR
+        const float* raw = x + t * x_row;
+        const float half = 0.5f * map.in_scale * map.in_scale * dot(raw, raw, x_row);
+        range_of(from, width, low, high);
+        const bool pair = map.activation == POSITIVE_PAIR;
+        const float top = pair && -low > high ? -low : high;
+        scale[t] = top - half;
+        exp_row(from, 1.0f, width, -top, map.factor, to);
+        if (pair) exp_row(from, -1.0f, width, -top, map.factor, to + segment);
+      }
+    }
+  }
+}
+
+// Gradients of one block: features and their gradient -> gradient of x [count, x_row]; those of W and b are added up.
+// For maps without a log scale. y: the block's products as apply_map left them; slope: room for a block.
+static void apply_map_back(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
+                           int x_row, int count, const float* y, const float* features, const float* gradient,
+                           float* slope, float* x_gradient, float* weight_gradient, float* bias_gradient) {
+  const int segment = map.segment(), row = map.features();
+  const float* in = map.projected ? y : x;
+  const int in_row = map.projected ? segment : x_row;
+  float* to_rows = map.projected ? slope : x_gradient;
+  const int to_row = map.projected ? segment : x_row;
+  const float plain = map.projected ? 1.0f : map.in_scale;
+  for (int t = 0; t < count; ++t) {
+    const float *from = in + t * in_row, *value = features + t * row, *up = gradient + t * row;
+    float* to = to_rows + t * to_row;
+    switch (map.activation) {
+      case ELU:
+        for (int j = 0; j < segment; j += LANES) {
+          const Vec slope_here = select(load(from + j) * plain > 0.0f, splat(1.0f), load(value + j) + (map.alpha - 1.0f));
+          store(to + j, load(up + j) * slope_here * plain);
+        }
+        break;
+      case RELU:
+      case TURNED_RELU:
+        for (int j = 0; j < segment; j += LANES) {
+          Vec above = load(up + j);
+          if (map.activation == TURNED_RELU) above = above * angles_cos[t] + load(up + segment + j) * angles_sin[t];
+          store(to + j, select(load(from + j) * plain > 0.0f, above * plain, Vec{}));
+        }
+        break;
+      case SOFTMAX_PAIR: {
+        const float first = dot(value, up, segment), second = dot(value + segment, up + segment, segment);
+        for (int j = 0; j < segment; j += LANES)
+          store(to + j, load(value + j) * (load(up + j) - first) -
+                            load(value + segment + j) * (load(up + segment + j) - second));
+        break;
+      }
+      default: {  // SOFTMAX_JOINT
+        const float mean = dot(value, up, row);
+        for (int j = 0; j < segment; j += LANES)
+          store(to + j, (load(value + j) * (load(up + j) - mean) -
+                         load(value + segment + j) * (load(up + segment + j) - mean)) *
+                            2.0f);
+      }
+    }
+  }
+  if (!map.projected) return;
+  if (bias_gradient)
+    for (int t = 0; t < count; ++t)
+      for (int j = 0; j < segment; j += LANES)
+        store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j));
+  if (map.in_scale != 1.0f)
+    for (int i = 0; i < count * segment; i += LANES) store(slope + i, load(slope + i) * map.in_scale);
+  multiply(count, x_row, segment, slope, segment, 1, map.weight_back + head * map.weight_back_head, x_row, x_gradient,
+           x_row, false);
+  if (weight_gradient) multiply(map.input, segment, count, x, 1, x_row, slope, segment, weight_gradient, segment, true);
+}
+
+}  // namespace hla

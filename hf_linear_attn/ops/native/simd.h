@@ -1,0 +1,220 @@
+// Vectors of the widest registers that the compiler was told of, small matrix products, and the exponential.
+//
+// Everything is written with the vector extensions that GCC and Clang share: the same source serves AVX-512, AVX2, NEON
+// and plain SSE. Matrices are row-major float32, their rows padded with zeros to whole vectors.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace hla {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int TILE_COLUMNS = 4;  // vectors; with 6 rows 24 of 32 registers hold sums
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int TILE_COLUMNS = 2;  // 12 of 16 registers
+#else
+constexpr int LANES = 4;
+constexpr int TILE_COLUMNS = 2;
+#endif
+constexpr int TILE_ROWS = 6;
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t VecInt __attribute__((vector_size(LANES * 4)));
+typedef float VecLoose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+static inline Vec load(const float* p) { return *reinterpret_cast<const VecLoose*>(p); }
+static inline void store(float* p, Vec v) { *reinterpret_cast<VecLoose*>(p) = v; }
+static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec select(VecInt which, Vec yes, Vec no) {
+  return (Vec)(((VecInt)yes & which) | ((VecInt)no & ~which));
+}
+// A NaN in the first argument stays.
+#if defined(__AVX512F__)
+static inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)b, (__m512)a); }
+static inline Vec smaller(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)b, (__m512)a); }
+#else
+static inline Vec larger(Vec a, Vec b) { return select(a < b, b, a); }
+static inline Vec smaller(Vec a, Vec b) { return select(a > b, b, a); }
+#endif
+static inline int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+// The lanes below n.
+static inline VecInt first_lanes(int n) {
+  VecInt lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
+  return lane < n;
+}
+
+static inline float sum_of(Vec v) {
+  alignas(64) float x[LANES];
+  memcpy(x, &v, sizeof v);
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad total{};
+  for (int i = 0; i < LANES; i += 4) {
+    Quad part;
+    memcpy(&part, x + i, 16);
+    total += part;
+  }
+  return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+static inline float max_of(Vec v) {
+  alignas(64) float x[LANES];
+  memcpy(x, &v, sizeof v);
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad top;
+  memcpy(&top, x, 16);
+  for (int i = 4; i < LANES; i += 4) {
+    Quad part;
+    memcpy(&part, x + i, 16);
+    top = top > part ? top : part;
+  }
+  float low = top[0] > top[2] ? top[0] : top[2], high = top[1] > top[3] ? top[1] : top[3];
+  return low > high ? low : high;
+}
+
+// e^x with a relative error of two units in the last place, for x at most 88; 0 below -87.3. A NaN stays.
+static inline Vec exp_of(Vec x) {
+  x = larger(x, splat(-110.0f));
+  const Vec shifted = x * 1.44269504088896341f + 12582912.0f;  // the integer part sits in the low bits
+  const Vec whole = shifted - 12582912.0f;
+  const Vec rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Vec p = rest * 1.38436444e-3f + 8.37416388e-3f;
+  p = p * rest + 4.16680016e-2f;
+  p = p * rest + 1.66664317e-1f;
+  p = p * rest + 4.99999940e-1f;
+  p = p * rest + 1.0f;
+  p = p * rest + 1.0f;
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+  const Vec power = (Vec)(((VecInt)shifted << 23) + 0x3f800000);
+  return select(x < -87.3f, Vec{}, p * power);
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------------------------
+// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of whole vectors.
+
+template <int R, int C>
+static inline __attribute__((always_inline)) void tile(const float* a, long a_row, long a_step, const float* b, long b_row,
+                                                       float* c, long c_row, int depth, bool add) {
+  Vec sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) sum[r][j] = add ? load(c + r * c_row + j * LANES) : Vec{};
+  for (int k = 0; k < depth; ++k) {
+    Vec right[C];
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) right[j] = load(b + k * b_row + j * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec left = splat(a[r * a_row + k * a_step]);
+#pragma GCC unroll 8
+      for (int j = 0; j < C; ++j) sum[r][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) store(c + r * c_row + j * LANES, sum[r][j]);
+}
+
+template <int C>
+static inline void tile_rows(int rows, const float* a, long a_row, long a_step, const float* b, long b_row, float* c,
+                             long c_row, int depth, bool add) {
+  switch (rows) {
+    case 6: tile<6, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 5: tile<5, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 4: tile<4, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 3: tile<3, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 2: tile<2, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    default: tile<1, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+  }
+}
+
+// One tile of at most TILE_ROWS rows against all columns.
+static inline void strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
+                         long b_row, float* c, long c_row, bool add) {
+  int j = 0;
+  for (; j + TILE_COLUMNS * LANES <= columns; j += TILE_COLUMNS * LANES)
+    tile_rows<TILE_COLUMNS>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add);
+  switch ((columns - j) / LANES) {
+#if defined(__AVX512F__)
+    case 3: tile_rows<3>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+    case 2: tile_rows<2>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+#endif
+    case 1: tile_rows<1>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+    default: break;
+  }
+}
+
+static void multiply(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
+                     long b_row, float* c, long c_row, bool add) {
+  for (int i = 0; i < rows; i += TILE_ROWS) {
+    const int count = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
+    strip(count, columns, depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, add);
+  }
+}
+
+// Turns LANES rows of one vector each: after step s, bit s of row and lane have changed places.
+template <int STEP>
+static inline __attribute__((always_inline)) void turn(Vec (&rows)[LANES]) {
+  if constexpr (STEP < LANES) {
+    VecInt low, high;
+    for (int i = 0; i < LANES; ++i) {
+      low[i] = i & STEP ? LANES + i - STEP : i;
+      high[i] = i & STEP ? LANES + i : i + STEP;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (!(i & STEP)) {
+        const Vec first = rows[i], second = rows[i + STEP];
+#if defined(__clang__)
+        Vec a, b;
+        for (int j = 0; j < LANES; ++j) {
+          a[j] = low[j] < LANES ? first[low[j]] : second[low[j] - LANES];
+          b[j] = high[j] < LANES ? first[high[j]] : second[high[j] - LANES];
+        }
+        rows[i] = a;
+        rows[i + STEP] = b;
+#else
+        rows[i] = __builtin_shuffle(first, second, low);
+        rows[i + STEP] = __builtin_shuffle(first, second, high);
+#endif
+      }
+    turn<STEP * 2>(rows);
+  }
+}
+
+// out[columns, rows] = in[rows, columns]. Both counts are rounded up to whole vectors: out has room for that, and rows of
+// `in` beyond the last are not read but taken as zero.
+static void transpose(int rows, int columns, const float* in, long in_row, float* out, long out_row) {
+  for (int i = 0; i < rows; i += LANES)
+    for (int j = 0; j < columns; j += LANES) {
+      Vec block[LANES];
+#pragma GCC unroll 16
+      for (int r = 0; r < LANES; ++r) block[r] = i + r < rows ? load(in + (i + r) * in_row + j) : Vec{};
+      turn<1>(block);
+#pragma GCC unroll 16
+      for (int r = 0; r < LANES; ++r) store(out + (j + r) * out_row + i, block[r]);
+    }
+}
+
+static inline float dot(const float* a, const float* b, int n) {
+  Vec total{};
+  for (int i = 0; i < n; i += LANES) total += load(a + i) * load(b + i);
+  return sum_of(total);
+}
+
+}  // namespace hla

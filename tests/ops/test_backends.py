@@ -1,0 +1,135 @@
+"""Choosing a backend, and what happens where the native kernels cannot be built."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.ops import backends
+from hf_linear_attn.ops.native import build, functions
+
+from .test_native import REASON, inputs, make_call
+from .test_native import build as build_map
+
+
+@pytest.fixture
+def call():
+    return make_call(build_map("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
+
+
+def test_names_and_choice(call):
+    assert hla.list_backends()[-1] == "torch"
+    assert hla.get_backend() == "auto"
+    with hla.use_backend("torch"):
+        assert hla.get_backend() == "torch"
+        assert backends.choose(call).name == "torch"
+    assert hla.get_backend() == "auto"
+    if REASON is None:
+        assert backends.choose(call).name == "native"
+
+
+def test_an_unknown_name_names_the_near_one():
+    with pytest.raises(ValueError, match="Did you mean 'native'"):
+        hla.set_backend("nativ")
+    assert hla.get_backend() == "auto"
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
+def test_a_named_backend_never_gives_way_in_silence(call):
+    with hla.use_backend("native"), pytest.raises(NotImplementedError, match=r"'native' cannot.*float64"):
+        backends.attend(call._replace(query=call.query.double(), key=call.key.double(), value=call.value.double()))
+
+
+def test_a_third_partys_backend_is_asked_first(call, monkeypatch):
+    class Doubling:
+        name = "doubling"
+
+        def refuses(self, call):
+            return None if call.query.shape[2] == 10 else "it takes 10 tokens only"
+
+        def run(self, call):
+            out, state = backends.TorchBackend().run(call)
+            return out * 2, state
+
+    monkeypatch.setattr(backends, "_BACKENDS", dict(backends._BACKENDS))
+    hla.register_backend(Doubling())
+    with pytest.raises(ValueError, match="exists already"):
+        hla.register_backend(Doubling())
+    doubled, _ = backends.attend(call)
+    with hla.use_backend("torch"):
+        plain, _ = backends.attend(call)
+    assert torch.equal(doubled, plain * 2)
+    assert backends.choose(call._replace(query=call.query[:, :, :5])).name != "doubling"
+
+
+def test_the_environment_names_a_backend():
+    code = "import hf_linear_attn as hla; print(hla.get_backend())"
+    given = {**os.environ, backends.BACKEND_VARIABLE: "torch"}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "torch"
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """Kernels that were never built, with a cache of their own."""
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    for held in (build.library, functions.unavailable):
+        held.cache_clear()
+    yield tmp_path / "cache"
+    for held in (build.library, functions.unavailable):
+        held.cache_clear()
+
+
+def test_without_a_compiler_torch_serves_after_one_line(call, fresh, monkeypatch, caplog):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert backends.choose(call).name == "torch"
+        assert backends.choose(call).name == "torch"
+    (line,) = [record.getMessage() for record in caplog.records if "native" in record.getMessage()]
+    assert "no C++ compiler" in line
+    assert "plain torch" in line
+    with hla.use_backend("native"), pytest.raises(NotImplementedError, match=r"no C\+\+ compiler"):
+        backends.attend(call)
+
+
+def test_a_compiler_that_fails_is_named(call, fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert backends.choose(call).name == "torch"
+    assert "out of order" in functions.unavailable()
+    assert not list(fresh.glob("*.so"))
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(call, fresh):
+    fresh.mkdir()
+    fresh.chmod(fresh.stat().st_mode | stat.S_IWOTH)
+    assert backends.choose(call).name == "torch"
+    assert "written by others" in functions.unavailable()
+
+
+def test_a_cache_that_cannot_be_made(call, fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    assert backends.choose(call).name == "torch"
+    assert "cannot be made" in functions.unavailable()
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
+def test_built_once_then_read(call, fresh, monkeypatch):
+    assert backends.choose(call).name == "native"
+    (made,) = fresh.glob("*.so")
+    when = made.stat().st_mtime_ns
+    for held in (build.library, functions.unavailable):
+        held.cache_clear()
+    monkeypatch.setattr(build, "_compile", lambda path: pytest.fail("compiled twice"))
+    assert backends.choose(call).name == "native"
+    assert made.stat().st_mtime_ns == when

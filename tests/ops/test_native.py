@@ -1,0 +1,322 @@
+"""The native kernels against the float64 definitions: outputs, every gradient, states, masks, dtypes and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.ops import backends, naive
+from hf_linear_attn.ops.fused import KernelizedCall
+from hf_linear_attn.ops.native.functions import NativeBackend, unavailable
+from hf_linear_attn.registry import FEATURE_MAPS, build_options
+
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
+
+MAPS = {
+    "elu": ("elu", {}),
+    "elu-scaled": ("elu", {"alpha": 0.5, "split_scaling": True}),
+    "hedgehog": ("hedgehog", {}),
+    "hedgehog-odd": ("hedgehog", {"feature_dim": 7}),
+    "hedgehog-joint": ("hedgehog", {"activation": "joint"}),
+    "hedgehog-exp": ("hedgehog", {"activation": "exp", "feature_dim": 5}),
+    "t2r": ("t2r", {"num_features": 10}),
+    "performer-relu": ("performer-relu", {"num_features": 12}),
+    "favor+": ("favor+", {"num_features": 20}),
+    "favor+-hyperbolic": ("favor+", {"num_features": 20, "hyperbolic": True}),
+    "cosformer": ("cosformer", {"max_length": 4096}),
+}
+SCALED = {"hedgehog-exp", "favor+", "favor+-hyperbolic"}
+SHAPES = [(1, 1, 1, 1), (2, 3, 3, 5), (1, 4, 2, 63), (2, 2, 1, 64), (1, 2, 2, 65), (1, 4, 1, 200), (1, 1, 1, 2100)]
+BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+def build(name: str, heads: int, groups: int, head_dim: int, value_dim: int):
+    kind, options = MAPS[name]
+    entry = FEATURE_MAPS.get(kind)
+    shape = AttentionShape(heads, groups, head_dim, value_dim)
+    feature_map = entry.cls(shape, entry.cls.resolve_options(shape, build_options(entry, options)))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in feature_map.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return feature_map
+
+
+def inputs(shape, head_dim=9, value_dim=6, dtype=torch.float32, scale=1.0, seed=0):
+    batch, heads, groups, length = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count, width):
+        made = torch.randn(batch, length, count, width, generator=generator) * scale
+        return made.to(dtype).transpose(1, 2)
+
+    return draw(heads, head_dim), draw(groups, head_dim), draw(groups, value_dim)
+
+
+def make_call(feature_map, query, key, value, causal, mask=None, state=None, start=0, scaling=0.4):
+    places = torch.arange(start, start + key.shape[2]).unsqueeze(0)
+    turned = (places,) if feature_map.uses_positions else ()
+
+    def query_features(x, first):
+        return feature_map.query(x, scaling, *(p[:, first : first + x.shape[2]] for p in turned))
+
+    def key_features(x, first):
+        return feature_map.key(x, scaling, *(p[:, first : first + x.shape[2]] for p in turned))
+
+    fused = feature_map.fused(scaling, *(turned * 2))
+    return KernelizedCall(
+        query, key, value, query_features, key_features, fused, feature_map.num_features, causal, mask=mask, state=state
+    )
+
+
+def definition(call: KernelizedCall) -> torch.Tensor:
+    """The output in float64 from explicit weights; the features' scales are put back first."""
+    query, key = (x.double() for x in (call.query, call.key))
+    query_features, key_features = call.query_features(query, 0), call.key_features(key, 0)
+    allowed = naive.visible(call.mask, query.shape[0], query.shape[2], key.shape[2], call.causal)
+    keys = key_features.values
+    if key_features.log_scale is not None:
+        keys = keys * key_features.log_scale.exp().unsqueeze(-1)
+    return naive.kernelized_attention(query_features.values, keys, call.value.double(), allowed)
+
+
+def assert_near(found, wanted, tolerance=2e-5):
+    assert found.shape == wanted.shape
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12)
+    assert error < tolerance, f"relative error {error:.1e}"
+
+
+def masks(shape, kind):
+    batch, _, _, length = shape
+    mask = torch.ones(batch, length, dtype=torch.bool)
+    if kind == "left":
+        mask[0, : length // 2] = False
+    if kind == "right":
+        mask[0, length - length // 3 :] = False
+    if kind == "holes":
+        mask[:, 1::3] = False
+    return None if kind == "none" else mask
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_output_is_the_definitions(name, shape, kind, causal):
+    feature_map = build(name, shape[1], shape[2], 9, 6)
+    call = make_call(feature_map, *inputs(shape), causal, masks(shape, kind))
+    with torch.no_grad():
+        out, _ = NativeBackend().run(call)
+        wanted = definition(call)
+    assert_near(out, wanted, 1e-4 if name in SCALED else 2e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+@pytest.mark.parametrize("name", sorted(set(MAPS) - SCALED))
+def test_every_gradient_is_the_definitions(name, shape, kind, causal):
+    feature_map = build(name, shape[1], shape[2], 9, 6)
+    tensors = [tensor.detach().requires_grad_() for tensor in inputs(shape)]
+    call = make_call(feature_map, *tensors, causal, masks(shape, kind))
+    assert NativeBackend().refuses(call) is None
+    weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
+    wanted_of = [*tensors, *feature_map.parameters()]
+    found = torch.autograd.grad((NativeBackend().run(call)[0] * weight).sum(), wanted_of)
+    exact = feature_map.double()
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(
+        (definition(make_call(exact, *doubles, causal, call.mask)) * weight.double()).sum(),
+        [*doubles, *exact.parameters()],
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        if theirs.norm() < 1e-6:  # one key alone: its features cancel, and only rounding is left
+            assert ours.norm() < 1e-4
+        else:
+            assert_near(ours, theirs, 2e-4)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 3, 70), (100, 101)], ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_a_state_goes_on_where_it_stopped(name, cuts):
+    shape = (2, 4, 2, 150)
+    feature_map = build(name, 4, 2, 9, 6)
+    query, key, value = inputs(shape)
+    mask = masks(shape, "left")
+    with torch.no_grad():
+        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask))
+        parts, state = [], None
+        for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
+            piece = slice(start, stop)
+            call = make_call(
+                feature_map,
+                query[:, :, piece],
+                key[:, :, piece],
+                value[:, :, piece],
+                True,
+                mask[:, piece],
+                state,
+                start,
+            )
+            out, state = NativeBackend().run(call)
+            parts.append(out)
+    assert_near(torch.cat(parts, dim=2), whole, 1e-4 if name in SCALED else 1e-5)
+    assert state.keys() == last.keys()
+    for entry in state:
+        assert_near(state[entry], last[entry], 1e-4 if name in SCALED else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
+def test_states_pass_between_backends(name):
+    feature_map = build(name, 4, 2, 9, 6)
+    query, key, value = inputs((1, 4, 2, 100))
+    torch_backend = backends.TorchBackend()
+    with torch.no_grad():
+        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True)
+        whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
+        for begin, go_on in ((torch_backend, NativeBackend()), (NativeBackend(), torch_backend)):
+            state = begin.run(first)[1]
+            rest = make_call(feature_map, query[:, :, 60:], key[:, :, 60:], value[:, :, 60:], True, state=state)
+            assert_near(go_on.run(rest)[0], whole[:, :, 60:], 1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
+def test_half_precision_rounds_inputs_and_outputs_only(name, dtype, causal):
+    """Sums are float32: at 2,000 tokens the error is that of rounding the result once."""
+    feature_map = build(name, 2, 2, 16, 16)
+    query, key, value = inputs((1, 2, 2, 2000), 16, 16, dtype)
+    call = make_call(feature_map, query, key, value, causal)
+    with torch.no_grad():
+        out, _ = NativeBackend().run(call)
+    assert out.dtype == dtype
+    assert_near(out, definition(call), 2 * torch.finfo(dtype).eps)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+def test_half_precision_gradients(name, causal):
+    feature_map = build(name, 2, 1, 16, 16)
+    tensors = [tensor.requires_grad_() for tensor in inputs((2, 2, 1, 90), 16, 16, torch.bfloat16)]
+    found = torch.autograd.grad(NativeBackend().run(make_call(feature_map, *tensors, causal))[0].float().sum(), tensors)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(definition(make_call(feature_map.double(), *doubles, causal)).sum(), doubles)
+    assert [held.dtype for held in found] == [torch.bfloat16] * 3
+    assert_near(found[2], wanted[2], 2e-2)  # those of queries and keys are differences that nearly cancel
+
+
+@BOTH
+@pytest.mark.parametrize("name", MAPS)
+def test_the_same_bits_for_any_threads_and_any_batch(name, causal):
+    feature_map = build(name, 4, 2, 16, 16)
+    query, key, value = inputs((3, 4, 2, 2500), 16, 16)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                results.append(NativeBackend().run(make_call(feature_map, query, key, value, causal))[0])
+    finally:
+        torch.set_num_threads(before)
+    with torch.no_grad():
+        alone = NativeBackend().run(make_call(feature_map, query[1:2], key[1:2], value[1:2], causal))[0]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.equal(alone, results[0][1:2])
+
+
+@BOTH
+@pytest.mark.parametrize("name", MAPS)
+def test_nan_stays_where_it_is_and_out_of_padding(name, causal):
+    feature_map = build(name, 2, 2, 9, 6)
+    shape = (1, 2, 2, 80)
+    query, key, value = inputs(shape)
+    mask = masks(shape, "right")
+    call = make_call(feature_map, query, key, value, causal, mask)
+    with torch.no_grad():
+        clean, _ = NativeBackend().run(call)
+        for tensor in (query, key, value):
+            tensor[:, :, ~mask[0]] = float("nan")
+        dirty, _ = NativeBackend().run(call)
+        assert torch.equal(clean[:, :, mask[0]], dirty[:, :, mask[0]])
+        query[0, 1, 7] = float("nan")
+        marked, _ = NativeBackend().run(call)
+    assert marked[0, 1, 7].isnan().all()
+    assert not marked[0, 1, 8:20].isnan().any()
+
+
+@pytest.mark.parametrize("name", sorted(SCALED))
+def test_keys_of_very_different_scale(name):
+    """A later key e^100 times as large leaves earlier rows alone, and rules the later ones."""
+    feature_map = build(name, 1, 1, 9, 6)
+    query, key, value = inputs((1, 1, 1, 150))
+    key[0, 0, 40] *= 12
+    key[0, 0, 99] *= 25
+    call = make_call(feature_map, query, key, value, True)
+    with torch.no_grad():
+        out, _ = NativeBackend().run(call)
+    assert_near(out, definition(call), 2e-4)
+
+
+@BOTH
+def test_strides_and_broadcasts(causal):
+    feature_map = build("elu", 4, 4, 9, 9)
+    query, key, value = inputs((2, 4, 4, 33), 9, 9)
+    with torch.no_grad():
+        wanted, _ = NativeBackend().run(make_call(feature_map, query, key, value, causal))
+        for change in (
+            lambda t: t.contiguous(),
+            lambda t: torch.stack([t, t], dim=-1)[..., 0],
+            lambda t: torch.cat([t, t], dim=2)[:, :, :33],
+        ):
+            found, _ = NativeBackend().run(make_call(feature_map, change(query), change(key), change(value), causal))
+            assert torch.equal(found, wanted)
+        one = [tensor[:1].expand(2, -1, -1, -1) for tensor in (query, key, value)]
+        found, _ = NativeBackend().run(make_call(feature_map, *one, causal))
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[0])
+
+
+@BOTH
+def test_nothing_to_attend_to(causal):
+    feature_map = build("elu", 2, 2, 9, 6)
+    empty = inputs((1, 2, 2, 0))
+    with torch.no_grad():
+        assert NativeBackend().run(make_call(feature_map, *empty, causal))[0].shape == (1, 2, 0, 6)
+        shape = (1, 2, 2, 70)
+        out, _ = NativeBackend().run(
+            make_call(feature_map, *inputs(shape), causal, torch.zeros(1, 70, dtype=torch.bool))
+        )
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_formulas_and_functions_are_two_forms_of_one_map():
+    """Every registered map that has a fused form, with its defaults: a new map is tested by being registered."""
+    found = 0
+    for _, entry in FEATURE_MAPS:
+        shape = AttentionShape(2, 2, 8, 8, max_length=64)
+        feature_map = entry.cls(shape, entry.cls.resolve_options(shape, entry.options()))
+        places = torch.arange(40).unsqueeze(0)
+        if feature_map.fused(0.35, places, places) is None:
+            continue
+        found += 1
+        call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)
+        with torch.no_grad():
+            assert_near(NativeBackend().run(call)[0], backends.TorchBackend().run(call)[0], 1e-4)
+    assert found >= 6
+
+
+def test_what_it_refuses():
+    feature_map = build("elu", 2, 2, 9, 6)
+    call = make_call(feature_map, *inputs((1, 2, 2, 10)), False)
+    refuses = NativeBackend().refuses
+    assert refuses(call) is None
+    assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
+    assert "fused form" in refuses(call._replace(fused=None))
+    assert "fused form" in refuses(call._replace(signed=True))
+    favor = build("favor+", 2, 2, 9, 6)
+    learning = make_call(favor, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), False)
+    assert "backward" in refuses(learning)
