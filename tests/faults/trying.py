@@ -67,7 +67,7 @@ def short(text: str, place: Path) -> str:
     return " ".join(text.split())[:400]
 
 
-def told(call: Callable[[], Any], error: type[BaseException], *words: str) -> str:
+def told(call: Callable[[], Any], error: type[Exception] | tuple[type[Exception], ...], *words: str) -> str:
     """The message of the error that the call raises; it must hold the words."""
     try:
         call()
@@ -78,8 +78,8 @@ def told(call: Callable[[], Any], error: type[BaseException], *words: str) -> st
             raise AssertionError(f"{type(raised).__name__} says nothing of {missing}: {message}") from raised
         return f"{type(raised).__name__}: {message}"
     except Exception as other:
-        raise AssertionError(f"{type(other).__name__} instead of {error.__name__}: {other}") from other
-    raise AssertionError(f"no error: {error.__name__} was expected")
+        raise AssertionError(f"{type(other).__name__} instead of {error}: {other}") from other
+    raise AssertionError(f"no error: {error} was expected")
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
