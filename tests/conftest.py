@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck), database=None
 )
-settings.load_profile("suite")
+# A longer search, with other cases each time: HYPOTHESIS_PROFILE=search pytest ...
+settings.register_profile("search", deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 torch.set_num_threads(1)
 
 

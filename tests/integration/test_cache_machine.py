@@ -1,0 +1,136 @@
+"""The cache of a patched model under any order of operations, against a list of tokens for each row.
+
+`HYPOTHESIS_PROFILE=search pytest tests/integration/test_cache_machine.py` looks longer, and elsewhere each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from transformers import DynamicCache
+
+import hf_linear_attn as hla
+from tests.helpers import GPT2, LLAMA, MAX_LENGTH, VOCABULARY, assert_close, logits, patched, randomize_learned
+
+#: Rows that a batch may grow to.
+ROWS = 6
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """A patched model; `mixture` has an exact layer beside a linear one, with its own kind of cache."""
+    if name == "mixture":
+        return randomize_learned(hla.patch_model(LLAMA.build(), "hedgehog", layers=[1]))
+    return patched(name, GPT2 if name == "gla" else LLAMA)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`cache` is what is tested, `tokens` what it must stand for: the same tokens give the same next logits."""
+
+    name = "hedgehog"
+
+    @initialize(rows=st.integers(1, 3))
+    def begin(self, rows: int) -> None:
+        self.model = model_of(self.name)
+        self.cache = DynamicCache(config=self.model.config)
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.recording, self.removable = False, 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens[0])
+
+    def rearranged(self, order: list[int]) -> None:
+        self.tokens = [list(self.tokens[row]) for row in order]
+
+    @rule(count=st.integers(1, 5), data=st.data())
+    def append(self, count: int, data: st.DataObject) -> None:
+        """The one rule that looks at outputs: those of the new tokens equal a pass over all tokens without a cache."""
+        if self.length + count > MAX_LENGTH:
+            return
+        new = [data.draw(st.lists(st.integers(2, VOCABULARY - 1), min_size=count, max_size=count)) for _ in self.tokens]
+        out = logits(self.model, torch.tensor(new), past_key_values=self.cache)
+        self.tokens = [old + more for old, more in zip(self.tokens, new, strict=True)]
+        whole = logits(self.model, torch.tensor(self.tokens), use_cache=False)
+        assert_close(out, whole[:, -count:])
+        self.removable = self.removable + count if self.recording else 0
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(range(len(self.tokens))))
+        self.cache.reorder_cache(torch.tensor(order))
+        self.rearranged(order)
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        order = data.draw(st.lists(st.integers(0, len(self.tokens) - 1), min_size=1, max_size=ROWS))
+        self.cache.batch_select_indices(torch.tensor(order))
+        self.rearranged(order)
+
+    @precondition(lambda self: self.length and 2 * len(self.tokens) <= ROWS)
+    @rule()
+    def repeat(self) -> None:
+        self.cache.batch_repeat_interleave(2)
+        self.rearranged([row for row in range(len(self.tokens)) for _ in range(2)])
+
+    @precondition(lambda self: self.length)
+    @rule()
+    def record(self) -> None:
+        self.cache.activate_past_recording()
+        self.recording = True
+
+    @precondition(lambda self: self.removable)
+    @rule(data=st.data())
+    def crop(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.removable))
+        self.cache.crop(-count)
+        self.tokens = [row[: len(row) - count] for row in self.tokens]
+        self.removable = 0
+
+    @precondition(lambda self: self.length)
+    @rule()
+    def crop_too_much(self) -> None:
+        """What was not recorded cannot be taken back: refused, and nothing changes."""
+        if self.name != "mixture":
+            with pytest.raises(ValueError, match="Cannot remove the last"):
+                self.cache.crop(-(self.removable + 1))
+
+    @precondition(lambda self: self.length)
+    @rule()
+    def offload(self) -> None:
+        for layer in self.cache.layers:
+            layer.offload()
+            layer.prefetch()
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.tokens, self.removable = [[] for _ in self.tokens], 0
+
+    @invariant()
+    def lengths_agree(self) -> None:
+        if hasattr(self, "cache"):
+            assert self.cache.get_seq_length() == self.length
+
+
+@pytest.mark.parametrize(
+    "name", ["elu", "favor+", "hedgehog", "window", "gla", "gated-delta", "linformer-causal", "mixture"]
+)
+def test_any_order_of_operations(name: str) -> None:
+    machine = type("Machine", (CacheMachine,), {"name": name})
+    run_state_machine_as_test(machine, settings=settings(settings.default, stateful_step_count=15))
