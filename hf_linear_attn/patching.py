@@ -282,7 +282,7 @@ def _apply(
     owners = {id(layer.config) for layer, _ in built}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.
     ours = [layer for layer in find_attention(model) if id(layer.config) in owners]
-    watch(model, [(layer.name, layer.causal) for layer in ours if not layer.cross])
+    watch(model, [layer for layer in ours if not layer.cross])
     for layer in ours:
         setattr(layer.module, EXACT, layer.config._attn_implementation or "eager")
         setattr(layer.module, NAME, layer.name)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from ..ops.common import State
-from .boundaries import BOUNDARIES, CARRIERS, mark_cache
+from .boundaries import BOUNDARIES, CARRIERS, boundaries_of, mark_cache
 from .cache import LinearStateLayer, adopt, refuse_static, take_layer
 from .discovery import self_attention
 from .exact import observed_masks, run_exact, weights_wanted
@@ -117,8 +117,9 @@ def linear_attention_forward(
     causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
     mechanism = getattr(module, SUBMODULE, None)
     observer = getattr(module, OBSERVER, None)
-    if kwargs.get(BOUNDARIES) is not None:
-        return _packed(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+    boundaries = boundaries_of(kwargs, attention_mask)
+    if boundaries is not None:
+        return _packed(module, boundaries, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if mechanism is None or observer is not None:
         out, weights = run_exact(
             module, exact, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
@@ -139,6 +140,7 @@ def linear_attention_forward(
 
 def _packed(
     module: nn.Module,
+    boundaries: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -155,13 +157,14 @@ def _packed(
             f"({BOUNDARIES}, or position_ids that begin again) do not say how to share. Pass padded rows."
         )
     full = mask is not None and mask.dim() == 4
-    documents = documents_of(kwargs, query, None if mask is None or full else mask[:, -query.shape[2] :].bool())
+    documents = documents_of(boundaries.to(query.device), (query.shape[0], query.shape[2]), None if full else mask)
     alone = {name: held for name, held in kwargs.items() if name not in (*CARRIERS, "position_ids")}
 
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return linear_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **alone)
 
     if mask is not None and full:
+        # (The sum is a new tensor, without the mark.)
         return forward(query, key, value, full_mask_to_bool(mask, _label(module)) & documents.same_document())
     layer = take_layer()
     if layer is not None:

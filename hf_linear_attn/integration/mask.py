@@ -14,20 +14,65 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from .boundaries import MARK, Run, current
+
+MaskFunction = Callable[..., Any]
+"""Whether a query sees a key: (batch, head, query, key), all indices, -> bool, as in Transformers."""
+
+PLAIN = (causal_mask_function, bidirectional_mask_function)
+
 #: An additive mask blocks a key from here down: `exp` of it is 0 in every dtype. (Older models write -10,000.)
 BLOCKED = -1e4
 
 
-def linear_attention_mask(
+def linear_attention_mask(**arguments: Any) -> Tensor | None:
+    """The mask function registered with `AttentionMaskInterface`; arguments as Transformers passes them.
+
+    Masks of a packed batch carry its boundaries.
+    """
+    run = current()
+    sizes = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
+    if run is None or sizes != (*run.shape, run.shape[1]):
+        return _mask(**arguments)
+    return _marked(run, arguments)
+
+
+@torch.compiler.disable
+def _marked(run: Run, arguments: dict[str, Any]) -> Tensor:
+    assert run.boundaries is not None
+    function = arguments.get("mask_function", causal_mask_function)
+    if function not in PLAIN:
+        arguments["mask_function"] = packed_mask_function(function, run.boundaries, run.shape)
+    mask = _mask(**arguments)
+    if mask is None:
+        mask = torch.ones(run.shape, dtype=torch.bool, device=run.boundaries.device)
+    setattr(mask, MARK, run.boundaries)
+    return mask
+
+
+def packed_mask_function(function: MaskFunction, boundaries: Tensor, shape: tuple[int, int]) -> MaskFunction:
+    """The same pattern in each document: places are counted from its first token."""
+    tokens = torch.arange(shape[0] * shape[1], device=boundaries.device)
+    documents = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
+    places = (tokens - boundaries[documents]).view(shape)
+    documents = documents.view(shape)
+
+    def inside(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        same = documents[batch, query] == documents[batch, key]
+        return same & function(batch, head, places[batch, query], places[batch, key])
+
+    return inside
+
+
+def _mask(
     *,
     kv_length: int,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function registered with `AttentionMaskInterface`; arguments as Transformers passes them."""
-    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+    if mask_function in PLAIN:
         if attention_mask is None:
             return None
         causal = mask_function is causal_mask_function

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundaries import BOUNDARIES, reached
+from .boundaries import BOUNDARIES
 
-#: On a tensor of boundaries: the `Documents` that were made of it, for the other layers.
+#: On a tensor of boundaries or a mask: the `Documents` that were made of it, by shape.
 _PLANS = "_linear_attention_documents"
 
 #: Documents go into one batch if the shortest lacks at most this share of the longest, or so many tokens.
@@ -152,22 +152,18 @@ def _alike(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def documents_of(kwargs: dict[str, Any], query: Tensor, padding: Tensor | None) -> Documents:
-    """The documents of an attention call that is handed boundaries.
+def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
+    """The documents of an attention call.
 
-    Worked out in the first layer and kept with the tensor for the others. (Where a tensor has moved to another device
-    it is done again.)
+    Worked out in the first layer, and kept with the mask or the boundaries for the others. (Where these have moved to
+    another device it is done again.)
     """
-    boundaries = kwargs[BOUNDARIES]
-    reached()
-    shape = (query.shape[0], query.shape[2])
-    plans = getattr(boundaries, _PLANS, {})
-    found = plans.get(shape) if padding is None else None
-    if found is None:
-        found = Documents(boundaries.to(query.device), shape, padding)
-        if padding is None:
-            setattr(boundaries, _PLANS, {**plans, shape: found})
-    return found
+    keeper: Any = boundaries if padding is None else padding
+    plans = getattr(keeper, _PLANS, {})
+    if shape not in plans:
+        plans = {**plans, shape: Documents(boundaries, shape, padding)}
+        setattr(keeper, _PLANS, plans)
+    return plans[shape]
 
 
 @torch.compiler.disable

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
+from hf_linear_attn.evaluation.tiny import Case, tiny_model
 from hf_linear_attn.integration.boundaries import ARGUMENTS, find_documents
 from tests.helpers import (
     BERT,
@@ -85,16 +86,65 @@ def test_boundaries_without_positions_are_refused(family):
         logits(patched("hedgehog", family), token_ids(1, 6), cu_seq_lens_q=torch.tensor([0, 4, 6]))
 
 
-def test_a_model_that_keeps_boundaries_from_its_layers_is_refused():
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_model_that_keeps_boundaries_from_its_layers(masked):
+    """As StableLM's layers do: the mask carries them too. What hands on neither is refused."""
     model = patched("hedgehog", BERT)
     encoder, forward = model.bert.encoder, model.bert.encoder.forward
-    encoder.forward = lambda hidden, *args, cu_seq_lens_q=None, cu_seq_lens_k=None, **rest: forward(
-        hidden, *args, **rest
-    )
-    with pytest.raises(NotImplementedError, match="does not hand cu_seq_lens_q to its attention"):
-        logits(model, **as_ids(packed()))
+
+    def keeping(hidden, attention_mask=None, **rest):
+        return forward(hidden, attention_mask if masked else None)
+
+    encoder.forward = keeping
+    if masked:
+        assert_close(logits(model, **as_ids(packed())), alone(model))
+    else:
+        with pytest.raises(NotImplementedError, match="does not hand cu_seq_lens_q to its attention"):
+            logits(model, **as_ids(packed()))
     del encoder.forward
     assert_close(logits(model, **as_ids(packed())), alone(model))
+
+
+# As far as Transformers 5.23 goes: every kind of path that positions and masks take to the layers.
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("roberta", "distilbert", "albert", "esm", "modernbert", "siglip_text_model"),
+        *("opt", "phi", "gpt_neox", "gemma3_text", "llama4_text", "stablelm"),
+    ],
+)
+def test_architectures_keep_documents_apart(model_type):
+    model = hla.patch_model(tiny_model(Case(model_type)).eval(), "elu")
+    start = model.config.pad_token_id + 1 if model_type in ("roberta", "esm") else 0
+    lengths = (5, 9, 1, 7)
+    parts = [token_ids(1, length, seed=length) % 40 + 5 for length in lengths]
+    with torch.no_grad():
+        out = model(input_ids=torch.cat(parts, 1), position_ids=positions(lengths, start))[0]
+        assert_close(out, torch.cat([model(input_ids=ids)[0] for ids in parts], 1))
+
+
+def test_a_compiled_model_that_keeps_boundaries_from_its_layers():
+    """The masks that carry them are made outside of a graph only: refused in one, right without."""
+    model = hla.patch_model(tiny_model(Case("stablelm")).eval(), "elu")
+    parts = [token_ids(1, length) % 40 + 5 for length in (5, 9)]
+    ids, inputs = torch.cat(parts, 1), {"position_ids": positions((5, 9)), "use_cache": False}
+    inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 14])
+    with torch.no_grad():
+        out = torch.compile(model, backend="eager")(input_ids=ids, **inputs)[0]
+        assert_close(out, torch.cat([model(input_ids=part)[0] for part in parts], 1))
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="does not hand cu_seq_lens_q to its attention"):
+            torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids, **inputs)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "lfm2_moe", "minimax"])
+def test_mixers_without_boundaries_are_refused(model_type):
+    """State-space layers and convolutions would carry one document into the next."""
+    model = hla.patch_model(tiny_model(Case(model_type)).eval(), "elu")
+    ids = token_ids(1, 14) % 40 + 5
+    with pytest.raises(NotImplementedError, match="mixes tokens without attention and knows no boundaries"):
+        model(input_ids=ids, position_ids=positions((5, 9)))
+    assert bool(torch.isfinite(model(input_ids=ids)[0]).all())
 
 
 def test_positions_may_be_passed_by_place():
