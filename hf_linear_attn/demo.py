@@ -97,7 +97,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
     from .evaluation.report import FORMAT_VERSION, TOOL, check_folder, environment, write_report
     from .evaluation.study import Study
     from .evaluation.subject import Subject
-    from .evaluation.verdicts import verdicts
+    from .evaluation.verdicts import conclude
 
     shown = options.model or DEFAULT_MODEL  # where a package brought the default, its path says nothing to a reader
     data = prepare(text, loaded.tokenizer, plan)
@@ -109,6 +109,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
         "created": now(),
         "settings": {**asdict(options), **asdict(plan)},
         **environment(loaded.model.device),
+        "backend": subject.place["device"]["backend"],
         "model": {"name": name, "source": shown, "repr": repr(shown), **loaded.facts},
         "text": data.facts,
     }
@@ -117,7 +118,7 @@ def run_demo(options: DemoOptions | None = None, *, console: Console | None = No
         report.update(Study(subject, data=data, plan=plan, judges=judges, progress=screen).run())
     report["seconds"] = time.perf_counter() - began
     report = plain(report)
-    report["verdicts"] = verdicts(report)
+    conclude(report)
     written = write_report(report, folder)
     show(console, report, folder, written)
     return report

@@ -22,3 +22,11 @@ def format_bytes(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.0f} B"
+
+
+def format_flops(value: float) -> str:
+    """`640 FLOP`, `12.3 MFLOP`, `3.1 GFLOP`, `1.2 TFLOP`: powers of 1000."""
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f} FLOP"

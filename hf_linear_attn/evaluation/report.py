@@ -1,43 +1,65 @@
-"""The report as files: `report.json` (every number), `report.html` (one self-contained page), plots as PNG."""
+"""The report as files: `report.json` (every number), `report.html` (one self-contained page), plots as PNG, a CSV."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import platform
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..version import __version__
-from .formats import fixed, format_bytes, format_seconds
-from .plots import HINT, draw_plots, heat_map_of
+from .advice import final
+from .drawing import HINT, Drawing
+from .formats import fixed, format_bytes, format_flops, format_seconds
+from .measurements import Store, write_csv
+from .plots import draw_plots
+from .plots_quality import heat_map_of
+from .pointers import joined, resolve
+from .scores import scores_of
 from .speed import FREE
 from .summary import crossover_words, summarise_report
-from .verdicts import best, final
+from .verdicts import best
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TOOL = "hf-linear-attn demo"
 
-#: Every name that a report may write. Nothing else in its folder is touched.
+#: What writes reports of this form.
+TOOLS = (TOOL, "hf-linear-attn evaluate")
+
+#: Every plot that a report may have, with what stands below it.
 PLOTS = {
-    "fidelity.png": "How near each layer comes to exact attention, mean over layers and heads, on held-out text. "
-    "Shorter bars are better.",
+    "pareto.png": "Each mechanism by what it is worth and how fast it is. Hollow: as patched, filled: after attention "
+    "transfer or conversion. What lies on the grey steps is beaten by nothing else here.",
+    "task.png": "The task's main metric on its validation data, beside the exact model and the same model with its "
+    "attention off.",
     "perplexity.png": "Perplexity on held-out text, against the exact model and the same model with its attention off.",
+    "sts.png": "How well the cosine of mean-pooled embeddings ranks pairs of sentences by their similarity.",
     "sentences.png": "Cosine of mean-pooled embeddings of held-out passages with those of the exact model. Longer is "
     "better; unrelated passages and the model with its attention off give the scale.",
+    "positions.png": "Mean loss over each eighth of the window: what happens late in it and beyond the trained length.",
+    "fidelity.png": "How near each layer comes to exact attention, mean over layers and heads, on held-out text. "
+    "Shorter bars are better.",
+    "heatmap.png": "Where a mechanism differs from exact attention: KL of the weights by layer and head.",
+    "errors.png": "Relative error of the attention outputs by layer and head, each mechanism as it ended; 1 is as "
+    "wrong as zeros.",
     "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on "
     "different losses: compare a line with its own start only.",
-    "heatmap.png": "Where a mechanism differs from exact attention: KL of the weights by layer and head.",
     "time.png": "Time of one forward pass of the whole model. Bands: 20th to 80th percentile.",
     "speedup.png": "The same as a ratio. The dashed line is what even a free attention would give.",
+    "memory.png": "What one forward pass needs at its peak beyond weights and inputs, in the same setup as the times.",
+    "training.png": "Time of one forward and backward pass, with gradients of all weights.",
     "layer.png": "The attention of one layer by itself: without projections, feed-forward layers, embeddings.",
     "decode.png": "Time of one new token after a context, the whole model.",
     "cache.png": "What the cache of one stream holds after a context, all layers.",
 }
-FILES = ("report.json", "report.html", *PLOTS)
+
+#: Every name that a report may write. Nothing else in its folder is touched.
+CSV = "measurements.csv"
+FILES = ("report.json", "report.html", CSV, *PLOTS)
 
 
 def environment(device: Any) -> dict[str, Any]:
@@ -77,23 +99,39 @@ def _cpu_name() -> str:
 # The page
 
 
-def render_page(report: dict[str, Any], plots: Mapping[str, bytes]) -> str:
-    """The page. Every number on it is read from `report`; plots are embedded; nothing is loaded from elsewhere."""
-    images = {name: base64.b64encode(data).decode() for name, data in plots.items()}
-    return (
-        page_templates()
-        .get_template("report.html")
-        .render(
-            report=report,
-            summary=summarise_report(report),
-            best=best(report),
-            final=final,
-            heat=heat_map_of(report),
-            free=FREE,
-            images=images,
-            captions=PLOTS,
-        )
+def render_page(report: dict[str, Any], plots: Mapping[str, Drawing]) -> str:
+    """The page. Every number on it is read from `report`, and says where; plots stand in it; nothing is loaded."""
+    templates = page_templates()
+    return templates.get_template("report.html").render(
+        report=report,
+        summary=summarise_report(report),
+        scores=scores_of(report),
+        best=best(report),
+        final=final,
+        heat=heat_map_of(report),
+        free=FREE,
+        figures=plots,
+        captions=PLOTS,
+        num=partial(_number, report, templates.filters),
+        cell=_cell,
     )
+
+
+def _number(report: dict[str, Any], filters: Mapping[str, Any], shown: str, *parts: object) -> Any:
+    """The value at this place of the report, shown by a filter, with the pointer to it."""
+    source = joined(*parts)
+    return _data(filters[shown](resolve(report, source)), source)
+
+
+def _cell(text: str) -> Any:
+    source = getattr(text, "source", None)
+    return text if source is None else _data(text, source)
+
+
+def _data(text: str, source: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup('<span data-source="{0}" title="report.json {0}">{1}</span>').format(source, text)
 
 
 def page_templates() -> Any:
@@ -115,8 +153,13 @@ def page_templates() -> Any:
         crossover=crossover_words,
         count=lambda value: f"{value:,}",
         fixed=lambda value, digits=2: "–" if value is None else fixed(value, digits),
+        fixed3=lambda value: "–" if value is None else fixed(value, 3),
+        times=lambda value: f"{value:.2f}×",
+        nats=lambda value: f"{value:+.3f} nats",
+        flops=format_flops,
+        rate=lambda value: f"{value:,.0f}",
         several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
-        percent=lambda value: f"{value:.0%}",
+        percent=lambda value: "–" if value is None else f"{value:.0%}",
     )
     return environment
 
@@ -145,8 +188,9 @@ def check_folder(path: str) -> Path:
     return folder
 
 
-def write_report(report: dict[str, Any], folder: Path) -> list[str]:
-    """Write `report.json`, `report.html` and the plots, each aside and then renamed; returns the names written.
+def write_report(report: dict[str, Any], folder: Path, store: Store | None = None) -> list[str]:
+    """Write `report.json`, `report.html`, the plots and (of a store) `measurements.csv`, each aside and then renamed;
+    returns the names written.
 
     All of it is made before anything is written. Plots of an earlier report in the folder that this one does not have
     are removed; other files are left alone.
@@ -154,7 +198,10 @@ def write_report(report: dict[str, Any], folder: Path) -> list[str]:
     plots = draw_plots(report)
     page = render_page(report, plots)
     data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    contents = {**plots, "report.json": data.encode(), "report.html": page.encode()}
+    contents: dict[str, bytes] = {name: held.png for name, held in plots.items()}
+    contents.update({"report.json": data.encode(), "report.html": page.encode()})
+    if store is not None:
+        contents[CSV] = write_csv(store)
     stale = [name for name in _earlier_plots(folder) if name not in contents]
     for name, content in contents.items():
         write_aside(folder / name, content)
@@ -169,7 +216,7 @@ def _earlier_plots(folder: Path) -> list[str]:
         earlier = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    if not isinstance(earlier, dict) or earlier.get("tool") != TOOL:
+    if not isinstance(earlier, dict) or earlier.get("tool") not in TOOLS:
         return []
     return [name for name in PLOTS if (folder / name).is_file()]
 

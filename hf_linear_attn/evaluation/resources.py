@@ -26,16 +26,19 @@ def count_flops(function: Callable[[], object]) -> int:
 
     Exact attention counts as in its eager form, `2·B·H·L·S·(d + d_v)`, masked entries included, whichever kernel runs:
     PyTorch's own counter knows no formula for the CPU's fused kernel and would count it as zero. Elementwise work
-    (feature maps, softmax, norms) is not counted, nor are kernels that PyTorch does not know.
+    (feature maps, softmax, norms) is not counted. Linear attention counts as in its torch form: the counter sees
+    nothing of fused kernels, which do the same products.
     """
     from torch.utils.flop_counter import FlopCounterMode
+
+    from ..ops.backends import use_backend
 
     aten = torch.ops.aten
     fused: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
     }
-    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    with use_backend("torch"), FlopCounterMode(display=False, custom_mapping=fused) as counter:
         function()
     return int(counter.get_total_flops())
 

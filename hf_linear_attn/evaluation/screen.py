@@ -69,13 +69,18 @@ def show(console: Console, report: dict[str, Any], folder: Path, written: list[s
         highlight=False,
     )
     console.print()
+    advice = report.get("advice") or {"verdicts": []}
+    for held in advice["verdicts"]:
+        told = f"[bold]{escape(held['name'])}: {escape(held['call'])}[/]: {escape(held['words'])}"
+        console.print(readable(console, f"• {told}"), highlight=False)
     for line in report["verdicts"]:
         console.print(readable(console, f"• {escape(line)}"), highlight=False)
     console.print()
+    plots = sum(name.endswith(".png") for name in written)
     console.print(
         readable(
             console,
-            f"Report: [bold]{escape(str(folder / 'report.html'))}[/], with report.json and {len(written) - 2} plots",
+            f"Report: [bold]{escape(str(folder / 'report.html'))}[/], with report.json and {plots} plots",
         ),
         highlight=False,
         soft_wrap=True,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from ..config import LinearAttentionConfig
 from ..integration.discovery import longest_input
 from ..patching import patch_model
 from ..registry import ATTENTIONS
@@ -29,7 +28,7 @@ from .speed import (
     timing_options,
     without_attention,
 )
-from .subject import EXACT, Group, Subject, default_options, longer_layers
+from .subject import EXACT, Group, Subject, default_options, longer_layers, patched_like
 from .timing import SpeedTable, amdahl_ceiling, amdahl_share, crossover
 
 if TYPE_CHECKING:
@@ -84,14 +83,9 @@ class SpeedStudy:
 
     def _add_group(self, group: Group) -> None:
         """Time depends on what is patched and not on weights: a copy of the exact model with the same layers."""
-        layers, exact = longer_layers(group.layers, self._longest()), self.subject.model
-        given = {index: {"attention": held["attention"], **held["options"]} for index, held in layers.items()}
-        config = LinearAttentionConfig.parse({"default": EXACT, **given})
-        self._add(
-            group.name,
-            {"name": group.attention, "layers": layers},
-            cache(lambda: patch_model(shared_copy(exact), config)),
-        )
+        longer, exact = replace(group, layers=longer_layers(group.layers, self._longest())), self.subject.model
+        identity = {"name": group.attention, "layers": longer.layers}
+        self._add(group.name, identity, cache(lambda: patched_like(longer, exact)))
         self._states[group.name] = ATTENTIONS.get(group.attention).state
         self.names.append(group.name)
 

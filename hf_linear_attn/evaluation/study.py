@@ -26,7 +26,7 @@ from .preparing import Data, Plan
 from .report import write_aside
 from .speed import FREE, shared_copy, without_attention
 from .speed_study import SpeedStudy
-from .subject import EXACT, Group, Member, Subject, default_options
+from .subject import EXACT, Group, Member, Subject, default_options, patched_like
 
 Lazy = Callable[[], PreTrainedModel]
 
@@ -221,7 +221,7 @@ class Study:
             "paper": entry.paper,
             "options": group.options,
             "learned": entry.learned,
-            "learned_parameters": patch_report(group.members[0].load()).parameters,
+            "learned_parameters": patch_report(patched_like(group, self.model)).parameters,
             "folders": [member.folder for member in group.members],
             "seeds": list(range(len(group.members))),
             "untrained": None,

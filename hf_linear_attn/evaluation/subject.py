@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from ..patching import CONFIG_FIELD
+from ..patching import CONFIG_FIELD, patch_model
 from ..registry import AttentionEntry
 from .loading import fingerprint
 from .measurements import Key, place_of
 from .report import environment
+from .speed import shared_copy
 
 #: The mechanism of keys that belong to the exact model.
 EXACT = "softmax"
@@ -35,12 +37,22 @@ class Subject:
     def of(cls, model: PreTrainedModel, kind: str, name: str) -> Subject:
         """A loaded model on its device."""
         place = place_of(environment(model.device))
-        place["device"]["dtype"] = str(model.dtype).removeprefix("torch.")
+        place["device"].update(dtype=str(model.dtype).removeprefix("torch."), backend=backend_in_use(model.device))
         return cls(model.eval(), kind, name, fingerprint(model), str(model.config._attn_implementation), place)
 
     def key(self, mechanism: Mapping[str, Any], measure: Mapping[str, Any]) -> Key:
         model = {"name": self.name, "fingerprint": self.fingerprint}
         return Key(model, mechanism, measure, self.place["device"], self.place["versions"])
+
+
+def backend_in_use(device: Any) -> str:
+    """The name of the backend that serves kernelized attention here where it can; some calls fall back to torch."""
+    from ..ops.backends import get_backend
+    from ..ops.native.functions import unavailable
+
+    if get_backend() != "auto":
+        return get_backend()
+    return "torch" if device.type != "cpu" or unavailable() is not None else "native"
 
 
 def default_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
@@ -72,6 +84,16 @@ class Group:
     members: tuple[Member, ...]
 
     @property
+    def base_name(self) -> str:
+        """The name without a number that tells groups of one mechanism apart."""
+        return f"{self.attention} ({'converted' if self.layers else 'tuned'})"
+
+    @property
+    def same(self) -> str:
+        """Equal for groups that differ in weights and seeds only."""
+        return json.dumps(_without_seeds(self.layers), sort_keys=True, default=str)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of the first layer with the mechanism of most."""
         held = next(one for one in self.layers.values() if one["attention"] == self.attention)
@@ -88,7 +110,7 @@ def find_groups(folders: Sequence[str], auto_class: Any, subject: Any, device: A
     Raises:
         ValueError, OSError: a folder that is missing, no checkpoint, of the wrong kind, or of another architecture.
     """
-    found: dict[str, tuple[dict[str, Any], list[Member]]] = {}
+    found: dict[str, Group] = {}
     for folder in folders:
         config = _config_of(folder)
         saved = getattr(config, CONFIG_FIELD, None)
@@ -99,15 +121,23 @@ def find_groups(folders: Sequence[str], auto_class: Any, subject: Any, device: A
         _check_same_model(folder, config, subject)
         layers = {} if saved is None else {str(index): held for index, held in saved["layers"].items()}
         member = Member(Path(folder).name, folder_fingerprint(Path(folder)), _loader(folder, auto_class, exact, device))
-        found.setdefault(repr(_without_seeds(layers)), (layers, []))[1].append(member)
-    groups: list[Group] = []
-    for layers, members in found.values():
         kinds = [held["attention"] for held in layers.values()]
         attention = max(dict.fromkeys(kinds), key=kinds.count) if kinds else EXACT
-        name = f"{attention} (tuned)" if exact else f"{attention} (converted)"
-        same = sum(group.name.startswith(name) for group in groups)
-        groups.append(Group(f"{name} {same + 1}" if same else name, attention, layers, tuple(members)))
-    return groups
+        group = Group("", attention, layers, (member,))
+        known = found.get(group.same)
+        found[group.same] = group if known is None else replace(known, members=(*known.members, member))
+    return named_apart(list(found.values()))
+
+
+def named_apart(groups: Sequence[Group]) -> list[Group]:
+    """The groups, each with a name of its own."""
+    names: dict[str, int] = {}
+    apart = []
+    for group in groups:
+        base = group.base_name
+        names[base] = names.get(base, 0) + 1
+        apart.append(replace(group, name=base if names[base] == 1 else f"{base} {names[base]}"))
+    return apart
 
 
 def _config_of(folder: str) -> Any:
@@ -177,3 +207,10 @@ def longer_layers(layers: Mapping[str, Any], longest: int) -> dict[str, Any]:
             options["max_length"] = max(options["max_length"], longest)
         found[index] = {**held, "options": options}
     return found
+
+
+def patched_like(group: Group, exact: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the exact model with the group's mechanisms in the same layers, untrained: for what does not depend on
+    weights."""
+    given = {index: {"attention": held["attention"], **held["options"]} for index, held in group.layers.items()}
+    return patch_model(shared_copy(exact), {"default": EXACT, **given})

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from .formats import fixed, format_bytes, format_seconds
+from .pointers import Sourced, joined
+from .scores import Score, kept, scores_of
 from .speed import FREE
 
 #: The lengths that the table shows, where they were measured.
 SHOWN = (512, 2048, 8192)
+
+#: Measures of a patched model that every kind has: key, title, decimals, the exact model's value.
+FIDELITY = (
+    ("kl", "KL, nats", 2, "0"),
+    ("output_error", "output error", 2, "0"),
+    ("final_cosine", "token cosine", 3, "1"),
+)
 
 
 @dataclass(frozen=True)
@@ -22,58 +31,49 @@ class Column:
 
 @dataclass(frozen=True)
 class Summary:
-    """Columns, and rows of cells; `kinds[i]` is "exact", "mechanism" or "control"."""
+    """Columns, and rows of cells that know where their values stand; `kinds[i]` is "exact", "mechanism" or
+    "control"."""
 
     columns: list[Column]
-    rows: list[list[str]]
+    rows: list[list[Sourced]]
     kinds: list[str]
 
 
 def summarise_report(report: dict[str, Any]) -> Summary:
-    """Mechanism, learned parameters, quality before and after, time against the baseline."""
-    decoder = report["model"]["kind"] == "decoder"
-    whole = report["speed"]["model"]
-    places = shown_places(whole["lengths"])
-    columns = [Column("mechanism", ""), Column("learned params", "quality"), Column("KL, nats", "quality")]
-    columns += [Column("output error", "quality"), Column("token cosine", "quality")]
-    columns.append(Column("perplexity" if decoder else "sentence cosine", "quality"))
-    columns += [Column(f"speed at {whole['lengths'][place]:,}", "speed") for place in places]
-    columns.append(Column("faster from", "speed"))
-    if report["decode"]:
-        last = report["decode"]["contexts"][-1]
-        columns += [Column(f"decode at {last:,}", "speed"), Column(f"cache at {last:,}", "speed")]
-    rows, kinds = [_exact_row(report, places)], ["exact"]
-    for held in report["mechanisms"]:
-        rows.append(_mechanism_row(report, held, places))
+    """Mechanism, learned parameters, quality before and after, time and memory against the baseline."""
+    table = _Table(report)
+    rows, kinds = [table.exact()], ["exact"]
+    if report.get("reference"):
+        rows.append(table.reference())
+        kinds.append("exact")
+    for index in range(len(report["mechanisms"])):
+        rows.append(table.mechanism(index))
         kinds.append("mechanism")
-    rows.append(_control_row(report, places))
+    rows.append(table.control())
     kinds.append("control")
-    return Summary(columns, rows, kinds)
+    return Summary(table.columns(), rows, kinds)
 
 
-def shown_places(lengths: list[int]) -> list[int]:
-    """Indices of the lengths to show, at most four: those of `SHOWN` that were measured, the shortest, the longest."""
+def shown_places(lengths: list[int], own: int | None = None) -> list[int]:
+    """Indices of the lengths to show, at most four: the user's own, those of `SHOWN` that were measured, the shortest,
+    the longest."""
     if not lengths:
         return []
     wanted = {0, len(lengths) - 1} | {lengths.index(length) for length in SHOWN if length in lengths}
-    kept = sorted(wanted)
-    return kept if len(kept) <= 4 else kept[-4:]
+    kept_places = sorted(wanted)[-4:]
+    if own in lengths and lengths.index(own) not in kept_places:
+        nearest = min(kept_places, key=lambda place: abs(lengths[place] - own))
+        kept_places[kept_places.index(nearest)] = lengths.index(own)
+    return sorted(kept_places)
 
 
 def change(before: float | None, after: float | None, digits: int) -> str:
     """`1.07→0.55`, one number where nothing was trained, a dash where it has no meaning."""
-    if before is None:
+    if before is None and after is None:
         return "–"
-    return fixed(before, digits) if after is None else f"{fixed(before, digits)}→{fixed(after, digits)}"
-
-
-def score(report: dict[str, Any], quality: dict[str, Any] | None) -> float | None:
-    """Perplexity of a decoder, cosine of sentence embeddings of an encoder."""
-    if quality is None:
-        return None
-    if report["model"]["kind"] == "decoder":
-        return quality["perplexity"]["perplexity"]
-    return quality["sentences"]["cosine"]
+    if before is None or after is None:
+        return fixed(after if before is None else before, digits)  # type: ignore[arg-type]
+    return f"{fixed(before, digits)}→{fixed(after, digits)}"
 
 
 def crossover_words(crossing: dict[str, Any]) -> str:
@@ -85,39 +85,124 @@ def crossover_words(crossing: dict[str, Any]) -> str:
     return f"~ {int(float(format(crossing['length'], '.2g'))):,}"
 
 
-def _digits(report: dict[str, Any]) -> int:
-    return 2 if report["model"]["kind"] == "decoder" else 3
+class _Table:
+    """Cells of one report: name, parameters, fidelity, scores, share kept, speeds, crossover, memory, decoding."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        self.whole = report["speed"]["model"]
+        self.baseline = report["speed"]["baseline"]
+        own = (report.get("advice") or {}).get("length")
+        self.places = shown_places(self.whole["lengths"], own)
+        self.scores = scores_of(report)
+        self.shares = self.scores[0].relative and "advice" in report
+        self.memory = self._memory_place(own)
+
+    def _memory_place(self, own: int | None) -> int | None:
+        """Where the memory is shown: at the user's own length, or the longest."""
+        rows = self.whole["rows"].get(self.baseline, [])
+        place = self.whole["lengths"].index(own) if own in self.whole["lengths"] else len(rows) - 1
+        return place if rows and rows[place].get("memory") else None
+
+    def columns(self) -> list[Column]:
+        found = [Column("mechanism", ""), Column("learned params", "quality")]
+        found += [Column(title, "quality") for _, title, _, _ in FIDELITY]
+        found += [Column(score.title, "quality") for score in self.scores]
+        if self.shares:
+            found.append(Column("kept" if self.scores[0].higher else "change", "quality"))
+        found += [Column(f"speed at {self.whole['lengths'][place]:,}", "speed") for place in self.places]
+        found.append(Column("faster from", "speed"))
+        if self.memory is not None:
+            found.append(Column(f"memory at {self.whole['lengths'][self.memory]:,}", "speed"))
+        if self.report["decode"]:
+            last = self.report["decode"]["contexts"][-1]
+            found += [Column(f"decode at {last:,}", "speed"), Column(f"cache at {last:,}", "speed")]
+        return found
+
+    # ---------------------------------------------------------------------------------------------- rows
+
+    def exact(self) -> list[Sourced]:
+        row = [Sourced(f"{self.baseline} (exact)"), Sourced("–"), *(Sourced(value) for _, _, _, value in FIDELITY)]
+        row += [self._score(score, "exact", self.report["exact"]) for score in self.scores]
+        row += self._share(self.report["exact"]) if self.report.get("reference") else [Sourced("–")] * self.shares
+        row += [self._row_cell(self.baseline, place, "median") for place in self.places] + [Sourced("–")]
+        if self.memory is not None:
+            row.append(self._row_cell(self.baseline, self.memory, "memory"))
+        return [*row, *self._decode(self.baseline, "median")]
+
+    def reference(self) -> list[Sourced]:
+        """A tuned exact model: its quality; its speed is the exact model's."""
+        held = self.report["reference"]
+        row = [Sourced(held["name"]), *(Sourced("–") for _ in range(1 + len(FIDELITY)))]
+        row += [self._score(score, "reference/quality", held["quality"]) for score in self.scores]
+        row += self._share(held["quality"])
+        return [*row, *(Sourced("–") for _ in range(len(self.columns()) - len(row)))]
+
+    def mechanism(self, index: int) -> list[Sourced]:
+        held = self.report["mechanisms"][index]
+        state = "trained" if held["trained"] else "untrained"
+        name, start = held["name"], ("mechanisms", index)
+        row = [Sourced(name), Sourced(f"{held['learned_parameters']:,}", joined(*start, "learned_parameters"))]
+        before, after = held["untrained"], held["trained"]
+        for key, _, digits, _ in FIDELITY:
+            text = change(before and before[key], after and after[key], digits)
+            row.append(Sourced(text, None if text == "–" else joined(*start, state, key)))
+        for score in self.scores:
+            text = change(score.of(before), score.of(after), score.digits)
+            spread = _spread_of(held, state, score)
+            row.append(Sourced(text + spread, None if text == "–" else joined(*start, state, *score.path)))
+        row += self._share(after or before)
+        row += [self._row_cell(name, place, "speedup") for place in self.places]
+        crossing = joined("speed", "model", "crossover", name, "length")
+        row.append(Sourced(crossover_words(self.whole["crossover"][name]), crossing) if self.places else Sourced("–"))
+        if self.memory is not None:
+            row.append(self._row_cell(name, self.memory, "memory"))
+        return [*row, *self._decode(name, "speedup")]
+
+    def control(self) -> list[Sourced]:
+        row = [Sourced(FREE), *(Sourced("–") for _ in range(1 + len(FIDELITY)))]
+        row += [self._score(score, "control", self.report["control"]) for score in self.scores]
+        row += self._share(self.report["control"])
+        for place in self.places:
+            row.append(Sourced(f"{self.whole['ceiling'][place]:.2f}×", joined("speed", "model", "ceiling", place)))
+        row.append(Sourced("ceiling" if self.places else "–"))
+        if self.memory is not None:
+            row.append(self._row_cell(FREE, self.memory, "memory"))
+        return [*row, *(Sourced("–") for _ in range(2 if self.report["decode"] else 0))]
+
+    # ---------------------------------------------------------------------------------------------- cells
+
+    def _score(self, score: Score, place: str, quality: dict[str, Any]) -> Sourced:
+        value = score.of(quality)
+        return Sourced(score.show(value), None if value is None else "/".join(("", place, *score.path)))
+
+    def _share(self, quality: dict[str, Any]) -> list[Sourced]:
+        """Of the reference's score; of perplexities the change."""
+        if not self.shares:
+            return []
+        share = kept(self.report, quality)
+        if share is None:
+            return [Sourced("–")]
+        return [Sourced(f"{share:.1%}" if self.scores[0].higher else f"{1 / share - 1:+.1%}")]
+
+    def _row_cell(self, name: str, place: int, key: str) -> Sourced:
+        shown = {"median": format_seconds, "memory": format_bytes, "speedup": lambda value: f"{value:.2f}×"}[key]
+        value = self.whole["rows"][name][place].get(key)
+        source = joined("speed", "model", "rows", name, place, key)
+        return Sourced("–") if value is None else Sourced(shown(value), source)
+
+    def _decode(self, name: str, key: str) -> list[Sourced]:
+        decode = self.report["decode"]
+        if not decode:
+            return []
+        last = len(decode["contexts"]) - 1
+        row, start = decode["rows"][name][last], ("decode", "rows", name, last)
+        text = format_seconds(row["median"]) if key == "median" else f"{row['speedup']:.2f}×"
+        cache = Sourced(format_bytes(row["cache_bytes"]), joined(*start, "cache_bytes"))
+        return [Sourced(text, joined(*start, key)), cache]
 
 
-def _exact_row(report: dict[str, Any], places: list[int]) -> list[str]:
-    baseline, whole = report["speed"]["baseline"], report["speed"]["model"]
-    task = f"{score(report, report['exact']):.{_digits(report)}f}"
-    row = [f"{baseline} (exact)", "–", "0", "0", "1", task]
-    row += [format_seconds(whole["rows"][baseline][place]["median"]) for place in places] + ["–"]
-    if report["decode"]:
-        last = report["decode"]["rows"][baseline][-1]
-        row += [format_seconds(last["median"]), format_bytes(last["cache_bytes"])]
-    return row
-
-
-def _mechanism_row(report: dict[str, Any], held: dict[str, Any], places: list[int]) -> list[str]:
-    before, after, whole = held["untrained"], held["trained"], report["speed"]["model"]
-
-    def pair(key: str, digits: int) -> str:
-        return change(before[key], None if after is None else after[key], digits)
-
-    row = [held["name"], f"{held['learned_parameters']:,}", pair("kl", 2), pair("output_error", 2)]
-    row += [pair("final_cosine", 3), change(score(report, before), score(report, after), _digits(report))]
-    row += [f"{whole['rows'][held['name']][place]['speedup']:.2f}×" for place in places]
-    row.append(crossover_words(whole["crossover"][held["name"]]) if places else "–")
-    if report["decode"]:
-        last = report["decode"]["rows"][held["name"]][-1]
-        row += [f"{last['speedup']:.2f}×", format_bytes(last["cache_bytes"])]
-    return row
-
-
-def _control_row(report: dict[str, Any], places: list[int]) -> list[str]:
-    whole = report["speed"]["model"]
-    row = [FREE, "–", "–", "–", "–", f"{score(report, report['control']):.{_digits(report)}f}"]
-    row += [f"{whole['ceiling'][place]:.2f}×" for place in places] + ["ceiling" if places else "–"]
-    return [*row, "–", "–"] if report["decode"] else row
+def _spread_of(held: dict[str, Any], state: str, score: Score) -> str:
+    """` ± 0.004` where there are several seeds."""
+    value = score.of(held.get(f"{state}_spread"))
+    return "" if value is None else f" ± {fixed(value, score.digits)}"

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from .advice import advise, final, is_trivial
+from .measurements import plain
+from .scores import reference_quality, score_of
 
 #: p80 / p20 of the baseline's times from which on the report warns.
 NOISY = 1.5
 
 #: Longest input for which the report says "short".
 SHORT = 512
+
+
+def conclude(report: dict[str, Any]) -> None:
+    """Add what follows from the measurements: `advice` and `verdicts`."""
+    report["advice"] = plain(advise(report))
+    report["verdicts"] = verdicts(report)
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
@@ -18,16 +29,12 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     return [text for text in found if text]
 
 
-def final(mechanism: dict[str, Any]) -> dict[str, Any]:
-    """The quality after transfer, or as patched where nothing is learned."""
-    return mechanism["trained"] or mechanism["untrained"]
-
-
 def task_score(report: dict[str, Any], quality: dict[str, Any]) -> float:
-    """What the best mechanism is chosen by: sentence cosine of an encoder, minus the loss of a decoder."""
-    if report["model"]["kind"] == "decoder":
+    """What mechanisms are ranked by, more is better: minus the loss of a decoder, else the headline of the scores."""
+    if "perplexity" in quality:
         return -quality["perplexity"]["loss"]
-    return quality["sentences"]["cosine"]
+    value = score_of(report).of(quality)
+    return -math.inf if value is None else value
 
 
 def best(report: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +53,11 @@ def default_mechanism(report: dict[str, Any]) -> str:
 
 
 def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:
-    if report["model"]["kind"] == "decoder":
-        exact = report["exact"]["perplexity"]["perplexity"]
-        return f"perplexity {quality['perplexity']['perplexity']:.2f} (exact attention: {exact:.2f})"
+    score = score_of(report)
+    if score.relative:
+        own, exact = score.show(score.of(quality)), score.show(score.of(reference_quality(report)))
+        name = report["reference"]["name"] if report.get("reference") else "exact attention"
+        return f"{score.title} {own} ({name}: {exact})"
     sentences = quality["sentences"]
     return (
         f"sentence embeddings with cosine {sentences['cosine']:.3f} to the exact ones, and the same nearest neighbour "
@@ -58,12 +67,14 @@ def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:
 
 def _best(report: dict[str, Any]) -> str:
     held = best(report)
-    how = f"after {held['transfer']['steps']} steps of attention transfer" if held["transfer"] else "as patched"
+    how = "converted before" if held.get("origin") == "converted" else "as patched"
+    if held["transfer"]:
+        how = f"after {held['transfer']['steps']} steps of attention transfer"
     return f"Nearest to the exact model: {held['name']}, {how}: {_quality_words(report, final(held))}."
 
 
 def _control(report: dict[str, Any]) -> str:
-    words = _quality_words(report, report["control"]).partition(" (exact")[0]
+    words = _quality_words(report, report["control"]).partition(" (")[0]
     return f"For scale, the same model with its attention switched off: {words}."
 
 
@@ -74,11 +85,6 @@ def _harmful(report: dict[str, Any]) -> str:
     if not worse:
         return ""
     return f"Worse than no attention at all, as converted so far: {_list(worse)}. Fine-tuning would have to follow."
-
-
-def is_trivial(held: dict[str, Any]) -> bool:
-    """Whether a mechanism computes these inputs exactly as patched."""
-    return held["untrained"]["output_error"] < 1e-3
 
 
 def _exact_here(report: dict[str, Any]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_linear_attn.evaluation.averages import mean_of, spread_of
 from hf_linear_attn.evaluation.speed import FREE
 from hf_linear_attn.evaluation.speed_study import speed_dict
 from hf_linear_attn.evaluation.timing import SpeedTable, Timing
-from hf_linear_attn.evaluation.verdicts import verdicts
+from hf_linear_attn.evaluation.verdicts import conclude, verdicts
 
 LENGTHS = [128, 512, 2048]
 
@@ -143,3 +144,54 @@ def made_up_report(decoder: bool = False, **model: Any) -> dict[str, Any]:
     }
     report["verdicts"] = verdicts(report)
     return report
+
+
+def made_up_evaluation(kind: str = "classifier") -> dict[str, Any]:
+    """As `evaluate` writes it: memory and operations, a converted checkpoint with three seeds, a tuned exact model,
+    advice; of a classifier, decoder or encoder."""
+    decoder = kind == "decoder"
+    report = made_up_report(decoder)
+    report["model"]["kind"] = kind
+    report["settings"].update(length=500, seeds=[0, 1, 2])
+    report["backend"] = "native"
+    report["store"] = {"file": "measurements.jsonl", "measurements": 40, "elsewhere": 2, "runs": [{"run": "a"}] * 2}
+    score = {"classifier": 0.7, "decoder": 3.3, "encoder": 0.9}[kind]
+    trained = [_judged(quality(decoder, score + 0.01 * seed), kind) for seed in range(3)]
+    group = {**mechanism("hedgehog (converted)", trained[0], None), "attention": "hedgehog", "origin": "converted"}
+    group.update(untrained=None, trained=mean_of(trained), trained_spread=spread_of(trained), seeds=[0, 1, 2])
+    group["runs"] = [{"folder": f"run{seed}", "trained": held} for seed, held in enumerate(trained)]
+    for held in report["mechanisms"]:
+        for state in ("untrained", "trained"):
+            if held[state]:
+                held[state] = _judged(held[state], kind)
+    report["mechanisms"].append(group)
+    whole = report["speed"]["model"]
+    whole["rows"][group["name"]] = [dict(row) for row in whole["rows"]["hedgehog"]]
+    whole["crossover"][group["name"]] = whole["crossover"]["hedgehog"]
+    report["speed"]["training"] = speed_dict(speed_table({"elu": [0.9, 1.5, 3.0]}, True))
+    for place, rows in enumerate(whole["rows"].values()):
+        for row, length in zip(rows, LENGTHS, strict=True):
+            row.update(
+                memory=1000 * length * (place + 1), flops=10**6 * length, tokens_per_second=length / row["median"]
+            )
+    if decoder:
+        report["decode"]["rows"][group["name"]] = report["decode"]["rows"]["hedgehog"]
+    for name in ("exact", "control"):
+        report[name] = _judged(report[name], kind)
+    tuned = _judged(quality(decoder, {"classifier": 0.8, "decoder": 3.1, "encoder": 1.0}[kind]), kind)
+    report["reference"] = {"name": "softmax (tuned)", "quality": tuned}
+    if kind == "classifier":
+        report["text"] = {**report["text"], "task": "sst2", "metrics": ["accuracy"], "rows": {"": 50}}
+    conclude(report)
+    return report
+
+
+def _judged(held: dict[str, Any], kind: str) -> dict[str, Any]:
+    """With the measures of a kind: the sentence cosine becomes the score of a task, or a correlation beside it."""
+    if kind == "decoder":
+        return held
+    score = held["sentences"]["cosine"]
+    if kind == "encoder":
+        return {**held, "sts": {"spearmanr": score - 0.1, "pearson": score - 0.2, "pairs": 20}}
+    rest = {name: value for name, value in held.items() if name not in ("sentences", "unrelated_cosine")}
+    return {**rest, "task": {"score": score, "accuracy": score, "divergence": 0.1, "examples": 50}}

@@ -15,13 +15,15 @@ from rich.console import Console
 
 from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_seconds
 from hf_linear_attn.evaluation.measurements import plain
-from hf_linear_attn.evaluation.plots import draw_plots, heat_map_of
+from hf_linear_attn.evaluation.plots import draw_plots
+from hf_linear_attn.evaluation.plots_quality import heat_map_of
+from hf_linear_attn.evaluation.pointers import resolve
 from hf_linear_attn.evaluation.report import PLOTS, render_page, write_report
 from hf_linear_attn.evaluation.screen import show
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
-from hf_linear_attn.evaluation.verdicts import verdicts
+from hf_linear_attn.evaluation.verdicts import conclude, verdicts
 
-from .made_up import made_up_report
+from .made_up import made_up_evaluation, made_up_report
 
 kinds = pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
 
@@ -42,9 +44,15 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.loads += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        loading = ("src", "href", "xlink:href", "srcset", "data", "action")
+        self.loads += [value or "" for name, value in attributes if name in loading]
         if tag not in VOID:
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -54,20 +62,53 @@ class Page(HTMLParser):
             self.text += data
 
 
-@kinds
-def test_page_is_whole_and_loads_nothing(decoder: bool) -> None:
-    report = made_up_report(decoder)
-    page = render_page(report, draw_plots(report))
+def made_up(kind: str) -> dict[str, Any]:
+    return made_up_report(kind == "demo of a decoder") if kind.startswith("demo") else made_up_evaluation(kind)
+
+
+every_report = pytest.mark.parametrize(
+    "kind", ["demo of an encoder", "demo of a decoder", "classifier", "decoder", "encoder"]
+)
+
+
+@every_report
+def test_page_is_whole_and_loads_nothing(kind: str) -> None:
+    report = made_up(kind)
+    plots = draw_plots(report)
+    page = render_page(report, plots)
     parsed = Page(page)
     assert parsed.open == []
-    assert all(held.startswith("data:image/png;base64,") for held in parsed.loads)
-    assert len(parsed.loads) == (9 if decoder else 7)
-    assert not re.search(r"https?://|@import|url\(", page)
-    assert not {"script", "link", "iframe", "object"} & set(parsed.tags)
+    assert all(held.startswith(("#", "data:image/png;base64,")) for held in parsed.loads)  # heat maps are images
+    assert parsed.tags.count("figure") == parsed.tags.count("figcaption") == len(plots)
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+    assert not {"script", "link", "iframe", "object", "img", "metadata"} & set(parsed.tags)
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     assert "@media print" in page
     for table in re.findall(r"<(?:div|section)[^>]*>\s*<table", page):
         assert "scroll" in table
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    assert len(set(ids)) == len(ids)
+    named = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page))
+    assert {first or second for first, second in named} <= set(ids)
+
+
+@every_report
+def test_every_number_leads_to_the_report(kind: str) -> None:
+    """Pointers on the page lead to values, and the text is that value in digits."""
+    report = made_up(kind)
+    page = render_page(report, draw_plots(report))
+    found = re.findall(r'<span data-source="([^"]+)" title="report.json \1">([^<]+)</span>', page)
+    assert page.count("data-source=") == len(found) > 60
+    for source, text in found:
+        value = resolve(report, source)
+        digits = re.findall(r"[0-9][0-9.,]*", text)
+        assert digits or text in ("never", "–"), (source, text)
+        if digits and isinstance(value, float) and re.fullmatch(r"-?[0-9.]+", text):
+            places = len(text.partition(".")[2])
+            assert float(text) == pytest.approx(value, abs=0.51 * 10**-places), source
+    for held in report.get("advice", {"verdicts": []})["verdicts"]:
+        assert resolve(report, held["sources"]["score"]) == held["score"]
+        assert resolve(report, held["sources"]["speedup"]) == held["speedup"]
 
 
 @kinds
@@ -84,26 +125,60 @@ def test_page_shows_the_numbers_of_the_data(decoder: bool) -> None:
     assert format_seconds(report["seconds"]) in text
 
 
-def test_page_escapes_what_comes_from_outside() -> None:
-    evil = "<script>alert('x')</script>"
-    report = made_up_report(name=evil, source=evil, repr=repr(evil), **{"class": evil})
+def test_page_of_an_evaluation_shows_all_that_was_measured() -> None:
+    report = made_up_evaluation("classifier")
+    text = Page(render_page(report, {})).text
+    assert "Is it worth it at 512 tokens?" in text
+    assert "0.710 ± 0.010" in text
+    assert "softmax (tuned)" in text
+    assert "GFLOP" in text
+    assert "40 measurements of 2 runs in measurements.jsonl" in text
+    assert "not shown here: 2" in text
+    for folder in ("run0", "run1", "run2"):
+        assert folder in text
+
+
+@every_report
+def test_page_escapes_what_comes_from_outside(kind: str) -> None:
+    evil = "<script>alert('x')</script>$x_1$"
+    report = made_up(kind)
+    report["model"].update(name=evil, source=evil, repr=repr(evil), **{"class": evil})
     report["text"]["source"] = evil
-    report["mechanisms"][0]["description"] = evil
-    page = render_page(report, {})
+    held = report["mechanisms"][0]
+    held["description"] = evil
+    for table in (report["speed"]["model"], report["speed"]["layer"], report["speed"].get("training")):
+        for part in ("rows", "crossover"):
+            if table and held["name"] in table[part]:
+                table[part][evil] = table[part].pop(held["name"])
+    if report["decode"]:
+        report["decode"]["rows"][evil] = report["decode"]["rows"].pop(held["name"])
+    held["name"] = evil
+    conclude(report)
+    page = render_page(report, draw_plots(report))
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 6
 
 
-@kinds
-def test_plots_are_png_of_the_width_of_a_phone_at_double_density(decoder: bool) -> None:
-    plots = draw_plots(made_up_report(decoder))
-    expected = set(PLOTS) - ({"sentences.png"} if decoder else {"perplexity.png", "decode.png", "cache.png"})
-    assert set(plots) == expected
-    for name, data in plots.items():
-        assert data.startswith(b"\x89PNG"), name
-        width, height = struct.unpack(">II", data[16:24])
+@every_report
+def test_plots_are_png_of_the_width_of_a_phone_at_double_density(kind: str) -> None:
+    plots = draw_plots(made_up(kind))
+    assert set(plots) <= set(PLOTS)
+    assert {"fidelity.png", "heatmap.png", "errors.png", "transfer.png", "time.png", "speedup.png"} <= set(plots)
+    extra = {
+        "demo of an encoder": {"sentences.png", "layer.png"},
+        "demo of a decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "layer.png"},
+        "classifier": {"task.png", "pareto.png", "memory.png", "training.png"},
+        "decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "pareto.png", "memory.png"},
+        "encoder": {"sts.png", "sentences.png", "pareto.png", "memory.png"},
+    }
+    assert extra[kind] <= set(plots)
+    for name, drawing in plots.items():
+        assert drawing.png.startswith(b"\x89PNG"), name
+        width, height = struct.unpack(">II", drawing.png[16:24])
         assert 800 <= width <= 1000, name
-        assert 300 <= height <= 1200, name
+        assert 300 <= height <= 1500, name
+        assert drawing.svg.startswith("<svg")
+        assert "viewBox" in drawing.svg[:200]
 
 
 def test_plots_of_a_report_without_anything_learned_or_timed() -> None:
@@ -112,7 +187,8 @@ def test_plots_of_a_report_without_anything_learned_or_timed() -> None:
     for part in ("model", "layer"):
         report["speed"][part].update(lengths=[], rows={}, crossover={})
     report["speed"]["model"].update(ceiling=[], attention_share=[])
-    assert set(draw_plots(report)) == {"fidelity.png", "heatmap.png", "sentences.png"}
+    conclude(report)
+    assert set(draw_plots(report)) == {"fidelity.png", "heatmap.png", "sentences.png", "errors.png"}
     assert "elu" in Page(render_page(report, {})).text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plots import BASELINE_COLOR, COLORS, FREE_COLOR, MARKERS, figure_of, plot_style, png
+from ..drawing import BASELINE_COLOR, COLORS, FREE_COLOR, MARKERS, figure_of, plot_style, png
 from .budget import UNITS
 
 NAME = "curve.png"

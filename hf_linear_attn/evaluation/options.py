@@ -1,0 +1,117 @@
+"""What `hf-linear-attn evaluate` can be asked for. Light: reading flags loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Whole numbers with the least that they may be.
+LEAST = {
+    "steps": 0,
+    "length": 16,
+    "context": 2,
+    "stride": 1,
+    "sequence_length": 16,
+    "rows": 2,
+    "threads": 1,
+    "seed": 0,
+}
+
+
+def about(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What to measure, on which data, and how thoroughly. None: what suits the model, and `quick`."""
+
+    attention: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about(
+            "mechanisms to patch in, measured untrained and after attention transfer (default, without --converted: "
+            "elu, favor+, hedgehog, a Linformer, window)"
+        ),
+    )
+    converted: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about("checkpoints made from this model by `convert`; those that differ in seed only give a spread"),
+    )
+    baseline: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about("checkpoints with exact attention to compare the quality with (default: the model itself)"),
+    )
+    task: str | None = field(
+        default=None, metadata=about("labelled task of a fine-tuned classifier: sst2, mrpc, imdb, …")
+    )
+    data: str | None = field(default=None, metadata=about("folder with the task's files (default: the Hub's)"))
+    text: str | None = field(
+        default=None,
+        metadata=about("UTF-8 text file to measure on (encoders' default: the documentation within Python)"),
+    )
+    sts: str | None = field(
+        default=None, metadata=about("folder with STS-B, to judge the sentence embeddings of an encoder by")
+    )
+    length: int | None = field(
+        default=None, metadata=about("length of your own inputs, in tokens, for the verdict (default: at most 2048)")
+    )
+    lengths: tuple[int, ...] | None = field(
+        default=None, metadata=about("lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)")
+    )
+    steps: int | None = field(
+        default=None, metadata=about("steps of attention transfer, 0: none (default: 100; quick: 25)")
+    )
+    seeds: tuple[int, ...] | None = field(
+        default=None, metadata=about("seeds of transfer and random features; several give a spread (default: --seed)")
+    )
+    context: int | None = field(default=None, metadata=about("tokens of a window of the perplexity"))
+    stride: int | None = field(default=None, metadata=about("tokens between windows (default: half a context)"))
+    sequence_length: int | None = field(
+        default=None,
+        metadata=about("longest sequence of transfer and fidelity (default: 512 decoder, 256 encoder, 128 task)"),
+    )
+    rows: int | None = field(
+        default=None, metadata=about("labelled rows or sentence pairs to measure on, at most (default: all)")
+    )
+    backward: bool = field(default=False, metadata=about("also time forward and backward together, as in training"))
+    seconds: float | None = field(
+        default=None, metadata=about("time to spend on each timed length (default: 12; quick: 1.5)")
+    )
+    quick: bool = field(default=False, metadata=about("less of everything, for a first look"))
+    output: str = field(default="report", metadata=about("folder for the report and its measurements"))
+    append: bool = field(
+        default=False, metadata=about("add to the measurements in the folder, or go on where a run was stopped")
+    )
+    again: bool = field(
+        default=False, metadata=about("measure anew what is there; both are kept, the newer is shown (with --append)")
+    )
+    threads: int | None = field(default=None, metadata=about("CPU threads, for all alike (default: as torch has it)"))
+    device: str = field(default="cpu", metadata=about("torch device to run on: cpu, cuda, …"))
+    seed: int = field(default=0, metadata=about("seed of random features, of the order of sequences, of timed inputs"))
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            _check_whole(name, getattr(self, name), least)
+        for name, least in (("lengths", 16), ("seeds", 0)):
+            for given in getattr(self, name) or ():
+                _check_whole(name, given, least)
+        for name in ("attention", "converted", "baseline", "lengths", "seeds"):
+            given = getattr(self, name)
+            if given is not None and len(set(given)) < len(given):
+                raise ValueError(f"{name} names something twice: {', '.join(map(str, given))}.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds must be positive, got {self.seconds!r}.")
+        if self.task is not None and self.text is not None:
+            raise ValueError("Give text or task, not both: a task brings its own data.")
+        if self.task is not None and self.sts is not None:
+            raise ValueError("Give sts or task, not both: sts judges an encoder without a classification head.")
+        if self.data is not None and self.task is None:
+            raise ValueError(f"data {self.data!r} is where a task lies: give task too (sst2, mrpc, …).")
+        if self.context is not None and self.stride is not None and self.stride >= self.context:
+            raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
+        if self.again and not self.append:
+            raise ValueError("again goes with append: it measures anew what a folder holds already.")
+
+
+def _check_whole(name: str, given: object, least: int) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {given!r}.")

@@ -1,0 +1,183 @@
+"""Reading a stream of tokens in pieces with a carried state: any length, at constant memory.
+
+A decoder with linear attention needs nothing of the past but its states, so `model(piece, past_key_values=cache)` reads
+a book as it reads a sentence. What a stream has to decide is the positions: a model was trained on so many, and beyond
+them a learned table ends, and rotary angles mean nothing to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..integration.discovery import longest_input
+from ..integration.positions import position_limit
+from ..registry import near_matches
+
+#: Characters that are turned into tokens at a time.
+BLOCK_CHARACTERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class PositionPolicy:
+    """How a stream counts. wraps: positions begin again after a period. resets: the state is dropped then, too."""
+
+    description: str
+    wraps: bool
+    resets: bool
+
+
+POSITIONS = {
+    "continue": PositionPolicy("positions count on: 0, 1, 2, …", False, False),
+    "wrap": PositionPolicy("positions begin again after a period, the state goes on", True, False),
+    "restart": PositionPolicy("positions and state begin again after a period: pieces without a past", True, True),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a stream. start: tokens before them; ids `[1, n]`; output: the model's, of this piece."""
+
+    start: int
+    ids: Tensor
+    output: Any
+    cache: Cache
+
+
+@torch.no_grad()
+def read_stream(
+    model: PreTrainedModel,
+    tokens: Iterable[int],
+    *,
+    chunk_length: int = 256,
+    positions: str = "continue",
+    period: int | None = None,
+) -> Iterator[Piece]:
+    """Read tokens piece by piece, each with the state that the pieces before it have left.
+
+    The outputs are those of one forward pass over everything, up to rounding, for every `chunk_length`. Memory is that
+    of one piece and of the state: it does not grow where every layer's state is constant (layers that are exact keep
+    their keys and values).
+
+    Args:
+        model: a decoder, with or without its language modelling head. It runs as it is: call `model.eval()`.
+        tokens: token ids, as many as there are; nothing is read before it is needed.
+        chunk_length: tokens of a piece. 1 is token by token; more is faster and needs more memory.
+        positions: "continue", "wrap" or "restart" (see `POSITIONS`). Wrapping equals
+            `extend_positions(model, N, how="tile")` for any N.
+        period: after how many tokens positions begin again (None: the longest input that the model is made for).
+
+    Raises:
+        ValueError: an unknown policy, numbers out of range, a model without a state, or a stream that counts beyond a
+            learned table of positions.
+    """
+    policy = POSITIONS.get(positions)
+    if policy is None:
+        raise ValueError(
+            f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near_matches(positions, POSITIONS)}"
+        )
+    if chunk_length < 1:
+        raise ValueError(f"chunk_length must be at least 1, got {chunk_length!r}.")
+    limit = position_limit(model)
+    period = _period(model, period, limit) if policy.wraps else None
+    source, start, cache = iter(tokens), 0, None
+    while True:
+        first = start if period is None else start % period
+        room = chunk_length if period is None else min(chunk_length, period - first)
+        piece = list(itertools.islice(source, room))
+        if not piece:
+            return
+        if policy.resets and first == 0:
+            cache = None
+        if limit is not None and first + len(piece) > limit:
+            raise ValueError(
+                f"Token {start + limit - first:,} of the stream lies beyond the {limit} learned positions of "
+                f"{type(model).__name__}. Read with positions='wrap' or 'restart', or extend the table first: "
+                "extend_positions(model, N)."
+            )
+        ids = torch.tensor([piece], device=model.device)
+        output = model(ids, past_key_values=cache, use_cache=True, **_places(model, first, ids, needed=policy.wraps))
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ValueError(f"{type(model).__name__} keeps no state: a stream needs a decoder.")
+        yield Piece(start, ids, output, cache)
+        start += len(piece)
+
+
+def _period(model: PreTrainedModel, period: int | None, limit: int | None) -> int:
+    found = period or limit or longest_input(model)
+    if found is None:
+        raise ValueError(f"The config of {type(model).__name__} tells no longest input. Give a period.")
+    if found < 1 or found > (limit or found):
+        raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {found!r}.")
+    return found
+
+
+def _places(model: PreTrainedModel, first: int, ids: Tensor, needed: bool) -> dict[str, Tensor]:
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return {"position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
+    if needed:
+        raise ValueError(f"{type(model).__name__} takes no position_ids. Read with positions='continue'.")
+    return {}
+
+
+def stream_losses(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with the losses of its tokens, `-log p(token | all tokens before)`: float64 `[n]` on the CPU.
+
+    The very first token of a stream is predicted by nothing: the losses of the first piece are one fewer.
+    """
+    last: Tensor | None = None
+    for piece in pieces:
+        logits = piece.output.logits[0].float()
+        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        targets = piece.ids[0, 1:] if last is None else piece.ids[0]
+        last = logits[-1:]
+        yield piece, torch.nn.functional.cross_entropy(before, targets, reduction="none").double().cpu()
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds: states of linear layers, keys and values of exact ones."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+    total = 0
+    for layer in cache.layers:
+        own = getattr(layer, "nbytes", None)
+        held = (getattr(layer, name, None) for name in ("keys", "values"))
+        total += own() if own is not None else sum(t.nbytes for t in held if isinstance(t, Tensor))
+    return total
+
+
+def file_tokens(path: str | Path, tokenizer: Any, block_characters: int = BLOCK_CHARACTERS) -> Iterator[int]:
+    """The tokens of a text file, read and encoded block by block, after the tokenizer's begin token if it has one.
+
+    Blocks end at the end of a line, or between words where a line is longer. (A tokenizer that puts a space before
+    every text does so once a block.)
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no UTF-8 text.
+    """
+    if tokenizer.bos_token_id is not None:
+        yield tokenizer.bos_token_id
+    rest = ""
+    with Path(path).open(encoding="utf-8") as file:
+        while True:
+            try:
+                read = file.read(block_characters)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{str(path)!r} is no UTF-8 text ({error}).") from error
+            text = rest + read
+            cut = len(text) if not read else max(text.rfind("\n") + 1, 0) or max(text.rfind(" "), 0) or len(text)
+            if not text:
+                return
+            rest = text[cut:]
+            yield from tokenizer(text[:cut], add_special_tokens=False, verbose=False)["input_ids"]
