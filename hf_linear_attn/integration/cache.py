@@ -148,12 +148,17 @@ class LinearStateLayer(CacheLayerMixin):
             )
         state, tokens = self._before
         keep = recorded - count
-        for key, value, mask in self._record:
-            size = min(keep, key.shape[2])
-            if size:
-                part = None if mask is None else mask[:, :size]
-                state = self._replay(key[:, :, :size], value[:, :, :size], part, state)
-            keep, tokens = keep - size, tokens + size
+        # What was recorded without gradients is replayed without them, wherever `crop` is called.
+        wanted = torch.is_grad_enabled() and any(
+            key.requires_grad or value.requires_grad for key, value, _ in self._record
+        )
+        with torch.set_grad_enabled(wanted):
+            for key, value, mask in self._record:
+                size = min(keep, key.shape[2])
+                if size:
+                    part = None if mask is None else mask[:, :size]
+                    state = self._replay(key[:, :, :size], value[:, :, :size], part, state)
+                keep, tokens = keep - size, tokens + size
         self.state, self.tokens, self._record = state, tokens, []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

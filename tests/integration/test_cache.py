@@ -247,3 +247,13 @@ def test_an_error_in_the_middle_leaves_no_state_behind():
 
 def patched_twin(model):
     return copy.deepcopy(model)
+
+
+def test_taking_tokens_back_keeps_no_graph():
+    """The learned maps want gradients; a crop outside of `no_grad` must not tie the state to them."""
+    model = patched("hedgehog", GPT2)
+    cache = prompt_cache(model, token_ids(1, 4))
+    cache.activate_past_recording()
+    logits(model, token_ids(1, 5), past_key_values=cache)
+    cache.crop(-2)
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.state.values())
