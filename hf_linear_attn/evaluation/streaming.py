@@ -82,9 +82,8 @@ def read_stream(
     """
     policy = POSITIONS.get(positions)
     if policy is None:
-        raise ValueError(
-            f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near_matches(positions, POSITIONS)}"
-        )
+        near = near_matches(positions, list(POSITIONS))
+        raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near}")
     if chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, got {chunk_length!r}.")
     limit = position_limit(model)

@@ -1,0 +1,172 @@
+"""Streams: any cut gives the same outputs, at constant memory, and positions are counted as asked."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.streaming import cache_bytes, file_tokens, read_stream, stream_losses
+from hf_linear_attn.registry import ATTENTIONS
+from tests.evaluation.models import tiny_tokenizer
+from tests.helpers import (
+    BERT,
+    DECODERS,
+    GPT2,
+    LLAMA,
+    MAX_LENGTH,
+    assert_close,
+    every_pair,
+    logits,
+    patch_small,
+    patched,
+    token_ids,
+)
+
+LENGTH = 90
+
+
+def stream(length=LENGTH, seed=0):
+    return token_ids(1, length, seed)[0].tolist()
+
+
+def read(model, tokens, **options):
+    return torch.cat([piece.output.logits for piece in read_stream(model, tokens, **options)], dim=1)
+
+
+@every_pair(DECODERS)
+def test_every_cut_equals_one_forward_pass(name, family):
+    model, tokens = patched(name, family), stream()
+    whole = logits(model, torch.tensor([tokens]))
+    for chunk_length in (1, 7, 32, 200):
+        assert_close(read(model, tokens, chunk_length=chunk_length, positions="continue"), whole)
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_a_mixture_and_an_exact_model(family):
+    for model in (patch_small(family.build(), "hedgehog", layers=[0]), family.build()):
+        whole = logits(model, torch.tensor([stream()]))
+        for chunk_length in (1, 40):
+            assert_close(read(model, stream(), chunk_length=chunk_length), whole)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "window"])
+def test_wrapped_positions_are_tiled_ones(name):
+    """A stream of any length equals a table of positions that is repeated as often as needed."""
+    model, tokens = patched(name, GPT2), stream(4 * MAX_LENGTH + 5)
+    longer = hla.extend_positions(copy.deepcopy(model), 5 * MAX_LENGTH)
+    whole = read(longer, tokens, chunk_length=50)
+    for chunk_length in (1, 40, 500):
+        assert_close(read(model, tokens, chunk_length=chunk_length, positions="wrap"), whole)
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_positions_that_wrap_after_a_period(family):
+    model, tokens = patched("hedgehog", family), stream(60)
+    places = (torch.arange(60) % 20)[None]
+    whole = logits(model, torch.tensor([tokens]), position_ids=places, attention_mask=torch.ones(1, 60))
+    assert_close(read(model, tokens, chunk_length=7, positions="wrap", period=20), whole)
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+def test_restarts_are_pieces_without_a_past(family):
+    model, tokens = patched("window", family), stream(50)
+    alone = [logits(model, torch.tensor([tokens[start : start + 20]])) for start in (0, 20, 40)]
+    out = read(model, tokens, chunk_length=7, positions="restart", period=20)
+    assert_close(out, torch.cat(alone, 1))
+
+
+def test_the_end_of_a_learned_table():
+    model, tokens = patched("hedgehog", GPT2), stream(MAX_LENGTH + 1)
+    assert read(model, tokens[:-1], chunk_length=10).shape[1] == MAX_LENGTH
+    with pytest.raises(ValueError, match=rf"Token {MAX_LENGTH} .*beyond the {MAX_LENGTH} learned.*'wrap' or 'restart'"):
+        read(model, tokens, chunk_length=10)
+    hla.extend_positions(model, MAX_LENGTH + 1)
+    assert read(model, tokens, chunk_length=10).shape[1] == MAX_LENGTH + 1
+
+
+@every_pair(DECODERS)
+def test_memory_is_constant(name, family):
+    """Neither the state nor the number of live tensors grows; a stream is read no faster than it is used."""
+    if ATTENTIONS.get(name).state != "constant":
+        pytest.skip("its state grows by design")
+    options = {"max_length": 2000} if name == "cosformer" else {}
+    model, taken = patched(name, family, **options), itertools.count()
+    sizes = []
+    endless = (2 + next(taken) % 50 for _ in itertools.count())
+    for piece in read_stream(model, endless, chunk_length=16, positions="wrap"):
+        sizes.append(cache_bytes(piece.cache))
+        if piece.start > 900:
+            break
+    assert len(set(sizes[1:])) == 1
+    assert next(taken) == piece.start + piece.ids.shape[1]
+
+
+@pytest.mark.parametrize("chunk_length", [1, 7, 100])
+def test_losses_are_those_of_the_whole(chunk_length):
+    model, tokens = patched("hedgehog", LLAMA), stream(50)
+    found = [losses for _, losses in stream_losses(read_stream(model, tokens, chunk_length=chunk_length))]
+    ids = torch.tensor([tokens])
+    whole = torch.nn.functional.cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:], reduction="none")
+    assert_close(torch.cat(found).float(), whole)
+
+
+def test_bytes_of_a_cache():
+    ids = torch.tensor([stream(12)])
+    model = patch_small(LLAMA.build(), "hedgehog", layers=[0])
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    keys = 2 * 4 * 2 * 12 * 8  # keys and values, bytes, groups, tokens, head size
+    assert cache_bytes(cache) == cache.layers[0].nbytes() + keys
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions": "wrapp"}, "continue, wrap, restart, got 'wrapp'. Did you mean 'wrap'"),
+        ({"chunk_length": 0}, "chunk_length must be at least 1, got 0"),
+        ({"positions": "wrap", "period": 97}, "period must lie in 1 to 96, got 97"),
+        ({"positions": "wrap", "period": -1}, "period must lie in 1 to 96, got -1"),
+    ],
+)
+def test_bad_settings_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        list(read_stream(patched("hedgehog", GPT2), [1, 2], **options))
+
+
+def test_an_encoder_has_no_state():
+    with pytest.raises(ValueError, match="keeps no state: a stream needs a decoder"):
+        list(read_stream(patched("hedgehog", BERT), [1, 2]))
+
+
+def test_an_empty_stream():
+    assert list(read_stream(patched("hedgehog", GPT2), [])) == []
+
+
+def test_a_model_without_a_head_encodes():
+    model, tokens = patched("hedgehog", LLAMA), stream(30)
+    states = [piece.output.last_hidden_state for piece in read_stream(model.model, tokens, chunk_length=8)]
+    with torch.no_grad():
+        assert_close(torch.cat(states, 1), model.model(torch.tensor([tokens])).last_hidden_state)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+@pytest.mark.parametrize("block", [1, 10, 64, 100_000])
+def test_a_file_is_read_block_by_block(block, tmp_path):
+    tokenizer = tiny_tokenizer()
+    words = [word for word in tokenizer.get_vocab() if word.isalpha()][:20]
+    text = "\n".join(" ".join(words[k:] + words[:k]) for k in range(20)) + "\n"
+    (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+    tokens = list(file_tokens(tmp_path / "book.txt", tokenizer, max(block, 30)))
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    assert tokens == begin + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "book.txt").write_bytes(b"caf\xe9 " * 9)
+    with pytest.raises(ValueError, match=r"book.txt' is no UTF-8 text"):
+        list(file_tokens(tmp_path / "book.txt", tiny_tokenizer()))
