@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
+from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.banded import windowed_bidirectional
 from ..ops.common import Features, State, compute_dtype
+from ..ops.fused import WindowedCall
 from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import LinearAttention, visible
@@ -83,18 +84,24 @@ class WindowAttention(LinearAttention):
     ) -> tuple[Tensor, State | None]:
         if state is None and not self.goes_on:
             self.feature_map.begin_forward()
-        maps = self._feature_functions(scaling)
-        window = self.options.window_size
-        if causal:
-            return ops.windowed_causal(
-                query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask, state=state
-            )
-        if state is not None or keep_state:
+        if not causal and (state is not None or keep_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        out = windowed_bidirectional(
-            query, key, value, *maps, window=window, scaling=scaling, log_mix=self.log_mix, mask=mask
+        call = WindowedCall(
+            query,
+            key,
+            value,
+            *self._feature_functions(scaling),
+            fused=self.feature_map.fused(scaling),
+            num_features=self.feature_map.num_features,
+            causal=causal,
+            window=self.options.window_size,
+            scaling=scaling,
+            log_mix=self.log_mix,
+            mask=mask,
+            state=state,
+            keep_state=keep_state,
         )
-        return out, None
+        return backends.attend(call)
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor

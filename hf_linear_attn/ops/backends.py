@@ -1,4 +1,4 @@
-"""Which code computes kernelized attention: plain torch, or kernels that fuse feature map and sums.
+"""Which code computes kernelized attention, alone or beside a window: plain torch, or fused kernels.
 
     torch    blocks of torch operations; everything, everywhere
     native   C++ kernels for the CPU, compiled on first use (see `ops.native`)
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from . import kernelized
+from . import banded, kernelized, windowed
 from .common import State
-from .fused import KernelizedCall
+from .fused import AttentionCall, WindowedCall
 from .native.functions import NativeBackend
 
 #: The backend to start with, instead of `auto`.
@@ -30,24 +30,30 @@ BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
 class Backend(Protocol):
     name: str
 
-    def refuses(self, call: KernelizedCall) -> str | None:
+    def refuses(self, call: AttentionCall) -> str | None:
         """Why this backend cannot serve the call; None where it can."""
 
-    def run(self, call: KernelizedCall) -> tuple[Tensor, State | None]:
+    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         """The output `[B, H, L, e]` in the dtype of value, and the state after the last token (causal form)."""
 
 
 class TorchBackend:
-    """The forms of `ops.kernelized`."""
+    """The forms of `ops.kernelized`, `ops.windowed` and `ops.banded`."""
 
     name = "torch"
 
-    def refuses(self, call: KernelizedCall) -> str | None:
+    def refuses(self, call: AttentionCall) -> str | None:
         return None
 
-    def run(self, call: KernelizedCall) -> tuple[Tensor, State | None]:
+    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         given = (call.query, call.key, call.value, call.query_features, call.key_features)
-        settings: dict[str, Any] = {"num_features": call.num_features, "signed": call.signed, "mask": call.mask}
+        settings: dict[str, Any] = {"mask": call.mask}
+        if isinstance(call, WindowedCall):
+            settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.log_mix}
+            if call.causal:
+                return windowed.windowed_causal(*given, **settings, state=call.state)
+            return banded.windowed_bidirectional(*given, **settings), None
+        settings |= {"num_features": call.num_features, "signed": call.signed}
         if call.causal:
             return kernelized.causal(*given, **settings, state=call.state)
         return kernelized.bidirectional(*given, **settings), None
@@ -112,7 +118,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def choose(call: KernelizedCall) -> Backend:
+def choose(call: AttentionCall) -> Backend:
     """The backend that serves a call.
 
     Raises:
@@ -129,7 +135,7 @@ def choose(call: KernelizedCall) -> Backend:
     return backend
 
 
-def attend(call: KernelizedCall) -> tuple[Tensor, State | None]:
+def attend(call: AttentionCall) -> tuple[Tensor, State | None]:
     """Compute a call with the backend in use."""
     return choose(call).run(call)
 

@@ -75,7 +75,7 @@ class FusedMap:
 class KernelizedCall(NamedTuple):
     """One call of kernelized attention: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]`.
 
-    The maps come twice: as functions, for any backend, and as formulas (None where there is none).
+    The maps come twice: as functions, for any backend, and as formulas (None where there are none).
     """
 
     query: Tensor
@@ -92,7 +92,39 @@ class KernelizedCall(NamedTuple):
     keep_state: bool = False
 
     def needs_grad(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        given = (self.query, self.key, self.value, *(self.state or {}).values())
-        return any(tensor.requires_grad for tensor in given) or any(side.requires_grad for side in self.fused or ())
+        return _needs_grad(self)
+
+
+class WindowedCall(NamedTuple):
+    """One call of the hybrid: exact weights at distances below `window`, kernelized ones beyond (`ops.windowed`).
+
+    As `KernelizedCall`; log_mix `[H]`, scaling is τ.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_features: FeatureFunction
+    key_features: FeatureFunction
+    fused: tuple[FusedMap, FusedMap] | None
+    num_features: int
+    causal: bool
+    window: int
+    scaling: float
+    log_mix: Tensor
+    mask: Tensor | None = None
+    state: State | None = None
+    keep_state: bool = False
+
+    def needs_grad(self) -> bool:
+        return _needs_grad(self, self.log_mix)
+
+
+AttentionCall = KernelizedCall | WindowedCall
+
+
+def _needs_grad(call: AttentionCall, *more: Tensor) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    given = (call.query, call.key, call.value, *more, *(call.state or {}).values())
+    return any(tensor.requires_grad for tensor in given) or any(side.requires_grad for side in call.fused or ())

@@ -147,7 +147,7 @@ def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """`window` older tokens and the new ones, padding first: windows then count real tokens, wherever padding was."""
 
     query: Tensor
@@ -158,9 +158,9 @@ class _Tokens(NamedTuple):
     place: Tensor | None
 
 
-def _gather_tokens(
+def gather_tokens(
     query: Tensor, key: Tensor, value: Tensor, window: int, mask: Tensor | None, state: State | None
-) -> _Tokens:
+) -> Tokens:
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
     if state is None:
@@ -171,11 +171,11 @@ def _gather_tokens(
         value = torch.cat([state["ring_value"].to(value.dtype), value], dim=2)
         valid = torch.cat([state["ring_mask"], valid], dim=1)
     if mask is None:  # the ring of a state has its padding first already
-        return _Tokens(query, key, value, valid, None)
+        return Tokens(query, key, value, valid, None)
     order = valid.to(torch.int8).argsort(dim=1, stable=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     back = torch.empty_like(order).scatter_(1, order, places)
-    return _Tokens(
+    return Tokens(
         take_tokens(mask_tokens(query, mask), (order[:, window:] - window).clamp_min(0)),
         take_tokens(key, order),
         take_tokens(value, order),
@@ -206,7 +206,7 @@ def causal_sums(
         empty = value.new_zeros(batch, heads, 0, value.shape[-1])
         return Sums(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
     groups = key.shape[1]
-    tokens = _gather_tokens(query, key, value, window, mask, state)
+    tokens = gather_tokens(query, key, value, window, mask, state)
     sums = None if state is None else {name: held for name, held in state.items() if not name.startswith("ring_")}
     values, scales = [], []
     for start in range(0, length, CAUSAL_CHUNK):

@@ -33,6 +33,14 @@ struct Call {
   float* normaliser;                                 // [B, H, L]: the causal form leaves it for its backward; or null
   float *query_weight_gradient, *query_bias_gradient;  // [B, H, d, padded f], [B, H, padded f] or null
   float *key_weight_gradient, *key_bias_gradient;      // [B, G, ...]
+  // Windowed forms only: exact weights near, kernelized ones far.
+  const int64_t* skip;                                 // [B]: the first keys that are no tokens; null: none
+  const float* mix;                                    // [H]: exp of the log mixing weight
+  float* top;                                          // [B, H, L]: stabilisers, kept for the backward; or null
+  float* mix_gradient;                                 // [B, H], of the log mixing weight
+  int64_t offset;                                      // the key that row 0 is
+  int32_t window, both_sides;                          // both_sides: distances below `window` before and after
+  float scaling;
 };
 
 // Room of one thread, cut into pieces of whole cache lines.
@@ -67,13 +75,15 @@ struct Side {
       : map(&m), row(m.features()), x_row(x_padded), x(room.take(BLOCK * x_padded)), y(room.take(BLOCK * m.segment())),
         features(room.take(BLOCK * m.features())), scale(room.take(BLOCK)) {}
 
+  // Tokens that the mask drops are zero; as keys they have no features either.
   template <typename T>
-  void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask) {
+  void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
+            bool are_keys = true) {
     read_rows<T>(from, b, head, start, count, size, mask, x, x_row);
     const long angle = b * map->angle_batch + start;
     apply_map(*map, (int)head, map->cosine ? map->cosine + angle : nullptr, map->sine ? map->sine + angle : nullptr, x,
               x_row, count, y, features, scale);
-    if (mask)
+    if (mask && are_keys)
       for (int t = 0; t < count; ++t)
         if (!mask[start + t]) {
           memset(features + (size_t)t * row, 0, row * sizeof(float));
@@ -255,6 +265,25 @@ static inline float row_sum(const float* row, int last) {
   return sum_of(total);
 }
 
+// Rows of a causal block before normalisation, in `out` and `normaliser`: the keys of the sums (where they hold any), and
+// the block's own, j <= i. The room: `turned` are the block's key features transposed, `weights` for n x n.
+static void causal_rows(int count, const Side& queries, const Side& keys, const float* turned, const float* value,
+                        const Sums& sums, bool held, float* weights, float* out, float* normaliser) {
+  const int m_row = sums.rows, e_row = sums.columns;
+  if (held) {
+    multiply(count, e_row, m_row, queries.features, m_row, 1, sums.kv, e_row, out, e_row, false);
+    for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
+  }
+  if (count > 1) {
+    triangle(count, m_row, queries.features, m_row, turned, weights);
+  } else {
+    weights[0] = dot(queries.features, keys.features, m_row);
+    for (int j = 1; j < LANES; ++j) weights[j] = 0.0f;
+  }
+  below_times(count, weights, value, e_row, out, held);
+  for (int t = 0; t < count; ++t) normaliser[t] = (held ? normaliser[t] : 0.0f) + row_sum(weights + t * BLOCK, t);
+}
+
 // Segments of f numbers <-> padded segments.
 static void unpack_state(const Map& map, int e, const float* kv, const float* k, Sums& sums) {
   sums.clear();
@@ -347,19 +376,7 @@ static int causal(const Call& c) {
           for (long r = 0; r < repeats; ++r) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
-            if (held) {
-              multiply(count, e_row, m_row, queries.features, m_row, 1, sums.kv, e_row, out, e_row, false);
-              for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
-            }
-            if (count > 1) {
-              triangle(count, m_row, queries.features, m_row, turned, weights);
-            } else {
-              weights[0] = dot(queries.features, keys.features, m_row);
-              for (int j = 1; j < LANES; ++j) weights[j] = 0.0f;
-            }
-            below_times(count, weights, value, e_row, out, held);
-            for (int t = 0; t < count; ++t)
-              normaliser[t] = (held ? normaliser[t] : 0.0f) + row_sum(weights + t * BLOCK, t);
+            causal_rows(count, queries, keys, turned, value, sums, held, weights, out, normaliser);
             if (c.normaliser)
               memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
             divide_rows<T>(c, b, h, start, count, out, normaliser);

@@ -1,6 +1,6 @@
 // Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
 
-#include "backward.h"
+#include "windowed.h"
 
 namespace {
 
@@ -36,5 +36,7 @@ int64_t hla_call_bytes() { return sizeof(hla::Call); }
 int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
+int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }
+int hla_windowed_backward(const hla::Call* call) { DISPATCH(windowed_backward, call) }
 int hla_causal_backward(const hla::Call* call) { DISPATCH(causal_backward, call) }
 }

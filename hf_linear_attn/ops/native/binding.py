@@ -1,0 +1,216 @@
+"""The kernels' argument block, field by field, and what fills it from tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..fused import PARTS, AttentionCall, FusedMap
+from .build import library
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
+
+#: Multiply-adds below which one thread is faster than waking others.
+WORTH_THREADS = 1 << 20
+
+
+class Strided(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+    ]
+
+
+class Map(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("activation", "parts", "width", "projected", "input", "unused")),
+        *((name, ctypes.c_float) for name in ("in_scale", "alpha", "epsilon", "factor")),
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_back", "bias")),
+        *((name, ctypes.c_int64) for name in ("weight_head", "weight_back_head", "bias_head")),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
+        ("angle_batch", ctypes.c_int64),
+    ]
+
+
+_STRIDED = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
+_POINTERS = (
+    *("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser"),
+    *("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient"),
+    *("skip", "mix", "top", "mix_gradient"),
+)
+
+
+class Arguments(ctypes.Structure):
+    """`hla::Call` of kernelized.h."""
+
+    _fields_ = [
+        *((name, Strided) for name in _STRIDED),
+        ("mask", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("mask_batch", "batch", "heads", "groups", "length", "keys")),
+        *((name, ctypes.c_int32) for name in ("size", "value_size", "dtype", "threads")),
+        ("query_map", Map),
+        ("key_map", Map),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("offset", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("window", "both_sides")),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+class Side(NamedTuple):
+    """A map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors."""
+
+    fused: FusedMap
+    width: int
+    weight: Tensor | None
+    bias: Tensor | None
+    cosine: Tensor | None
+    sine: Tensor | None
+
+
+def prepare(fused: FusedMap, head_dim: int) -> Side:
+    cosine, sine = (None if held is None else held.float().contiguous() for held in (fused.cosine, fused.sine))
+    return Side(fused, fused.width(head_dim), pad_columns(fused.weight), pad_columns(fused.bias), cosine, sine)
+
+
+def pad_columns(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    missing = -tensor.shape[-1] % library().hla_lanes()
+    return functional.pad(tensor.float(), (0, missing)).contiguous() if missing else tensor.float().contiguous()
+
+
+def turned(weight: Tensor | None) -> Tensor | None:
+    """Wᵀ with its rows padded to whole vectors."""
+    return None if weight is None else pad_columns(weight.detach().transpose(-1, -2))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The kernels take any strides but that of the numbers within a token."""
+    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
+
+
+def token_major(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`[B, H, L, e]` that lies in memory as `[B, L, H, e]`, the order in which a model goes on with it."""
+    return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def token_major_like(tensor: Tensor) -> Tensor:
+    batch, heads, length, width = tensor.shape
+    return token_major(batch, heads, length, width, tensor.dtype)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def strided(tensor: Tensor) -> Strided:
+    return Strided(tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def _step(tensor: Tensor | None) -> int:
+    """Elements from one head (or row of a batch) to the next; 0 where all share one."""
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> Map:
+    fused = side.fused
+    return Map(
+        ACTIVATIONS[fused.activation],
+        PARTS[fused.activation],
+        side.width,
+        fused.weight is not None,
+        head_dim,
+        0,
+        fused.in_scale,
+        fused.alpha,
+        fused.epsilon,
+        fused.factor,
+        address(side.weight),
+        address(weight_back),
+        address(side.bias),
+        _step(side.weight),
+        _step(weight_back),
+        _step(side.bias),
+        address(side.cosine),
+        address(side.sine),
+        _step(side.cosine),
+    )
+
+
+def arguments(
+    call: AttentionCall,
+    sides: tuple[Side, Side],
+    out: Tensor,
+    backs: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Arguments:
+    """The fields that every kernel reads. Whoever calls keeps the tensors alive until the kernel has run."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    batch, heads, length, size = query.shape
+    groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
+    products = batch * heads * (length + keys) * call.num_features * value_size
+    made = Arguments(
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
+        out=strided(out),
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        length=length,
+        keys=keys,
+        size=size,
+        value_size=value_size,
+        dtype=DTYPES[query.dtype],
+        threads=torch.get_num_threads() if products > WORTH_THREADS else 1,
+        query_map=_map(sides[0], size, backs[0]),
+        key_map=_map(sides[1], size, backs[1]),
+    )
+    if mask is not None:
+        made.mask, made.mask_batch = mask.data_ptr(), _step(mask)
+    return made
+
+
+def run(name: str, given: Arguments) -> None:
+    """Run a kernel.
+
+    Raises:
+        MemoryError: it got no memory.
+    """
+    if getattr(library(), f"hla_{name}")(ctypes.byref(given)):
+        raise MemoryError(f"The native kernel {name!r} got no memory. Free some, or use set_backend('torch').")
+
+
+class ParameterGradients:
+    """Room for the gradients of the maps' parameters, a part for every head of every row of the batch."""
+
+    def __init__(
+        self, parameters: tuple[Tensor | None, ...], wanted: tuple[bool, ...], batch: int, heads: tuple
+    ) -> None:
+        self.parameters = parameters
+        self.parts = [
+            torch.zeros(batch, heads[place // 2], *tensor.shape[1:]) if tensor is not None and wanted[place] else None
+            for place, tensor in enumerate(parameters)
+        ]
+
+    def place_in(self, given: Arguments) -> None:
+        given.query_weight_gradient, given.query_bias_gradient = (address(part) for part in self.parts[:2])
+        given.key_weight_gradient, given.key_bias_gradient = (address(part) for part in self.parts[2:])
+
+    def sums(self) -> list[Tensor | None]:
+        """Over the batch, and over the heads where they share the parameter."""
+        found: list[Tensor | None] = []
+        for part, parameter in zip(self.parts, self.parameters, strict=True):
+            if part is None or parameter is None:
+                found.append(None)
+            else:
+                total = part.sum(0)
+                found.append(total.sum(0, keepdim=True) if parameter.shape[0] == 1 else total)
+        return found

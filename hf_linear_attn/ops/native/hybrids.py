@@ -1,0 +1,122 @@
+"""Hybrids by the compiled kernels: exact weights inside a window, kernelized ones beyond it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..common import State, mask_tokens
+from ..fused import WindowedCall
+from ..windowed import Tokens, gather_tokens, take_tokens
+from . import binding
+from .binding import Side, address
+
+
+def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
+    """The causal form runs on tokens with their padding first, behind the window of a state: see `gather_tokens`."""
+    assert call.fused is not None
+    sides = tuple(binding.prepare(side, call.query.shape[3]) for side in call.fused)
+    tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
+    log_mix = call.log_mix.float()
+    if not call.causal:
+        mask = None if call.mask is None else call.mask.contiguous()
+        return _Windowed.apply(
+            call.query, call.key, call.value, call.log_mix.float(), *tensors, call, sides, mask, None
+        )[0], None
+    length, window = call.query.shape[2], call.window
+    if not length:
+        return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
+    tokens = gather_tokens(call.query, call.key, call.value, window, call.mask, call.state)
+    skip = (~tokens.valid).sum(dim=1)
+    out, kv, k_sum = _Windowed.apply(tokens.query, tokens.key, tokens.value, log_mix, *tensors, call, sides, None, skip)
+    if tokens.place is not None:
+        out = mask_tokens(take_tokens(out, tokens.place), call.mask)
+    return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, length)}
+
+
+def ring_of(tokens: Tokens, length: int) -> State:
+    """The last `window` tokens, all that the next ones see exactly."""
+    return {
+        "ring_key": tokens.key[:, :, length:].contiguous(),
+        "ring_value": tokens.value[:, :, length:].contiguous(),
+        "ring_mask": tokens.valid[:, length:].contiguous(),
+    }
+
+
+def _arguments(
+    call: WindowedCall,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sides: tuple[Side, Side],
+    mask: Tensor | None,
+    skip: Tensor | None,
+    mix: Tensor,
+    out: Tensor,
+    backs: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> binding.Arguments:
+    query, key, value = tensors
+    given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
+    given.skip, given.mix = address(skip), address(mix)
+    given.offset = call.window if call.causal else 0
+    given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
+    return given
+
+
+class _Windowed(torch.autograd.Function):
+    """Output and, for the causal form, the sums over all keys that have left the window.
+
+    Keeps inputs, output, normalisers and stabilisers; the backward pass computes the rest again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        query, key, value, log_mix, *parameters, call, sides, mask, skip = given
+        query, key, value = (binding.plain(tensor) for tensor in (query, key, value))
+        batch, heads, length, _ = query.shape
+        groups, value_size = key.shape[1], value.shape[3]
+        out = binding.token_major(batch, heads, length, value_size, value.dtype)
+        mix = log_mix.detach().float().exp()
+        arguments = _arguments(call, (query, key, value), sides, mask, skip, mix, out)
+        kv = k_sum = None
+        if call.causal:
+            kv, k_sum = (torch.empty(batch, groups, call.num_features, *last) for last in ((value_size,), ()))
+            arguments.next_state, arguments.next_sum = address(kv), address(k_sum)
+        if call.state is not None:
+            held = [call.state[name].contiguous() for name in ("kv", "k_sum")]
+            arguments.state, arguments.state_sum = address(held[0]), address(held[1])
+        normaliser, top = torch.empty(batch, heads, length), torch.empty(batch, heads, length)
+        arguments.normaliser, arguments.top = address(normaliser), address(top)
+        binding.run("windowed", arguments)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip)
+            ctx.call = call._replace(query=None, key=None, value=None, mask=None, state=None)
+            ctx.sides = tuple(side._replace(weight=None, bias=None) for side in sides)
+        if call.causal:
+            ctx.mark_non_differentiable(kv, k_sum)
+        return out, kv, k_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, *rest = ctx.saved_tensors
+        parameters, (mix, out, normaliser, top, mask, skip) = tuple(rest[:4]), rest[4:]
+        gradient = binding.plain(gradients[0])
+        sides = tuple(
+            side._replace(weight=parameters[2 * place], bias=parameters[2 * place + 1])
+            for place, side in enumerate(ctx.sides)
+        )
+        backs = (binding.turned(parameters[0]), binding.turned(parameters[2]))
+        arguments = _arguments(ctx.call, (query, key, value), sides, mask, skip, mix, out, backs)
+        batch, heads = query.shape[:2]
+        to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
+        to_mix = torch.zeros(batch, heads)
+        arguments.out_gradient = binding.strided(gradient)
+        arguments.query_gradient, arguments.key_gradient = binding.strided(to_query), binding.strided(to_key)
+        arguments.value_gradient, arguments.mix_gradient = binding.strided(to_value), address(to_mix)
+        arguments.normaliser, arguments.top = address(normaliser), address(top)
+        learned = binding.ParameterGradients(parameters, tuple(ctx.needs_input_grad[4:8]), batch, (heads, key.shape[1]))
+        learned.place_in(arguments)
+        binding.run("windowed_backward", arguments)
+        return to_query, to_key, to_value, to_mix.sum(0), *learned.sums(), None, None, None, None

@@ -1,0 +1,142 @@
+"""The native hybrid kernels against the float64 definition: outputs, every gradient, states, masks and precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.registry import ATTENTIONS
+
+from .test_native import BOTH, REASON, assert_near, inputs, masks
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
+
+#: Batch, heads, groups, length; window; feature map.
+CASES = [
+    ((1, 1, 1, 5), 2, "hedgehog"),
+    ((2, 4, 2, 150), 16, "hedgehog"),
+    ((1, 2, 1, 130), 64, "hedgehog"),
+    ((1, 2, 2, 300), 7, "elu"),
+    ((2, 2, 2, 70), 100, "hedgehog"),
+    ((1, 2, 2, 65), 1, "t2r"),
+    ((1, 2, 2, 64), 64, "performer-relu"),
+]
+CASE = pytest.mark.parametrize(("shape", "window", "feature_map"), CASES, ids=str)
+
+
+def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True):
+    entry = ATTENTIONS.get("window")
+    options = entry.options(window_size=window, mix_init=-0.3, feature_map=feature_map)
+    mechanism = entry.factory(AttentionShape(shape[1], shape[2], head_dim, value_dim, causal=causal), options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return mechanism
+
+
+def attend(backend, mechanism, tensors, causal, mask=None, **more):
+    with hla.use_backend(backend):
+        return mechanism(*tensors, scaling=0.4, causal=causal, mask=mask, **more)
+
+
+def definition(mechanism, tensors, causal, mask):
+    """The explicit weights in float64, times the values."""
+    query, key, value = tensors
+    weights = mechanism.attention_weights(query, key, scaling=0.4, causal=causal, mask=mask)
+    return weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+@CASE
+def test_output_and_gradients_are_the_definitions(shape, window, feature_map, kind, causal):
+    mechanism = build(shape, window, feature_map, causal=causal)
+    mask = masks(shape, kind)
+    weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
+    if mask is not None:  # what padding gets is nobody's business
+        weight = weight * mask[:, None, :, None]
+    tensors = [tensor.requires_grad_() for tensor in inputs(shape)]
+    out, _ = attend("native", mechanism, tensors, causal, mask)
+    found = torch.autograd.grad((out * weight).sum(), [*tensors, *mechanism.parameters()])
+    exact = mechanism.double()
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted_out = definition(exact, doubles, causal, mask)
+    wanted = torch.autograd.grad(
+        (wanted_out * weight.double()).sum(), [*doubles, *exact.parameters()], allow_unused=True
+    )
+    real = torch.ones(shape[0], shape[3], dtype=torch.bool) if mask is None else mask
+    assert_near(out.transpose(1, 2)[real], wanted_out.transpose(1, 2)[real])
+    for ours, theirs in zip(found, wanted, strict=True):
+        if theirs is None or theirs.norm() < 1e-2:  # terms of order 1 that cancel
+            assert (ours - (0.0 if theirs is None else theirs)).norm() < 1e-5
+        else:
+            assert_near(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 3, 70), (100, 101)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("window", [3, 64])
+def test_a_state_goes_on_where_it_stopped(window, kind, cuts):
+    shape = (2, 4, 2, 150)
+    mechanism = build(shape, window, "hedgehog")
+    tensors, mask = inputs(shape), masks(shape, kind)
+    with torch.no_grad():
+        whole, _ = attend("native", mechanism, tensors, True, mask)
+        parts, state = [], None
+        for number, (start, stop) in enumerate(zip((0, *cuts), (*cuts, 150), strict=True)):
+            pieces = [tensor[:, :, start:stop] for tensor in tensors]
+            part = None if mask is None else mask[:, start:stop]
+            backend = ("native", "torch")[number % 2]  # states pass between the two
+            out, state = attend(backend, mechanism, pieces, True, part, state=state, keep_state=True)
+            parts.append(out)
+    assert_near(torch.cat(parts, dim=2), whole)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_inputs_and_outputs_only(dtype, causal):
+    shape = (1, 2, 2, 1500)
+    mechanism = build(shape, 32, "hedgehog", 16, 16, causal)
+    tensors = inputs(shape, 16, 16, dtype)
+    with torch.no_grad():
+        out, _ = attend("native", mechanism, tensors, causal)
+        wanted = definition(mechanism.double(), [tensor.double() for tensor in tensors], causal, None)
+    assert out.dtype == dtype
+    assert_near(out, wanted, 2 * torch.finfo(dtype).eps)
+
+
+@BOTH
+def test_nan_stays_out_of_what_does_not_see_it(causal):
+    shape = (1, 2, 2, 200)
+    mechanism = build(shape, 16, "hedgehog", causal=causal)
+    query, key, value = inputs(shape)
+    mask = masks(shape, "right")
+    with torch.no_grad():
+        clean, _ = attend("native", mechanism, (query, key, value), causal, mask)
+        for tensor in (query, key, value):
+            tensor[:, :, ~mask[0]] = float("nan")
+        dirty, _ = attend("native", mechanism, (query, key, value), causal, mask)
+    assert torch.equal(clean[:, :, mask[0]], dirty[:, :, mask[0]])
+
+
+@BOTH
+def test_the_same_bits_for_any_threads_and_any_batch(causal):
+    shape = (3, 4, 2, 700)
+    mechanism = build(shape, 32, "hedgehog", 16, 16, causal)
+    tensors = inputs(shape, 16, 16)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                results.append(attend("native", mechanism, tensors, causal)[0])
+    finally:
+        torch.set_num_threads(before)
+    with torch.no_grad():
+        alone, _ = attend("native", mechanism, [tensor[1:2] for tensor in tensors], causal)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(alone, results[0][1:2])
