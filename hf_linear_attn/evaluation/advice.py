@@ -13,6 +13,9 @@ from .speed import FREE
 #: Shares of the exact model's score that count as keeping it, and as losing a little.
 KEEPS, LOSES_LITTLE = 0.98, 0.9
 
+#: Quality was judged on inputs of less than this share of the user's length: it says little.
+SHORTER = 0.5
+
 #: Speedups that count as faster, and as no slower.
 FASTER, AS_FAST = 1.1, 0.95
 
@@ -100,12 +103,12 @@ def _verdict(report: dict[str, Any], held: Mapping[str, Any], index: int, place:
         words.append("worse than no attention at all")
     if good is False and speedup >= FASTER and held.get("origin") != "converted":
         words.append("training all weights may win it back (hf-linear-attn convert)")
+    judged = (report["text"].get("judged") or {}).get(score.path[0]) or report["text"]["sequence_length"]
+    if good is not False and judged < SHORTER * length:
+        call, good = "faster; quality known for shorter inputs only", None
+        words.append(f"judged on inputs of up to {judged:,} tokens, which says little about {length:,}")
     if is_trivial(held):
-        words.append(
-            f"exact only because what it was judged on (up to {report['text']['sequence_length']:,} tokens) fits into "
-            f"its window or block, which says nothing about longer inputs"
-        )
-        good = None if good else good
+        words.append("exact only because these inputs fit into its window or block")
     return {
         "name": held["name"],
         "call": call,

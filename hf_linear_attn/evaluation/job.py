@@ -55,6 +55,14 @@ class Job:
             "groups": [_group_facts(group) for group in groups],
         }
 
+    def _judged(self) -> dict[str, Any]:
+        """How long the inputs are that quality was measured on, by the part of the quality."""
+        judged = {"sentences": self.plan.sequence_length, "task": self.data.facts.get("longest_row")}
+        judged["perplexity"] = next((judge.context for judge in self.judges if hasattr(judge, "context")), None)
+        if self.pairs is None:
+            return {"judged": judged}
+        return {"judged": {**judged, "sts": self.pairs.longest}, "pairs": self.pairs.source}
+
     def facts(self, surroundings: Mapping[str, Any], store: Store) -> dict[str, Any]:
         """What the report says besides measurements."""
         from .report import FORMAT_VERSION
@@ -69,7 +77,7 @@ class Job:
             **surroundings,
             "backend": self.subject.place["device"]["backend"],
             "model": {"name": self.subject.name, "source": self.subject.name, **self.model_facts},
-            "text": {**self.data.facts, **({} if self.pairs is None else {"pairs": self.pairs.source})},
+            "text": {**self.data.facts, **self._judged()},
             "store": _store_facts(self.subject, store),
         }
 

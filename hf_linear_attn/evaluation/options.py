@@ -77,6 +77,9 @@ class EvaluateOptions:
         default=None, metadata=about("time to spend on each timed length (default: 12; quick: 1.5)")
     )
     quick: bool = field(default=False, metadata=about("less of everything, for a first look"))
+    name: str | None = field(
+        default=None, metadata=about("what the report calls the model (default: its folder's name)")
+    )
     output: str = field(default="report", metadata=about("folder for the report and its measurements"))
     append: bool = field(
         default=False, metadata=about("add to the measurements in the folder, or go on where a run was stopped")

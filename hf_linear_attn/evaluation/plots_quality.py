@@ -92,7 +92,8 @@ def _before_after(
             bar = {"height": 0.36, "color": color, "hatch": "//" if color == BEFORE else "", "ec": "white"}
             axes.barh(place, value, xerr=spread, ecolor="#444444", capsize=2, **bar)
             beside = max(value, 0.0) + (spread or 0.0) + top * 0.02
-            axes.text(beside, place, fixed(value, digits), va="center", fontsize=8.5)
+            halo = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75}
+            axes.text(beside, place, fixed(value, digits), va="center", fontsize=8.5, bbox=halo)
     axes.set_yticks([-index for index in range(len(names))], names)
     axes.set_xlim(0, top * 1.22)
     axes.grid(axis="y", visible=False)
@@ -101,7 +102,7 @@ def _before_after(
 def _spread(held: dict[str, Any], state: str, pick: Callable[[dict[str, Any]], float | None]) -> float | None:
     """Standard deviation over seeds, if there are several."""
     try:
-        return pick(held[f"{state}_spread"])
+        return pick(held[f"{state}_spread"]) or None
     except KeyError:
         return None
 

@@ -153,6 +153,7 @@ def prepare_task(problem: Any, task: str, plan: Plan) -> Data:
         "metrics": list(problem.metrics),
         "sha256": digest,
         "rows": {suffix: len(held) for suffix, held in splits.items()},
+        "longest_row": max(len(row["input_ids"]) for row in rows),
         **_common_facts(plan.sequence_length, ids[kept:], ids[:kept], [row["input_ids"] for row in chosen]),
     }
     labelled = {suffix: batches(held) for suffix, held in splits.items()}
@@ -178,6 +179,7 @@ class Pairs:
     scores: list[float]
     sha256: str
     source: str
+    longest: int
 
 
 def prepare_pairs(folder: str, tokenizer: Any, plan: Plan, count: int | None) -> Pairs:
@@ -200,4 +202,5 @@ def prepare_pairs(folder: str, tokenizer: Any, plan: Plan, count: int | None) ->
     digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
     batches = make_batches([cut[index] for index in order], max(plan.batch_size, 16), pad_id(tokenizer))
     scores = [float(row["label"]) for row in rows]
-    return Pairs(batches, order, scores, digest.hexdigest(), f"STS-B validation, {Path(folder).name}")
+    source = f"STS-B validation, {Path(folder).name}"
+    return Pairs(batches, order, scores, digest.hexdigest(), source, max(map(len, cut)))

@@ -40,7 +40,7 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
     console = console or Console()
     _check_names(options)
     store = open_store(options)
-    name = Path(source).resolve().name if Path(source).is_dir() else source
+    name = options.name or (Path(source).resolve().name if Path(source).is_dir() else source)
     console.print(readable(console, f"Loading [bold]{escape(name)}[/] ..."), highlight=False)
     job = prepare_job(source, name, options, store)
     folder = Path(options.output)

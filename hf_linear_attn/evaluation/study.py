@@ -5,6 +5,7 @@ Every measurement goes through a store (`measurements.Store`): what it holds is 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -187,9 +188,12 @@ class Study:
             return model
         self.progress.start(f"{name}: attention transfer", self.plan.steps)
         torch.manual_seed(seed)
+        batches = list(self.data.train)
+        if seed != self.plan.seed:  # or else seeds would differ in nothing where nothing is drawn
+            random.Random(seed).shuffle(batches)
         done = transfer_attention(
             model,
-            self.data.train,
+            batches,
             steps=self.plan.steps,
             held_out=self.data.validation,
             evaluate_every=max(self.plan.steps // self.plan.evaluations, 1),

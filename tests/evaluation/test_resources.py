@@ -1,0 +1,93 @@
+"""Operations against the eager form, and memory at its peak against what was allocated."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation import resources
+from hf_linear_attn.evaluation.resources import count_flops, peak_memory
+from hf_linear_attn.evaluation.speed import length_rows, shared_copy, without_attention
+
+from ..helpers import BERT, FAMILIES, GPT2, Family, token_ids
+
+CPU = torch.device("cpu")
+
+
+def eager(family: Family) -> PreTrainedModel:
+    model = family.build()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_exact_attention_counts_as_in_its_eager_form(family: Family, backward: bool) -> None:
+    """Forward, and forward with backward; PyTorch's own counter misses the fused kernel, which shows that it ran."""
+    ids = token_ids(2, 40)
+
+    def run(model: PreTrainedModel) -> Any:
+        def call() -> None:
+            out = model(ids)[0]
+            if backward:
+                out.square().mean().backward()
+
+        return call
+
+    fused, plain = count_flops(run(family.build())), count_flops(run(eager(family)))
+    assert fused == plain > 0
+    with FlopCounterMode(display=False) as counter:
+        run(family.build())()
+    assert counter.get_total_flops() < fused
+
+
+def test_linear_attention_counts_whatever_kernel_runs() -> None:
+    model = GPT2.build()
+    linear, free = hla.patch_model(shared_copy(model), "elu"), without_attention(model)
+    ids = token_ids(1, 90)
+    counted = []
+    for backend in ("auto", "torch"):
+        with hla.use_backend(backend):
+            counted.append(count_flops(lambda: linear(ids)))
+    assert counted[0] == counted[1] > count_flops(lambda: free(ids))
+    assert hla.get_backend() == "auto"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of peaks on Linux only")
+@pytest.mark.parametrize("megabytes", [20, 80])
+def test_peak_is_what_was_allocated_and_given_back(megabytes: int) -> None:
+    count = megabytes * 10**6 // 4
+
+    def call() -> None:
+        held = torch.ones(count)
+        held.add_(1)
+
+    for _ in range(2):  # a second call finds no freed memory to hide in
+        found = peak_memory(call, CPU)
+        if found is None:
+            pytest.skip("/proc/self/clear_refs cannot be written here")
+        assert found == pytest.approx(megabytes * 10**6, rel=0.15)
+
+
+def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_can_reset_peak", lambda: False)
+    assert peak_memory(lambda: None, CPU) is None
+
+
+def test_rows_of_one_length() -> None:
+    model = BERT.build()
+    models = {"sdpa": model, "elu": hla.patch_model(shared_copy(model), "elu")}
+    settings: dict[str, Any] = {"baseline": "sdpa", "budget": 1e-9, "resources": True}
+    forward = length_rows(models, [3, 4, 5], 24, **settings)
+    both = length_rows(models, [3, 4, 5], 24, backward=True, **settings)
+    for name in models:
+        assert both[name]["flops"] > 2 * forward[name]["flops"]
+        assert forward[name]["tokens_per_second"] == pytest.approx(24 / forward[name]["median"])
+    assert forward["sdpa"]["speedup"] == 1.0
+    assert all(parameter.grad is None for parameter in model.parameters())
