@@ -101,6 +101,34 @@ def plan_results(folder: Path = PLAN) -> str:
     return "\n".join(lines)
 
 
+def evaluation_results(folder: Path = RESULTS) -> str | None:
+    """Table, verdicts and picture of every committed evaluation (`evaluate-*`); None where there is none."""
+    parts = [_evaluation(path) for path in sorted(folder.glob("evaluate-*/report.json"))]
+    return "\n\n".join(parts) if parts else None
+
+
+def _evaluation(path: Path) -> str:
+    report = json.loads(path.read_text(encoding="utf-8"))
+    summary, advice = summarise_report(report), report["advice"]
+    hardware, versions = report["hardware"], report["versions"]
+    where = f"{hardware['cpu']}, threads: {hardware['threads']}" if hardware["device"] == "cpu" else hardware["device"]
+    page = path.with_name("report.html").relative_to(ROOT).as_posix()
+    lines = [
+        f"**{report['model']['name']}** at {advice['length']:,} tokens ({where}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}; [the whole report]({page})):",
+        "",
+        _row([column.title for column in summary.columns]),
+        _row(["---"] * len(summary.columns)),
+        *(_row(list(cells)) for cells in summary.rows),
+        "",
+        *(f"- **{held['name']}**: {held['call']}: {held['words']}" for held in advice["verdicts"]),
+    ]
+    picture = path.with_name("pareto.png")
+    if picture.is_file():
+        lines += ["", f"![Quality against speed]({picture.relative_to(ROOT).as_posix()})"]
+    return "\n".join(lines)
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -258,8 +286,9 @@ def updated(text: str) -> str:
     text = replace_part(text, "mechanisms", mechanisms_table())
     text = replace_part(text, "plan", plan_results())
     text = replace_part(text, "sweep", sweep_summary())
-    results = demo_results()
-    return text if results is None else replace_part(text, "demo", results)
+    for name, made in (("demo", demo_results()), ("evaluate", evaluation_results())):
+        text = text if made is None else replace_part(text, name, made)
+    return text
 
 
 def updated_recipes(text: str) -> str:

@@ -1,0 +1,107 @@
+"""Tasks of lm-evaluation-harness (`lm_eval`) on a decoder, exact or converted. Needs the extra `lm-eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from .measurements import plain
+
+INSTALL = "pip install 'hf-linear-attn[lm-eval]'"
+
+
+def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_size: int = 8) -> Any:
+    """A decoder as an `lm_eval` model, for `lm_eval.simple_evaluate(harness_model(...), tasks=[...])`.
+
+    Args:
+        model: a causal language model, patched or not, or a folder (or repository) of one: `load_pretrained` or
+            `AutoModelForCausalLM` reads it.
+        tokenizer: its tokenizer; None for a folder: the one beside the model.
+        batch_size: rows of one forward pass.
+
+    Raises:
+        ImportError: lm_eval is not installed.
+        ValueError: a model without its tokenizer, or one without an end-of-sequence token.
+        OSError: there is no such folder or repository.
+    """
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ImportError(f"This needs {error.name}, which is not installed: {INSTALL}") from error
+    if isinstance(model, str):
+        tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
+        model = _loaded(model)
+    if tokenizer is None:
+        raise ValueError("Give the tokenizer of the model too, or the folder of a checkpoint that holds both.")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "lm_eval needs an end-of-sequence token, and this tokenizer has none. Set tokenizer.eos_token."
+        )
+    return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+
+
+def _loaded(source: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..checkpoints import load_pretrained
+    from ..patching import CONFIG_FIELD
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if getattr(config, CONFIG_FIELD, None) is None:
+        return AutoModelForCausalLM.from_pretrained(source)
+    return load_pretrained(source, AutoModelForCausalLM)
+
+
+def run_harness(
+    model: PreTrainedModel | str,
+    tasks: Sequence[str],
+    *,
+    tokenizer: Any = None,
+    folder: str | Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Run tasks, and return the metrics of each: `{"arc_easy": {"acc": 0.41, "acc_stderr": 0.01, …}, …}`.
+
+    Args:
+        model, tokenizer, batch_size: as `harness_model`.
+        tasks: names of tasks.
+        folder: with YAML files of tasks of one's own; only these are then known. None: those of the harness, whose data
+            comes from the Hub.
+        limit: so many documents of each task, at most.
+        num_fewshot: examples before each question (None: as the task says).
+
+    Raises:
+        ImportError, ValueError, OSError: as `harness_model`.
+        ValueError: an unknown task.
+    """
+    wrapped = harness_model(model, tokenizer, batch_size=batch_size)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    where = None if folder is None else str(folder)
+    manager = TaskManager(include_path=where, include_defaults=folder is None)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown or not tasks:
+        known = ", ".join(sorted(manager.all_tasks)[:20])
+        raise ValueError(f"Unknown tasks {', '.join(unknown) or '(none given)'}. Known: {known}, …")
+    found = lm_eval.simple_evaluate(
+        wrapped,
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    return {task: _metrics(held) for task, held in (found or {"results": {}})["results"].items()}
+
+
+def _metrics(held: dict[str, Any]) -> dict[str, Any]:
+    """`{"acc,none": 0.5, "alias": …}` as `{"acc": 0.5}`: without filters where there is only the plain one."""
+    numbers = {name: value for name, value in held.items() if isinstance(value, (int, float))}
+    return plain({name.removesuffix(",none"): value for name, value in numbers.items()})

@@ -1,0 +1,107 @@
+"""lm_eval around a converted decoder, on a task of our own. Skipped where lm_eval is not installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.harness import harness_model, run_harness
+
+from ..helpers import DECODERS, patch_small
+from .models import WORDS, save_checkpoint, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A multiple-choice task of twelve questions: which of three words comes next?"""
+    rows = [
+        {
+            "question": " ".join(WORDS[(place + step) % len(WORDS)] for step in range(4 + place % 3)),
+            "choices": [WORDS[(3 * place + step) % len(WORDS)] for step in range(3)],
+            "answer": place % 3,
+        }
+        for place in range(12)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    settings = {
+        "task": "next_word",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "next_word.yaml").write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    return tmp_path
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, task: Path) -> float:
+    """Share of questions whose right word has the largest log probability, one forward pass for each word."""
+    tokenizer = tiny_tokenizer()
+    rows = [json.loads(line) for line in (task / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    right = 0
+    for row in rows:
+        asked = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+        words = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in row["choices"]]
+        logits = model(torch.tensor([asked])).logits[0, -1]
+        right += int(logits[words].argmax()) == row["answer"]
+    return right / len(rows)
+
+
+@pytest.mark.parametrize("family", DECODERS, ids=str)
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_a_task_of_our_own(family: object, name: str, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    model = patch_small(tiny_model(str(family)).eval(), name)
+    found = run_harness(model, ["next_word"], tokenizer=_plain_tokenizer(), folder=task / "tasks", batch_size=5)
+    assert found["next_word"]["acc"] == pytest.approx(expected(model, task))
+
+
+def _plain_tokenizer() -> PreTrainedTokenizerFast:
+    """Without special tokens around a text: questions end where the answer begins. lm_eval asks for an end token."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
+
+
+def test_a_checkpoint_and_what_is_wrong_with_tasks(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    folder = save_checkpoint(task / "gpt2", "gpt2")
+    plain = _plain_tokenizer()
+    model = hla.patch_model(tiny_model("gpt2"), "elu")
+    model.save_pretrained(task / "linear")
+    plain.save_pretrained(task / "linear")
+    found = run_harness(str(task / "linear"), ["next_word"], folder=task / "tasks", limit=6)
+    assert 0 <= found["next_word"]["acc"] <= 1
+    assert hla.is_patched(harness_model(str(task / "linear")).model)
+    assert not hla.is_patched(harness_model(str(folder), plain).model)
+    with pytest.raises(ValueError, match=r"Unknown tasks last_word\. Known: next_word"):
+        run_harness(model, ["last_word"], tokenizer=plain, folder=task / "tasks")
+    with pytest.raises(ValueError, match="tokenizer"):
+        harness_model(model)
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        harness_model(model, tiny_tokenizer())
+
+
+def test_what_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-linear-attn\[lm-eval\]'"):
+        harness_model(tiny_model("gpt2"), tiny_tokenizer())
