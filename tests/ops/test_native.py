@@ -116,7 +116,7 @@ def test_output_is_the_definitions(name, shape, kind, causal):
 @BOTH
 @pytest.mark.parametrize("kind", ["none", "left", "holes"])
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
-@pytest.mark.parametrize("name", sorted(set(MAPS) - SCALED))
+@pytest.mark.parametrize("name", MAPS)
 def test_every_gradient_is_the_definitions(name, shape, kind, causal):
     feature_map = build(name, shape[1], shape[2], 9, 6)
     tensors = [tensor.detach().requires_grad_() for tensor in inputs(shape)]
@@ -135,7 +135,7 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
         if theirs.norm() < 1e-6:  # one key alone: its features cancel, and only rounding is left
             assert ours.norm() < 1e-4
         else:
-            assert_near(ours, theirs, 2e-4)
+            assert_near(ours, theirs, 1e-3 if name in SCALED else 2e-4)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 3, 70), (100, 101)], ids=str)
@@ -255,10 +255,15 @@ def test_keys_of_very_different_scale(name):
     query, key, value = inputs((1, 1, 1, 150))
     key[0, 0, 40] *= 12
     key[0, 0, 99] *= 25
-    call = make_call(feature_map, query, key, value, True)
-    with torch.no_grad():
-        out, _ = NativeBackend().run(call)
+    tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+    call = make_call(feature_map, *tensors, True)
+    out, _ = NativeBackend().run(call)
     assert_near(out, definition(call), 2e-4)
+    found = torch.autograd.grad(out.square().sum(), tensors)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(definition(make_call(feature_map.double(), *doubles, True)).square().sum(), doubles)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, 2e-3)
 
 
 @BOTH
@@ -317,6 +322,6 @@ def test_what_it_refuses():
     assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
     assert "fused form" in refuses(call._replace(fused=None))
     assert "fused form" in refuses(call._replace(signed=True))
-    favor = build("favor+", 2, 2, 9, 6)
-    learning = make_call(favor, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), False)
-    assert "backward" in refuses(learning)
+    learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
+    assert refuses(learning) is None
+    assert "carried state" in refuses(learning._replace(keep_state=True))

@@ -3,7 +3,10 @@
 //     dphi(q_i) = S dn_i + z dd_i,  dS = sum_i phi(q_i) dn_i^T,  dz = sum_i phi(q_i) dd_i,
 //     dphi(k_j) = dS v_j + dz,      dv_j = dS^T phi(k_j),
 // with sums over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
-// weights are explicit. For maps without a log scale.
+// weights are explicit.
+//
+// With a log scale rows and sums are relative to a reference that rises along the sequence: going back, what later rows
+// left is multiplied by the exponential of the (negative) step between two references.
 
 #pragma once
 
@@ -128,6 +131,7 @@ static int bidirectional_backward(const Call& c) {
         for (long start = 0; start < c.keys; start += BLOCK) {
           const int count = (int)(c.keys - start < BLOCK ? c.keys - start : BLOCK);
           keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          if (keys.map->scaled()) keys.scale_rows(count, sums.scale);
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
           multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
           multiply(count, m_row, e_row, back.value, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
@@ -163,6 +167,17 @@ static void weight_gradients(int count, int e_row, const float* turned_value, co
     for (int j = 0; j <= i; ++j) out[i * BLOCK + j] += back.normaliser_gradient[i];
 }
 
+// Tokens that share a reference.
+struct Shared {
+  long start;
+  int count;
+  float reference;
+};
+
+static inline float step_between(float lower, float higher) {
+  return lower == higher ? 1.0f : lower == -INFINITY ? 0.0f : std::exp(lower - higher);
+}
+
 template <typename T>
 static int causal_backward(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
@@ -185,6 +200,7 @@ static int causal_backward(const Call& c) {
     float *turned_sums = room.take(square), *turned_value = room.take((size_t)e_row * BLOCK);
     float *turned_keys = room.take((size_t)m_row * BLOCK), *key_gradient = room.take((size_t)BLOCK * m_row);
     float *weights = room.take(BLOCK * BLOCK), *slopes = room.take(BLOCK * BLOCK);
+    std::vector<Shared> blocks;
 #pragma omp barrier
     if (!failed) {
 #pragma omp for schedule(dynamic)
@@ -193,9 +209,13 @@ static int causal_backward(const Call& c) {
         const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
         sums.clear();
         memset(turned_sums, 0, square * sizeof(float));
-        for (long start = 0; start < c.length; start += BLOCK) {
-          const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
-          keys.read<T>(c.key, b, g, start, count, c.size, mask);
+        blocks.clear();
+        for (long start = 0; start < c.length;) {
+          int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+          const float before = sums.scale;
+          count = read_causal_keys<T>(c, b, g, start, count, mask, keys, sums);
+          blocks.push_back({start, count, sums.scale});
+          if (keys.map->scaled()) scale_all(turned_sums, (long)square, step_between(before, sums.scale));
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
           transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
           for (long r = 0; r < repeats; ++r) {
@@ -211,11 +231,21 @@ static int causal_backward(const Call& c) {
           }
           multiply(e_row, m_row, count, back.value, 1, e_row, keys.features, m_row, turned_sums, m_row, true);
           Sums::add_rows(keys.features, m_row, count, sums.k);
+          start += count;
         }
         sums.clear();
-        for (long start = c.length > 0 ? (c.length - 1) / BLOCK * BLOCK : -1; start >= 0; start -= BLOCK) {
-          const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+        float later = blocks.empty() ? 0.0f : blocks.back().reference;
+        for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
+          const long start = block->start;
+          const int count = block->count;
           keys.read<T>(c.key, b, g, start, count, c.size, mask);
+          if (keys.map->scaled()) {
+            keys.scale_rows(count, block->reference);
+            const float step = step_between(block->reference, later);
+            scale_all(sums.kv, (long)square, step);
+            scale_all(sums.k, m_row, step);
+            later = block->reference;
+          }
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
           transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
           transpose(count, m_row, keys.features, m_row, turned_keys, BLOCK);

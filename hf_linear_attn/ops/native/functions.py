@@ -58,11 +58,8 @@ class NativeBackend:
             return "the inputs are no plain tensors"
         if isinstance(call, WindowedCall) and call.fused[0].scaled:
             return "windows over a feature map with a log scale are not fused"
-        if call.needs_grad():
-            if call.fused[0].scaled:
-                return "this feature map's backward is not fused"
-            if call.causal and (call.state is not None or call.keep_state):
-                return "gradients through a carried state are not fused"
+        if call.needs_grad() and call.causal and (call.state is not None or call.keep_state):
+            return "gradients through a carried state are not fused"
         if torch.is_anomaly_enabled():
             return "anomaly detection asks for torch operations"
         return unavailable()

@@ -328,6 +328,22 @@ static int shared_reference(const float* scale, int count, float carried, float&
   return count;
 }
 
+// Reads a block of keys, makes what it can share with the sums relative to one reference, and says how many tokens that
+// are. The sums' scale is that reference then.
+template <typename T>
+static int read_causal_keys(const Call& c, long b, long g, long start, int count, const uint8_t* mask, Side& keys,
+                            Sums& sums) {
+  keys.read<T>(c.key, b, g, start, count, c.size, mask);
+  if (!keys.map->scaled()) return count;
+  float reference;
+  count = shared_reference(keys.scale, count, sums.scale, reference);
+  if (reference != -INFINITY) {
+    sums.move(reference);
+    keys.scale_rows(count, reference);
+  }
+  return count;
+}
+
 template <typename T>
 static int causal(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
@@ -362,15 +378,7 @@ static int causal(const Call& c) {
         }
         for (long start = 0; start < c.length;) {
           int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
-          keys.read<T>(c.key, b, g, start, count, c.size, mask);
-          if (keys.map->scaled()) {
-            float reference;
-            count = shared_reference(keys.scale, count, sums.scale, reference);
-            if (reference != -INFINITY) {
-              sums.move(reference);
-              keys.scale_rows(count, reference);
-            }
-          }
+          count = read_causal_keys<T>(c, b, g, start, count, mask, keys, sums);
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, e_row);
           if (count > 1) transpose(count, m_row, keys.features, m_row, turned, BLOCK);
           for (long r = 0; r < repeats; ++r) {

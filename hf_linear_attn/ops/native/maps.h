@@ -166,7 +166,7 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
 }
 
 // Gradients of one block: features and their gradient -> gradient of x [count, x_row]; those of W and b are added up.
-// For maps without a log scale. y: the block's products as apply_map left them; slope: room for a block.
+// Features may be relative to anything that is constant along a row. y: the block's products as apply_map left them; slope: room for a block.
 static void apply_map_back(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
                            int x_row, int count, const float* y, const float* features, const float* gradient,
                            float* slope, float* x_gradient, float* weight_gradient, float* bias_gradient) {
@@ -201,13 +201,20 @@ static void apply_map_back(const Map& map, int head, const float* angles_cos, co
                             load(value + segment + j) * (load(up + segment + j) - second));
         break;
       }
-      default: {  // SOFTMAX_JOINT
+      case SOFTMAX_JOINT: {
         const float mean = dot(value, up, row);
         for (int j = 0; j < segment; j += LANES)
           store(to + j, (load(value + j) * (load(up + j) - mean) -
                          load(value + segment + j) * (load(up + segment + j) - mean)) *
                             2.0f);
+        break;
       }
+      default:  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
+        for (int j = 0; j < segment; j += LANES) {
+          Vec here = load(value + j) * load(up + j);
+          if (map.parts == 2) here -= load(value + segment + j) * load(up + segment + j);
+          store(to + j, here);
+        }
     }
   }
   if (!map.projected) return;
@@ -219,6 +226,12 @@ static void apply_map_back(const Map& map, int head, const float* angles_cos, co
     for (int i = 0; i < count * segment; i += LANES) store(slope + i, load(slope + i) * map.in_scale);
   multiply(count, x_row, segment, slope, segment, 1, map.weight_back + head * map.weight_back_head, x_row, x_gradient,
            x_row, false);
+  if (map.activation == POSITIVE || map.activation == POSITIVE_PAIR)  // through |x'|^2 / 2
+    for (int t = 0; t < count; ++t) {
+      const Vec all = splat(dot(features + (size_t)t * row, gradient + (size_t)t * row, row) * map.in_scale * map.in_scale);
+      for (int j = 0; j < x_row; j += LANES)
+        store(x_gradient + t * x_row + j, load(x_gradient + t * x_row + j) - load(x + t * x_row + j) * all);
+    }
   if (weight_gradient) multiply(map.input, segment, count, x, 1, x_row, slope, segment, weight_gradient, segment, true);
 }
 

@@ -217,4 +217,8 @@ static inline float dot(const float* a, const float* b, int n) {
   return sum_of(total);
 }
 
+static inline void scale_all(float* rows, long numbers, float factor) {
+  for (long i = 0; i < numbers; i += LANES) store(rows + i, load(rows + i) * factor);
+}
+
 }  // namespace hla

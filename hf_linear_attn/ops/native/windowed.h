@@ -42,10 +42,6 @@ static inline Strided reversed(Strided tensor, long tokens, int bytes) {
   return tensor;
 }
 
-static inline void scale_all(float* rows, long numbers, float factor) {
-  for (long i = 0; i < numbers; i += LANES) store(rows + i, load(rows + i) * factor);
-}
-
 // The matrix products and exponentials of the near part of one block.
 struct Band {
   int window, reach, columns, x_row, e_row;  // reach: last column of row t is t + reach
