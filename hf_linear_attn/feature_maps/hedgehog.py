@@ -94,7 +94,7 @@ class HedgehogFeatureMap(FeatureMap):
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
         activation = _FUSED[self.options.activation]
         query, key = (
-            FusedMap(activation, weight, bias * temperature, in_scale=temperature)
+            FusedMap(activation, weight, bias, in_scale=temperature, bias_scale=temperature)
             for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
         )
         return query, key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,9 +29,8 @@ PARTS: dict[str, int] = {
 SCALED = frozenset({"exp-pair", "positive", "positive-pair"})
 
 
-@dataclass(frozen=True)
-class FusedMap:
-    """One side of a feature map, as a formula: `y = s (x W) + b` (or `s x` without W), then an activation.
+class FusedMap(NamedTuple):
+    """One side of a feature map, as a formula: `y = s x W + c_b b` (or `s x` without W), then an activation.
 
         elu             elu_α(y) + 1
         relu            relu(y) + ε
@@ -50,6 +48,7 @@ class FusedMap:
     weight: Tensor | None = None
     bias: Tensor | None = None
     in_scale: float = 1.0
+    bias_scale: float = 1.0
     alpha: float = 1.0
     epsilon: float = 0.0
     factor: float = 1.0

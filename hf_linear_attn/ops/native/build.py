@@ -73,10 +73,19 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load ({error}); remove it") from error
-    for name in ("bidirectional", "causal", "bidirectional_backward", "causal_backward"):
+    for name in (
+        "bidirectional",
+        "causal",
+        "windowed",
+        "bidirectional_backward",
+        "causal_backward",
+        "windowed_backward",
+    ):
         function = getattr(loaded, f"hla_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     loaded.hla_call_bytes.restype = ctypes.c_int64
+    loaded.hla_transpose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    loaded.hla_transpose.restype = None
     return loaded
 
 

@@ -71,10 +71,10 @@ class NativeBackend:
 def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     assert call.fused is not None
     query_side, key_side = (binding.prepare(side, call.query.shape[3]) for side in call.fused)
+    query, key, value = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
     mask = None if call.mask is None else call.mask.contiguous()
-    call = call._replace(
-        query=binding.plain(call.query), key=binding.plain(call.key), value=binding.plain(call.value), mask=mask
-    )
+    if query is not call.query or key is not call.key or value is not call.value or mask is not call.mask:
+        call = call._replace(query=query, key=key, value=value, mask=mask)
     if not call.needs_grad():
         return _forward(call, (query_side, key_side))
     tensors = (query_side.weight, query_side.bias, key_side.weight, key_side.bias)

@@ -32,6 +32,10 @@ int hla_half() {
   return 0;
 #endif
 }
+// out [columns, rows] = in [rows, columns] (contiguous), for whole blocks of LANES.
+void hla_transpose(const float* in, float* out, int64_t rows, int64_t columns) {
+  hla::transpose((int)rows, (int)columns, in, columns, out, rows);
+}
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
 int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(causal, call) }

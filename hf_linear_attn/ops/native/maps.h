@@ -1,6 +1,6 @@
 // Feature maps on one block of tokens, forward and backward. The formulas are those of the classes in feature_maps/.
 //
-// A map is an optional product y = x' W + b, x' = in_scale x, and an activation. Features of f numbers each come in
+// A map is an optional product y = in_scale x W + bias_scale b and an activation. Features of f numbers each come in
 // `parts` segments, every one padded to whole vectors with zeros; their order does not matter to any sum.
 
 #pragma once
@@ -15,7 +15,7 @@ enum Activation : int32_t {
   SOFTMAX_PAIR = 2,   // [softmax(y), softmax(-y)]
   SOFTMAX_JOINT = 3,  // softmax([2y, -2y])
   EXP_PAIR = 4,       // [exp(y), exp(-y)], log scale max |y|
-  POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor, log scale: the largest exponent
+  POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor with x' = in_scale x; log scale: the largest exponent
   POSITIVE_PAIR = 6,  // the same with [y, -y]
   TURNED_RELU = 7,    // (relu(y) + epsilon) [cos, sin] of the token's angle
 };
@@ -26,7 +26,7 @@ struct Map {
   int32_t width;      // f, numbers in a segment
   int32_t projected;  // whether there is a W
   int32_t input;      // d, numbers in a row of x
-  int32_t unused;
+  float bias_scale;   // of b
   float in_scale, alpha, epsilon, factor;
   const float* weight;       // [heads or 1, d, padded f]
   const float* weight_back;  // its transpose [heads or 1, padded f, padded d]
@@ -97,7 +97,7 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
       for (int t = 0; t < count; ++t)
         for (int j = 0; j < segment; j += LANES) {
           Vec value = load(y + t * segment + j) * map.in_scale;
-          store(y + t * segment + j, bias ? value + load(bias + j) : value);
+          store(y + t * segment + j, bias ? value + load(bias + j) * map.bias_scale : value);
         }
     in = y;
     in_row = segment;
@@ -221,7 +221,7 @@ static void apply_map_back(const Map& map, int head, const float* angles_cos, co
   if (bias_gradient)
     for (int t = 0; t < count; ++t)
       for (int j = 0; j < segment; j += LANES)
-        store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j));
+        store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j) * map.bias_scale);
   if (map.in_scale != 1.0f)
     for (int i = 0; i < count * segment; i += LANES) store(slope + i, load(slope + i) * map.in_scale);
   multiply(count, x_row, segment, slope, segment, 1, map.weight_back + head * map.weight_back_head, x_row, x_gradient,
