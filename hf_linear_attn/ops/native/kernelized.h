@@ -131,9 +131,9 @@ struct Sums {
 
   static void add_rows(const float* from, int width, int count, float* total) {
     for (int j = 0; j < width; j += LANES) {
-      Vec sum = load(total + j);
+      Vec sum{};
       for (int t = 0; t < count; ++t) sum += load(from + (size_t)t * width + j);
-      store(total + j, sum);
+      store(total + j, load(total + j) + sum);
     }
   }
 

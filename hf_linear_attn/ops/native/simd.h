@@ -112,7 +112,7 @@ static inline __attribute__((always_inline)) void tile(const float* a, long a_ro
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) sum[r][j] = add ? load(c + r * c_row + j * LANES) : Vec{};
+    for (int j = 0; j < C; ++j) sum[r][j] = Vec{};
   for (int k = 0; k < depth; ++k) {
     Vec right[C];
 #pragma GCC unroll 8
@@ -127,7 +127,11 @@ static inline __attribute__((always_inline)) void tile(const float* a, long a_ro
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < C; ++j) store(c + r * c_row + j * LANES, sum[r][j]);
+    for (int j = 0; j < C; ++j) {
+      // A block is added up by itself first: one token after the other onto a long sum would drift.
+      float* at = c + r * c_row + j * LANES;
+      store(at, add ? load(at) + sum[r][j] : sum[r][j]);
+    }
 }
 
 template <int C>
