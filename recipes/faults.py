@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     import torch
 
-    from hf_linear_attn.evaluation.report import environment, now
+    from hf_linear_attn.evaluation.measurements import now
+    from hf_linear_attn.evaluation.report import environment
 
     report: dict[str, Any] = {"format_version": 1, "created": now(), "environment": environment(torch.device("cpu"))}
     report["faults"] = tried(arguments.only)
