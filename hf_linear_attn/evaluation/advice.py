@@ -105,7 +105,7 @@ def _verdict(report: dict[str, Any], held: Mapping[str, Any], index: int, place:
         words.append("training all weights may win it back (hf-linear-attn convert)")
     judged = (report["text"].get("judged") or {}).get(score.path[0]) or report["text"]["sequence_length"]
     if good is not False and judged < SHORTER * length:
-        call, good = "faster; quality known for shorter inputs only", None
+        call, good = f"{call}, as far as shorter inputs show", None
         words.append(f"judged on inputs of up to {judged:,} tokens, which says little about {length:,}")
     if is_trivial(held):
         words.append("exact only because these inputs fit into its window or block")

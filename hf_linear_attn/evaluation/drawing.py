@@ -143,7 +143,9 @@ def plain_log_axis(axis: Any, limits: tuple[float, float], unit: Callable[[float
 
     low, high = limits
     decades = math.log10(high / low)
-    steps = (1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.2 else (1,)
+    steps: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.2 else (1,)
+    if decades < 0.7:
+        steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     ticks = [step * 10.0**power for power in range(first, last) for step in steps]
     axis.set_major_locator(FixedLocator([tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]))

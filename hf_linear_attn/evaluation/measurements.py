@@ -28,7 +28,10 @@ FORMAT_VERSION = 1
 #: The usual name of the file in the folder of a report.
 NAME = "measurements.jsonl"
 
-CSV_COLUMNS = ("id", "at", "run", "model", "mechanism", "measure", "key", "field", "value")
+CSV_COLUMNS = (
+    *("id", "at", "run", "model", "mechanism", "state", "seed", "measure", "length", "device", "threads"),
+    *("field", "value"),
+)
 
 
 def now() -> str:
@@ -290,16 +293,19 @@ def _alone(file: BinaryIO) -> Iterator[None]:
 
 
 def write_csv(measurements: Iterable[Measurement]) -> bytes:
-    """One row for each number: what was measured, under which key, and the field of the value (`layers.0.kl.3`)."""
+    """One row for each number: what was measured, and the field of the value (`layers.0.kl.3`); the whole key is in the
+    JSON lines, under the id."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for held in measurements:
-        key = held.key
-        told = {name: part for name, part in key.items() if name != "model"}
-        start = [held.id, held.at, held.run, key["model"]["name"], key["mechanism"]["name"], key["measure"]["what"]]
+        mechanism, measure, device = (held.key[name] for name in ("mechanism", "measure", "device"))
+        seed = mechanism.get("training", mechanism.get("options") or {}).get("seed")
+        start = [held.id, held.at, held.run, held.key["model"]["name"], mechanism["name"], mechanism.get("state"), seed]
+        start += [measure["what"], measure.get("length", measure.get("context"))]
+        start += [device.get("device"), device.get("threads")]
         for name, value in numbers(held.value):
-            writer.writerow([*start, json.dumps(told, sort_keys=True, ensure_ascii=False), name, value])
+            writer.writerow([*start, name, value])
     return buffer.getvalue().encode()
 
 

@@ -206,6 +206,7 @@ def positions(report: dict[str, Any]) -> Any:
             axes.plot(*zip(*known, strict=True), label=label_of(report, name), markersize=5, **looks_of(report, name))
     limit = report["model"]["positions"]
     if limit is not None and limit < context:
+        axes.margins(y=0.12)
         axes.axvline(limit, color="#666666", linewidth=1.0, linestyle=(0, (2, 2)))
         axes.text(limit, axes.get_ylim()[1], " trained up to here", va="top", fontsize=8.5, color="#444444")
     axes.set_xlim(0, context)

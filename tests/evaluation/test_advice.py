@@ -51,7 +51,7 @@ def verdict_of(share: float, speedup: float, **changes: Any) -> dict[str, Any]:
         (0.99, 2.0, {"off": 0.9}, "loses too much", False),
         (0.99, 1.0, {}, "no gain", False),
         (0.99, 0.5, {}, "slower", False),
-        (0.99, 2.0, {"judged": 200}, "shorter inputs only", None),
+        (0.99, 2.0, {"judged": 200}, "worth it, as far as shorter inputs show", None),
     ],
 )
 def test_verdicts(share: float, speedup: float, changes: dict[str, Any], call: str, good: bool | None) -> None:
