@@ -15,6 +15,8 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.evaluation.measurements import NAME as STORE
+from hf_linear_attn.evaluation.measurements import Store
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
 from hf_linear_attn.evaluation.planner import measures, study
 from hf_linear_attn.evaluation.planner.budget import KINDS, UNITS, Budget, damage
@@ -181,11 +183,12 @@ def test_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"other settings \(steps: 1, now 2\).*--restart"):
         Record(tmp_path, {"model": "a", "steps": 2})
     assert not Record(tmp_path, {"model": "a", "steps": 2}, restart=True).resumed
-    record.path.write_text('{"tool": "another"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="is no report"):
-        Record(tmp_path, {})
-    record.path.write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="cannot be read"):
+    anew = Record(tmp_path, {"model": "a", "steps": 1}, restart=True)
+    assert anew.measured("measured", "0", lambda: {"value": 2.0}) == {"value": 2.0}
+    assert Record(tmp_path, {"model": "a", "steps": 1}).data["measured"] == {"0": {"value": 2.0}}
+    assert len(Store(tmp_path / STORE)) == 2  # the older one is kept
+    (tmp_path / STORE).write_text("{\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: no JSON"):
         Record(tmp_path, {})
 
 
@@ -232,7 +235,7 @@ def plan(where: Path, kind: str, out: Path, /, **changes: Any) -> dict[str, Any]
     return run_plan(str(where / kind), options, console=Console(file=io.StringIO(), width=100))
 
 
-FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned.safetensors"}
+FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned.safetensors", STORE}
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +306,8 @@ def test_a_stopped_run_goes_on(
     monkeypatch.setattr(LanguageMeasure, "__call__", stops)
     with pytest.raises(KeyboardInterrupt):
         plan(folder, "gpt2", tmp_path)
-    kept = json.loads((tmp_path / "plan-report.json").read_text(encoding="utf-8"))
-    assert len(kept["measured"]) == 2
+    kept = [held.key["measure"]["what"] for held in Store(tmp_path / STORE)]
+    assert kept.count("measured") == 2
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(LanguageMeasure, "__call__", whole)
     monkeypatch.setattr(study, "transfer_attention", lambda *_, **__: pytest.fail("trained twice"))
@@ -349,9 +352,11 @@ def test_a_budget_out_of_reach(folder: Path, tmp_path: Path) -> None:
 
 def test_a_plan_that_does_not_hold_elsewhere(folder: Path, tmp_path: Path) -> None:
     report = plan(folder, "gpt2", tmp_path)
-    record = json.loads((tmp_path / "plan-report.json").read_text(encoding="utf-8"))
-    record["verified"]["0,1,2"]["loss"] += 100.0
-    (tmp_path / "plan-report.json").write_text(json.dumps(record), encoding="utf-8")
+    lines = [json.loads(line) for line in (tmp_path / STORE).read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        if line["kind"] == "measurement" and line["key"]["measure"]["what"] == "verified":
+            line["value"]["loss"] += 100.0
+    (tmp_path / STORE).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     report = plan(folder, "gpt2", tmp_path)
     assert report["choice"]["found"]
     assert not report["choice"]["met"]

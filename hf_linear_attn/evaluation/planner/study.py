@@ -15,7 +15,6 @@ from ...integration.attention import SUBMODULE, exact_attention
 from ...integration.discovery import self_attention
 from ...patching import CONFIG_FIELD
 from ...training.transfer import transfer_attention
-from ..measurements import plain
 from ..report import write_aside
 from ..speed import LONGEST_WAIT, model_speed
 from ..study import Progress
@@ -105,8 +104,7 @@ class PlanStudy:
         )
         held = self.patched.state_dict()
         write_aside(path, save({name: held[name].contiguous().cpu() for name in modules}))
-        self.record.data["transfer"] = plain(asdict(done))
-        self.record.save()
+        self.record.transferred(asdict(done))
         self.progress.say(f"transfer: {steps} steps in {done.seconds:.0f} s, kept step {done.best_step}")
 
     # ---------------------------------------------------------------------------------------------- quality
