@@ -1,0 +1,1 @@
+"""Speed and memory of every mechanism beside exact attention, other packages, and the limits of the machine."""

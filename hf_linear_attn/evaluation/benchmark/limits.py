@@ -1,0 +1,108 @@
+"""What bounds attention on this machine, measured beside it: matrix products alone, and moving the bytes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: Tokens of a chunk of the causal products.
+CHUNK = 128
+
+#: Elements of the features that are held at once; of more, the same ones stand for every block.
+MOST_FEATURES = 1 << 26
+
+#: A backward pass has two products for each one of the forward pass.
+BACKWARD_FACTOR = 3.0
+
+
+def bidirectional_products(key: Tensor, value: Tensor, features: int) -> Callable[[], object]:
+    """`S = φ(k)ᵀ v` and `φ(q) S`, nothing else: 4·B·H·L·m·e operations. Features are given, and so is the room.
+
+    key, value `[B, H, L, d]` tell shapes, dtype and device.
+    """
+    values, mapped = _given(key, value, features)
+    length, block = values.shape[1], mapped.shape[1]
+    sums = values.new_zeros(values.shape[0], features, values.shape[2])
+    out = torch.empty_like(values)
+
+    def run() -> None:
+        if block == length:
+            torch.bmm(mapped.transpose(1, 2), values, out=sums)
+            torch.bmm(mapped, sums, out=out)
+            return
+        for start in range(0, length, block):
+            held = values[:, start : start + block]
+            torch.baddbmm(sums, mapped[:, : held.shape[1]].transpose(1, 2), held, beta=0, out=sums)
+        for start in range(0, length, block):
+            room = out[:, start : start + block]
+            torch.bmm(mapped[:, : room.shape[1]], sums, out=room)
+
+    return run
+
+
+def causal_products(key: Tensor, value: Tensor, features: int) -> Callable[[], object]:
+    """The four products of each chunk of 128 tokens: weights, weights times values, read the state, add to it.
+
+    B·H·L·(2·128·(m + e) + 4·m·e) operations.
+    """
+    values, mapped = _given(key, value, features)
+    rows, length, width = values.shape
+    chunk, block = min(CHUNK, length), mapped.shape[1]
+    weights = values.new_empty(rows, chunk, chunk)
+    inner, outer = values.new_empty(rows, chunk, width), values.new_empty(rows, chunk, width)
+    sums, fresh = values.new_zeros(rows, features, width), values.new_empty(rows, features, width)
+
+    def run() -> None:
+        for start in range(0, length - chunk + 1, chunk):
+            place = start % max(1, block - chunk + 1)
+            part, held = mapped[:, place : place + chunk], values[:, start : start + chunk]
+            torch.bmm(part, part.transpose(1, 2), out=weights)
+            torch.bmm(weights, held, out=inner)
+            torch.bmm(part, sums, out=outer)
+            torch.bmm(part.transpose(1, 2), held, out=fresh)
+
+    return run
+
+
+def _given(key: Tensor, value: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Values `[B·H, L, e]` and random features `[B·H, L or less, m]`."""
+    rows, length = key.shape[0] * key.shape[1], key.shape[2]
+    block = min(length, max(CHUNK, MOST_FEATURES // (rows * features)))
+    mapped = torch.rand(rows, block, features, device=key.device).to(key.dtype)
+    return value.reshape(rows, length, -1), mapped
+
+
+def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Callable[[], object]:
+    make = causal_products if causal else bidirectional_products
+    return _without_gradients(make(key, value, features))
+
+
+def reference_product(key: Tensor, value: Tensor) -> tuple[Callable[[], object], int]:
+    """A product of heads, `[L, d] @ [d, e]` for each, and its operations: the rate at which others' are counted."""
+    rows, length, dim = key.shape[0] * key.shape[1], key.shape[2], key.shape[3]
+    left, right = key.reshape(rows, length, dim), value.reshape(rows, length, -1)[:, :dim].contiguous()
+    if right.shape[1] < dim:
+        right = right.new_zeros(rows, dim, right.shape[2])
+    out = left.new_empty(rows, length, right.shape[2])
+
+    def run() -> None:
+        torch.bmm(left, right, out=out)
+
+    return _without_gradients(run), 2 * rows * length * dim * right.shape[2]
+
+
+def copying(amount: int, device: torch.device) -> Callable[[], object]:
+    """Read half of `amount` bytes and write the other half."""
+    source = torch.zeros(max(1, amount // 2), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return _without_gradients(lambda: target.copy_(source))
+
+
+def _without_gradients(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        with torch.no_grad():
+            call()
+
+    return run

@@ -1,0 +1,186 @@
+"""What `hf-linear-attn benchmark` can be asked for. Light: reading flags loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SECTIONS = ("ops",)
+DTYPES = ("float32", "bfloat16", "float16")
+DIRECTIONS = ("bidirectional", "causal")
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CONTEXTS = (128, 1024, 4096, 16384, 32768)
+MODEL_LENGTHS = (512, 1024, 2048, 4096, 8192)
+MEMORY_LENGTHS = (1024, 4096, 16384, 100_000)
+#: What whole models and memory are measured with: there every mechanism costs seconds.
+FEW = ("elu", "favor+", "hedgehog", "window")
+
+QUICK = {
+    "attention": FEW,
+    "lengths": (64, 512, 2048),
+    "contexts": (128, 1024),
+    "model_lengths": (512,),
+    "memory_lengths": (1024, 4096),
+    "dtypes": ("float32",),
+    "batches": (1,),
+    "seconds": 0.03,
+    "longest": 2.0,
+}
+FULL = {
+    "attention": None,
+    "lengths": LENGTHS,
+    "contexts": CONTEXTS,
+    "model_lengths": MODEL_LENGTHS,
+    "memory_lengths": MEMORY_LENGTHS,
+    "dtypes": ("float32", "bfloat16"),
+    "batches": (1, 8),
+    "seconds": 0.1,
+    "longest": 60.0,
+}
+
+
+def about(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """What to measure, and how thoroughly. None: the full set, or with `quick` a small one."""
+
+    section: tuple[str, ...] = field(
+        default=SECTIONS, metadata=about("what to measure: ops, decode, model, memory (default: all)")
+    )
+    attention: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about(
+            "mechanisms (default: all in ops and in the decoding step; elu, favor+, hedgehog and window elsewhere)"
+        ),
+    )
+    backend: tuple[str, ...] | None = field(
+        default=None, metadata=about("backends of kernelized attention: torch, native, … (default: all there are)")
+    )
+    direction: tuple[str, ...] = field(
+        default=DIRECTIONS, metadata=about("bidirectional, causal (default: both; ops and memory)")
+    )
+    dtypes: tuple[str, ...] | None = field(
+        default=None, metadata=about("float32, bfloat16, float16 (default: float32 bfloat16; quick: float32)")
+    )
+    lengths: tuple[int, ...] | None = field(
+        default=None, metadata=about("lengths of ops, in tokens (default: 64 to 16384; quick: 64 512 2048)")
+    )
+    contexts: tuple[int, ...] | None = field(
+        default=None, metadata=about("contexts of decoding, in tokens (default: 128 to 32768; quick: 128 1024)")
+    )
+    model_lengths: tuple[int, ...] | None = field(
+        default=None, metadata=about("lengths of whole models (default: 512 to 8192; quick: 512)")
+    )
+    memory_lengths: tuple[int, ...] | None = field(
+        default=None, metadata=about("lengths of memory (default: 1024 to 100000; quick: 1024 4096)")
+    )
+    batch: int = field(default=1, metadata=about("batch size of ops and memory"))
+    heads: int = field(default=12, metadata=about("heads of ops, decoding step and memory"))
+    head_dim: int = field(default=64, metadata=about("head size of ops, decoding step and memory"))
+    batches: tuple[int, ...] | None = field(
+        default=None, metadata=about("batch sizes of the decoding step (default: 1 8; quick: 1)")
+    )
+    backward: bool = field(
+        default=True, metadata=about("also forward and backward together, as in training (ops and memory)")
+    )
+    peers: bool = field(
+        default=True, metadata=about("other packages too, where they are installed (those that are not are named)")
+    )
+    headlines: bool = field(
+        default=True, metadata=about("the comparisons that others published, on their shapes (not with --quick)")
+    )
+    seconds: float | None = field(
+        default=None, metadata=about("time to spend on each thing timed (default: 0.1; quick: 0.03)")
+    )
+    longest: float | None = field(
+        default=None,
+        metadata=about("leave out what would take longer than this for one call (default: 60; quick: 2)"),
+    )
+    quick: bool = field(default=False, metadata=about("less of everything, for a first look"))
+    threads: int = field(default=1, metadata=about("CPU threads, for all alike"))
+    device: str = field(default="cpu", metadata=about("torch device to run on: cpu, cuda, …"))
+    seed: int = field(default=0, metadata=about("seed of inputs, random weights and random features"))
+    output: str = field(default="benchmark", metadata=about("folder for tables and measurements"))
+    append: bool = field(
+        default=False, metadata=about("add to the measurements in the folder, or go on where a run was stopped")
+    )
+    again: bool = field(
+        default=False, metadata=about("measure anew what is there; both are kept, the newer is shown (with --append)")
+    )
+    compare: str | None = field(
+        default=None,
+        metadata=about("an earlier benchmark.json: say which ratios became worse by more than the noise; exit code 1"),
+    )
+    tolerance: float = field(
+        default=0.1, metadata=about("smallest change of a ratio that counts as worse, beside the noise (0.1: 10 %)")
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("heads", 1), ("head_dim", 2), ("threads", 1), ("seed", 0)):
+            _check_whole(name, getattr(self, name), least)
+        for name, least in (
+            ("lengths", 2),
+            ("contexts", 2),
+            ("model_lengths", 16),
+            ("memory_lengths", 16),
+            ("batches", 1),
+        ):
+            for given in getattr(self, name) or ():
+                _check_whole(name, given, least)
+        for name, known in (("section", SECTIONS), ("direction", DIRECTIONS), ("dtypes", DTYPES)):
+            _check_known(name, getattr(self, name), known)
+        for name in (*_LISTS, "section", "direction"):
+            given = getattr(self, name)
+            if given is not None and (not given or len(set(given)) < len(given)):
+                told = ", ".join(map(str, given)) or "nothing"
+                raise ValueError(f"{name} must name different things, at least one; got {told}.")
+        for name in ("seconds", "longest"):
+            held = getattr(self, name)
+            if held is not None and not held > 0:
+                raise ValueError(f"{name} must be positive, got {held!r}.")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance!r}.")
+        if self.again and not self.append:
+            raise ValueError("again goes with append: it measures anew what a folder holds already.")
+
+    def chosen(self, name: str) -> object:
+        """An option, or what it stands for where it was left open."""
+        given = getattr(self, name)
+        if given is not None:
+            return tuple(sorted(given)) if name in _SORTED else given
+        return (QUICK if self.quick else FULL)[name]
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """`chosen` for lengths, contexts and batch sizes, ascending."""
+        held = self.chosen(name)
+        assert isinstance(held, tuple)
+        return held
+
+    def number(self, name: str) -> float:
+        held = self.chosen(name)
+        assert isinstance(held, (int, float))
+        return float(held)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        held = self.chosen(name)
+        assert isinstance(held, tuple)
+        return held
+
+
+_SORTED = ("lengths", "contexts", "model_lengths", "memory_lengths", "batches")
+_LISTS = (*_SORTED, "attention", "backend", "dtypes")
+
+
+def _check_whole(name: str, given: object, least: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {given!r}.")
+
+
+def _check_known(name: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
+    for held in given or ():
+        if held not in known:
+            raise ValueError(f"Unknown {name} {held!r}. There are: {', '.join(known)}.")
