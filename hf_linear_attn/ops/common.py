@@ -20,9 +20,9 @@ DENOMINATOR_EPS = 1e-20
 #: waves has a standard deviation of 0.06: sums below a few times that are mostly noise.
 SIGNED_NORMALISER_EPS = 0.3
 
-#: Largest number of float elements of one block of features, per batch of heads (about 4 MB in float32: the
-#: temporaries then stay in the cache at any sequence length).
-BLOCK_ELEMENTS = 1 << 20
+#: Largest number of float elements of one block of features, per batch of heads (about 1 MB in float32: the
+#: temporaries then stay in a core's own cache at any sequence length).
+BLOCK_ELEMENTS = 1 << 18
 
 #: Block lengths are multiples of this.
 BLOCK_QUANTUM = 128
@@ -57,6 +57,35 @@ def block_length(batch: int, heads: int, width: int, length: int) -> int:
         return max(length, 1)
     tokens = BLOCK_ELEMENTS // max(batch * heads * width, 1)
     return max(tokens // BLOCK_QUANTUM, 1) * BLOCK_QUANTUM
+
+
+class OutputBlocks:
+    """Collects an output `[B, H, L, e]` block by block: written in place where no gradient is recorded.
+
+    In memory it then lies as `[B, L, H, e]`, the order in which a model goes on with it.
+    """
+
+    def __init__(self, batch: int, heads: int, length: int, width: int, like: Tensor) -> None:
+        self.parts: list[Tensor] = []
+        self.whole: Tensor | None = None
+        self.filled = 0
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.whole = like.new_empty(batch, length, heads, width).transpose(1, 2)
+        self.empty = like.new_empty(batch, heads, 0, width)
+
+    def add(self, block: Tensor) -> None:
+        if self.whole is None:
+            self.parts.append(block.to(self.empty.dtype))
+            return
+        self.whole[:, :, self.filled : self.filled + block.shape[2]] = block
+        self.filled += block.shape[2]
+
+    def joined(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return torch.cat(self.parts, dim=2) if self.parts else self.empty
 
 
 def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tensor:

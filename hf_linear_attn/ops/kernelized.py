@@ -17,6 +17,7 @@ from torch import Tensor
 from .common import (
     FeatureFunction,
     Features,
+    OutputBlocks,
     State,
     block_length,
     compute_dtype,
@@ -37,7 +38,8 @@ def masked_key_features(
 
     The keys themselves are zeroed first: NaN in padding reaches neither the sums nor the gradient of a learned map.
     """
-    values, log_scale = key_features(mask_tokens(key.to(dtype), mask), start)
+    # Contiguous first: what follows reads it several times, and a model's keys lie token by token.
+    values, log_scale = key_features(mask_tokens(key.to(dtype).contiguous(), mask), start)
     values = mask_tokens(values, mask)
     return Features(values, None if log_scale is None else mask_tokens(log_scale, mask, float("-inf")))
 
@@ -91,21 +93,19 @@ def bidirectional(
         stop = min(start + step, keys)
         part = None if mask is None else mask[:, start:stop]
         features = masked_key_features(key_features, key[:, :, start:stop], start, part, dtype)
-        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
+        values = mask_tokens(value[:, :, start:stop].to(dtype).contiguous(), part)
         state = merge_keys(state, features, values, signed=signed)
     if state is None:  # no keys at all
         return value.new_zeros(batch, heads, length, value.shape[-1])
     step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
-    outputs = []
+    outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start in range(0, length, step):
-        block = query_features(query[:, :, start : start + step].to(dtype), start).values
+        block = query_features(query[:, :, start : start + step].to(dtype).contiguous(), start).values
         rows = block.shape[2]
         folded = block.reshape(batch, groups, -1, block.shape[-1])
         out = divide(folded @ state["kv"], (folded @ state["k_sum"].unsqueeze(-1)).squeeze(-1), signed=signed)
-        outputs.append(out.view(batch, heads, rows, -1).to(value.dtype))
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        outputs.add(out.view(batch, heads, rows, -1))
+    return outputs.joined()
 
 
 def chunk_weights(
@@ -153,13 +153,13 @@ def causal(
     batch, heads, length, _ = query.shape
     groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
     step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
-    outputs = []
+    outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start in range(0, length, step):
         stop = min(start + step, length)
         part = None if mask is None else mask[:, start:stop]
-        queries = group_heads(query_features(query[:, :, start:stop].to(dtype), start).values, groups)
+        queries = group_heads(query_features(query[:, :, start:stop].to(dtype).contiguous(), start).values, groups)
         keys = masked_key_features(key_features, key[:, :, start:stop], start, part, dtype)
-        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
+        values = mask_tokens(value[:, :, start:stop].to(dtype).contiguous(), part)
         for low in range(0, stop - start, chunk):
             high = min(low + chunk, stop - start)
             chunk_q, chunk_v = queries[:, :, :, low:high], values[:, :, low:high]
@@ -167,10 +167,8 @@ def causal(
                 keys.values[:, :, low:high], None if keys.log_scale is None else keys.log_scale[:, :, low:high]
             )
             out, state = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
-            outputs.append(out.reshape(batch, groups * repeats, high - low, -1).to(value.dtype))
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1]), state
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+            outputs.add(out.reshape(batch, groups * repeats, high - low, -1))
+    return outputs.joined(), state
 
 
 def _causal_chunk(
