@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -325,3 +327,11 @@ def test_what_it_refuses():
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None
     assert "carried state" in refuses(learning._replace(keep_state=True))
+
+
+def test_every_source_is_part_of_the_key() -> None:
+    """A changed header that is not would leave the old kernels in use."""
+    from hf_linear_attn.ops.native import build
+
+    folder = Path(build.__file__).parent
+    assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == set(build.SOURCES)
