@@ -12,6 +12,8 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .job import Job
+
 EXTRAS = "pip install 'hf-linear-attn[demo]'"
 
 
@@ -33,8 +35,7 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
 
     from .job import TOOL, prepare_job
     from .report import environment, write_report
-    from .screen import Screen, readable, show
-    from .study import Study
+    from .screen import readable, show
     from .verdicts import conclude
 
     console = console or Console()
@@ -47,24 +48,8 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
     folder.mkdir(parents=True, exist_ok=True)
     surroundings = environment(job.subject.model.device)
     store.begin(TOOL, job.settings(), surroundings)
-    held = len(store)
-    study = None
     try:
-        with Screen(console) as screen:
-            if held:
-                screen.say(f"taken up: {held} measurements of earlier runs")
-            study = Study(
-                job.subject,
-                data=job.data,
-                plan=job.plan,
-                judges=job.judges,
-                progress=screen,
-                store=store,
-                folder=folder,
-                groups=job.groups,
-                reference=job.reference,
-            )
-            found = study.run()
+        found = _measure(job, store, folder, console)
     except BaseException:
         _tell_what_is_kept(console, store, folder)
         raise
@@ -73,6 +58,28 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
     written = write_report(report, folder, store)
     show(console, report, folder, written)
     return report
+
+
+def _measure(job: Job, store: Store, folder: Path, console: Console) -> dict[str, Any]:
+    """All that is not known yet, with progress on the screen."""
+    from .screen import Screen
+    from .study import Study
+
+    with Screen(console) as screen:
+        if len(store):
+            screen.say(f"taken up: {len(store)} measurements of earlier runs")
+        study = Study(
+            job.subject,
+            data=job.data,
+            plan=job.plan,
+            judges=job.judges,
+            progress=screen,
+            store=store,
+            folder=folder,
+            groups=job.groups,
+            reference=job.reference,
+        )
+        return study.run()
 
 
 def _tell_what_is_kept(console: Console, store: Store, folder: Path) -> None:
