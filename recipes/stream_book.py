@@ -103,7 +103,7 @@ class Sums:
 
 
 def read(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read the text once; what it cost, and the losses."""
+    """Read the text once; what it cost, and the losses. The state of a line is the largest since the line before."""
     tokens = file_tokens(arguments.text, tokenizer)
     if arguments.tokens is not None:
         tokens = (token for token, _ in zip(tokens, range(arguments.tokens), strict=False))
@@ -116,11 +116,11 @@ def read(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) 
     )
     sums, due, lines, began, stop, held = Sums(), arguments.every, [], time.perf_counter(), 0, 0
     for piece, losses in stream_losses(pieces):
-        stop, held = piece.start + piece.ids.shape[1], cache_bytes(piece.cache)
+        stop, held = piece.start + piece.ids.shape[1], max(held, cache_bytes(piece.cache))
         sums.add(stop, losses)
         if stop >= due:
             lines.append(show(stop, sums.since_last(), held))
-            due += arguments.every
+            due, held = due + arguments.every, 0
     if not stop:
         raise ValueError(f"{arguments.text!r} holds no text.")
     if sums.recent[1]:
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     if arguments.out is not None:
         add(arguments, model, result)
-    return 1 if grown["state_bytes"] or (grown["resident_bytes"] or 0) > NOISE_BYTES else 0
+    return 1 if grown["state_bytes"] > 0 or (grown["resident_bytes"] or 0) > NOISE_BYTES else 0
 
 
 def add(arguments: argparse.Namespace, model: PreTrainedModel, result: dict[str, Any]) -> None:

@@ -1,0 +1,30 @@
+"""The recipe that measures what packing saves."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "recipes" / "packing.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs the repository's recipes, and runs outside of it")
+
+
+def test_both_forms_compute_the_same(tmp_path):
+    found = importlib.util.spec_from_file_location("packing_recipe", SCRIPT)
+    recipe = importlib.util.module_from_spec(found)
+    found.loader.exec_module(recipe)
+    documents = [
+        " ".join(f"word{k}" for k in range(start, start + (3, 40, 12, 80, 7, 25)[start % 6])) for start in range(90)
+    ]
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(documents), encoding="utf-8")
+    small = ["--max-length", "64", "--batch-size", "4", "--batches", "2", "--attention", "elu", "linformer-causal"]
+    with pytest.raises(NotImplementedError, match="cannot be bidirectional"):
+        recipe.main(["--text", str(tmp_path / "text.txt"), *small, "--out", str(tmp_path / "no.json")])
+    assert recipe.main(["--text", str(tmp_path / "text.txt"), *small[:-1], "--out", str(tmp_path / "out.json")]) == 0
+    held = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert held["tokens"]["packed"] < held["tokens"]["padded"]
+    assert [row["direction"] for row in held["rows"]] == ["both", "causal"]
+    assert all(row["difference"] < 2e-5 for row in held["rows"])
+    assert held["text"]["source"] == "text.txt"
