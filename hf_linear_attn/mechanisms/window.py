@@ -26,10 +26,16 @@ class WindowOptions:
     mix_init: float = field(
         default=0.0, metadata={"help": "start of the learned log mixing weight g of the part outside the window"}
     )
+    saturation: int | None = field(
+        default=None,
+        metadata={"help": "n far tokens weigh as n / (1 + n / saturation): no more than so many together (None: as n)"},
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.window_size, int) or self.window_size < 1:
             raise ValueError(f"window_size must be a positive integer, got {self.window_size!r}.")
+        if self.saturation is not None and (not isinstance(self.saturation, int) or self.saturation < 1):
+            raise ValueError(f"saturation must be a positive integer or None, got {self.saturation!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
         if entry.cls.uses_positions:
             # Its state delays keys by the window and does not count the tokens before them.
@@ -96,12 +102,15 @@ class WindowAttention(LinearAttention):
             causal=causal,
             window=self.options.window_size,
             scaling=scaling,
-            log_mix=self.log_mix,
+            log_mix=self._log_mix(query, key, causal, mask, state),
             mask=mask,
             state=state,
             keep_state=keep_state,
         )
-        return backends.attend(call)
+        out, after = backends.attend(call)
+        if self.options.saturation is None or after is None:
+            return out, after
+        return out, {**after, "count": _seen(state) + _new(key, mask)}
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
@@ -119,8 +128,22 @@ class WindowAttention(LinearAttention):
             inside=self._inside(query, key, causal, mask),
             allowed=visible(mask, query, key, causal),
             scaling=scaling,
-            log_mix=self.log_mix,
+            log_mix=self._log_mix(query, key, causal, mask, None),
         )
+
+    def _log_mix(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None) -> Tensor:
+        """g, row by row `[B | 1, H, L | 1]`: less `log(1 + n / saturation)` for a row with n tokens outside its window.
+
+        A mask `[B, H, L, S]` has no count of its own: places in the sequence serve.
+        """
+        log_mix = self.log_mix.view(1, -1, 1)
+        if self.options.saturation is None:
+            return log_mix
+        far = _far_tokens(
+            key, None if mask is not None and mask.dim() == 4 else mask, state, self.options.window_size, causal
+        )
+        far = far[:, None, far.shape[1] - query.shape[2] :]
+        return log_mix - torch.log1p(far.to(compute_dtype(query)) / self.options.saturation)
 
     def separable_queries(self, causal: bool) -> bool:
         return causal
@@ -149,7 +172,30 @@ class WindowAttention(LinearAttention):
     def state_bytes(self, length: int = 0) -> int:
         shape, window = self.shape, self.options.window_size
         ring = 4 * shape.num_key_value_heads * window * (shape.head_dim + shape.value_dim)
-        return self.feature_map.state_bytes() + ring + window
+        return self.feature_map.state_bytes() + ring + window + (0 if self.options.saturation is None else 8)
 
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}"
+
+
+def _new(key: Tensor, mask: Tensor | None) -> Tensor:
+    """Number of real tokens `[B]`."""
+    return mask.sum(dim=1) if mask is not None else torch.full((key.shape[0],), key.shape[2], device=key.device)
+
+
+def _seen(state: State | None) -> Tensor | int:
+    return 0 if state is None else state["count"]
+
+
+def _far_tokens(key: Tensor, mask: Tensor | None, state: State | None, window: int, causal: bool) -> Tensor:
+    """How many real tokens lie outside the window of each token, `[B | 1, L]`; of earlier ones only where causal."""
+    length = key.shape[2]
+    real = torch.ones(1, length, dtype=torch.long, device=key.device) if mask is None else mask.long()
+    before = real.cumsum(dim=1)
+    if causal:
+        seen = _seen(state)
+        return (before + (seen.unsqueeze(1) if isinstance(seen, Tensor) else seen) - window).clamp_min(0)
+    place = torch.arange(length, device=key.device)
+    last, first = (place + window - 1).clamp(max=length - 1), place - window
+    inside = before[:, last] - before[:, first.clamp_min(0)] * (first >= 0)
+    return before[:, -1:] - inside

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common import FeatureFunction, Features, compute_dtype, finite_or_zero, mask_tokens
-from .windowed import FLOOR, Rows, Sums, blocked_keys, make_rows, pad_tokens, with_ones
+from .windowed import FLOOR, Rows, Sums, blocked_keys, by_row, make_rows, pad_tokens, rows_of, with_ones
 
 #: Smallest block: a narrower band lies in blocks of this many tokens.
 MIN_BLOCK = 32
@@ -242,6 +242,9 @@ def banded_sums(
     size = min(max(window, MIN_BLOCK), length)
     keys = _Keys(key, value, mask, key_features, size)
     padded = pad_tokens(mask_tokens(query, mask), 0, keys.count * size - length)
+    log_mix = by_row(log_mix)
+    if log_mix.shape[2] > 1:
+        log_mix = functional.pad(log_mix, (0, keys.count * size - length))
     band = _band(min(window, size), size, heads // groups, torch.empty(0, dtype=keys.dtype, device=key.device))
     step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
     step = keys.count if torch.compiler.is_compiling() else min(step, keys.count)
@@ -256,7 +259,8 @@ def banded_sums(
         carried = ahead[-1]
         far = _stack([_add(first, second) for first, second in zip(ahead, behind, strict=False)])
         block = padded[:, :, start * size : (start + count) * size]
-        rows = make_rows(block, query_features, start * size, groups, scaling, log_mix)
+        mix = rows_of(log_mix, start * size, (start + count) * size)
+        rows = make_rows(block, query_features, start * size, groups, scaling, mix)
         sums = _attend(_block_rows(rows, count), blocks, far, band)
         out = sums.normalised().to(value.dtype) if normalise else sums.values
         values.append(_unblock(out, heads // groups))

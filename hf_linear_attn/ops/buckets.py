@@ -188,7 +188,7 @@ def add_buckets(
     rounds = range(hashing.directions.shape[0])
     pools = [make_pool(key, value, places, mask, hashing, round_, state) for round_ in rounds]
     after = _store(pools, hashing, places, mask, state)
-    zero_mix = torch.zeros(heads, dtype=dtype, device=key.device)
+    zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
     width = len(rounds) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
     values, scales = [base.values[:, :, :0]], [base.log_scale[:, :, :0]]

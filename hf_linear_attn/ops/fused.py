@@ -97,7 +97,7 @@ class KernelizedCall(NamedTuple):
 class WindowedCall(NamedTuple):
     """One call of the hybrid: exact weights at distances below `window`, kernelized ones beyond (`ops.windowed`).
 
-    As `KernelizedCall`; log_mix `[H]`, scaling is τ.
+    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ.
     """
 
     query: Tensor

@@ -9,8 +9,8 @@
 for other maps it is 0, and `c_i` is the maximum over the window: the kernelized part is then measured against the
 strongest token of the window.
 
-Shapes as in `ops.kernelized`; log_mix `[H]`; the window is the last `window` tokens (causal, the token itself
-included) or the tokens at a distance below `window` (bidirectional: `ops.banded`).
+Shapes as in `ops.kernelized`; log_mix `[H]`, or row by row `[B | 1, H, L | 1]`; the window is the last `window` tokens
+(causal, the token itself included) or the tokens at a distance below `window` (bidirectional: `ops.banded`).
 """
 
 from __future__ import annotations
@@ -54,15 +54,25 @@ class Rows(NamedTuple):
 def make_rows(
     query: Tensor, query_features: FeatureFunction, start: int, groups: int, scaling: float, log_mix: Tensor
 ) -> Rows:
-    """Rows of a block of queries `[B, H, n, d]` that begins at position `start`."""
+    """Rows of a block of queries `[B, H, n, d]` that begins at position `start`; log_mix `[B | 1, H, n | 1]`."""
     block = query.to(compute_dtype(query))
     values, log_scale = query_features(block, start)
-    values = values * log_mix.to(block.dtype).exp().view(-1, 1, 1)
+    values = values * log_mix.to(block.dtype).exp().unsqueeze(-1)
     grouped_scale = None if log_scale is None else group_heads(log_scale.unsqueeze(-1), groups).squeeze(-1)
     return Rows(
         group_heads(functional.pad(block * scaling, (0, 1), value=1.0), groups),
         Features(group_heads(values, groups), grouped_scale),
     )
+
+
+def by_row(log_mix: Tensor) -> Tensor:
+    """`[H]` as `[1, H, 1]`."""
+    return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
+
+
+def rows_of(log_mix: Tensor, start: int, stop: int) -> Tensor:
+    """The part of `[B | 1, H, L | 1]` that belongs to rows `start … stop - 1`."""
+    return log_mix if log_mix.shape[2] == 1 else log_mix[:, :, start:stop]
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -154,12 +164,20 @@ class Tokens(NamedTuple):
     key: Tensor
     value: Tensor
     valid: Tensor
+    #: Mixing weights of the rows, `[B | 1, H, L | 1]`.
+    log_mix: Tensor
     #: Place of each new token among the queries `[B, L]` (None: its own).
     place: Tensor | None
 
 
 def gather_tokens(
-    query: Tensor, key: Tensor, value: Tensor, window: int, mask: Tensor | None, state: State | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mix: Tensor,
+    window: int,
+    mask: Tensor | None,
+    state: State | None,
 ) -> Tokens:
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
@@ -171,15 +189,20 @@ def gather_tokens(
         value = torch.cat([state["ring_value"].to(value.dtype), value], dim=2)
         valid = torch.cat([state["ring_mask"], valid], dim=1)
     if mask is None:  # the ring of a state has its padding first already
-        return Tokens(query, key, value, valid, None)
+        return Tokens(query, key, value, valid, by_row(log_mix), None)
     order = valid.to(torch.int8).argsort(dim=1, stable=True)
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     back = torch.empty_like(order).scatter_(1, order, places)
+    rows = (order[:, window:] - window).clamp_min(0)
+    log_mix = by_row(log_mix)
+    if log_mix.shape[2] > 1:
+        log_mix = take_tokens(log_mix.expand(batch, -1, -1).unsqueeze(-1), rows).squeeze(-1)
     return Tokens(
-        take_tokens(mask_tokens(query, mask), (order[:, window:] - window).clamp_min(0)),
+        take_tokens(mask_tokens(query, mask), rows),
         take_tokens(key, order),
         take_tokens(value, order),
         valid.gather(1, order),
+        log_mix,
         (back[:, window:] - window).clamp_min(0),
     )
 
@@ -206,7 +229,7 @@ def causal_sums(
         empty = value.new_zeros(batch, heads, 0, value.shape[-1])
         return Sums(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
     groups = key.shape[1]
-    tokens = gather_tokens(query, key, value, window, mask, state)
+    tokens = gather_tokens(query, key, value, log_mix, window, mask, state)
     sums = None if state is None else {name: held for name, held in state.items() if not name.startswith("ring_")}
     values, scales = [], []
     for start in range(0, length, CAUSAL_CHUNK):
@@ -215,7 +238,8 @@ def causal_sums(
         valid = tokens.valid[:, near]
         near_key = mask_tokens(tokens.key[:, :, near].to(dtype), valid)
         near_value = mask_tokens(tokens.value[:, :, near].to(dtype), valid)
-        rows = make_rows(tokens.query[:, :, start : start + size], query_features, start, groups, scaling, log_mix)
+        mix = rows_of(tokens.log_mix, start, start + size)
+        rows = make_rows(tokens.query[:, :, start : start + size], query_features, start, groups, scaling, mix)
         older = masked_key_features(key_features, near_key[:, :, :size], start - window, valid[:, :size], dtype)
         chunk = _causal_chunk(rows, blocked_keys(near_key, valid), with_ones(near_value), older, window, sums)
         out = chunk.normalised().to(value.dtype) if normalise else chunk.values
@@ -303,7 +327,7 @@ def dense_windowed_weights(
     def grouped(flags: Tensor) -> Tensor:
         return flags.expand(batch, heads, size, keys).unflatten(1, (groups, -1))
 
-    rows = make_rows(query, query_features, 0, groups, scaling, log_mix)
+    rows = make_rows(query, query_features, 0, groups, scaling, by_row(log_mix))
     exact, linear = grouped(inside & allowed), grouped(~inside & allowed)
     block = key.to(rows.query.dtype)
     features = key_features(block, 0)

@@ -26,9 +26,9 @@ CASES = [
 CASE = pytest.mark.parametrize(("shape", "window", "feature_map"), CASES, ids=str)
 
 
-def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True):
+def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True, saturation=None):
     entry = ATTENTIONS.get("window")
-    options = entry.options(window_size=window, mix_init=-0.3, feature_map=feature_map)
+    options = entry.options(window_size=window, mix_init=-0.3, feature_map=feature_map, saturation=saturation)
     mechanism = entry.factory(AttentionShape(shape[1], shape[2], head_dim, value_dim, causal=causal), options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -50,10 +50,11 @@ def definition(mechanism, tensors, causal, mask):
 
 
 @BOTH
+@pytest.mark.parametrize("saturation", [None, 20])
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @CASE
-def test_output_and_gradients_are_the_definitions(shape, window, feature_map, kind, causal):
-    mechanism = build(shape, window, feature_map, causal=causal)
+def test_output_and_gradients_are_the_definitions(shape, window, feature_map, kind, saturation, causal):
+    mechanism = build(shape, window, feature_map, causal=causal, saturation=saturation)
     mask = masks(shape, kind)
     weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
     if mask is not None:  # what padding gets is nobody's business
@@ -78,10 +79,10 @@ def test_output_and_gradients_are_the_definitions(shape, window, feature_map, ki
 
 @pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 3, 70), (100, 101)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "left"])
-@pytest.mark.parametrize("window", [3, 64])
-def test_a_state_goes_on_where_it_stopped(window, kind, cuts):
+@pytest.mark.parametrize(("window", "saturation"), [(3, None), (64, None), (7, 20)])
+def test_a_state_goes_on_where_it_stopped(window, saturation, kind, cuts):
     shape = (2, 4, 2, 150)
-    mechanism = build(shape, window, "hedgehog")
+    mechanism = build(shape, window, "hedgehog", saturation=saturation)
     tensors, mask = inputs(shape), masks(shape, kind)
     with torch.no_grad():
         whole, _ = attend("native", mechanism, tensors, True, mask)

@@ -44,7 +44,6 @@ _STRIDED = ("query", "key", "value", "out", "out_gradient", "query_gradient", "k
 _POINTERS = (
     *("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser"),
     *("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient"),
-    *("skip", "mix", "top", "mix_gradient"),
 )
 
 
@@ -59,6 +58,10 @@ class Arguments(ctypes.Structure):
         ("query_map", Map),
         ("key_map", Map),
         *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("skip", ctypes.c_void_p),
+        ("mix", Strided),
+        ("top", ctypes.c_void_p),
+        ("mix_gradient", ctypes.c_void_p),
         ("offset", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("window", "both_sides")),
         ("scaling", ctypes.c_float),

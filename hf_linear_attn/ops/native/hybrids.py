@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..common import State, mask_tokens
 from ..fused import WindowedCall
-from ..windowed import Tokens, gather_tokens, take_tokens
+from ..windowed import Tokens, by_row, gather_tokens, take_tokens
 from . import binding
 from .binding import Side, address
 
@@ -20,7 +20,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     assert call.fused is not None
     sides = tuple(binding.prepare(side, call.query.shape[3]) for side in call.fused)
     tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
-    log_mix = call.log_mix.float()
+    log_mix = by_row(call.log_mix.float())
     if not call.causal:
         mask = None if call.mask is None else call.mask.contiguous()
         return _Windowed.apply(
@@ -29,9 +29,10 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     length, window = call.query.shape[2], call.window
     if not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
-    tokens = gather_tokens(call.query, call.key, call.value, window, call.mask, call.state)
+    tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
     skip = (~tokens.valid).sum(dim=1)
-    out, kv, k_sum = _Windowed.apply(tokens.query, tokens.key, tokens.value, log_mix, *tensors, call, sides, None, skip)
+    given = (tokens.query, tokens.key, tokens.value, tokens.log_mix)
+    out, kv, k_sum = _Windowed.apply(*given, *tensors, call, sides, None, skip)
     if tokens.place is not None:
         out = mask_tokens(take_tokens(out, tokens.place), call.mask)
     return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, length)}
@@ -58,7 +59,9 @@ def _arguments(
 ) -> binding.Arguments:
     query, key, value = tensors
     given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
-    given.skip, given.mix = address(skip), address(mix)
+    given.skip = address(skip)
+    steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
+    given.mix = binding.Strided(mix.data_ptr(), *steps)
     given.offset = call.window if call.causal else 0
     given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
     return given
@@ -109,14 +112,15 @@ class _Windowed(torch.autograd.Function):
         )
         backs = (binding.turned(parameters[0]), binding.turned(parameters[2]))
         arguments = _arguments(ctx.call, (query, key, value), sides, mask, skip, mix, out, backs)
-        batch, heads = query.shape[:2]
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
-        to_mix = torch.zeros(batch, heads)
+        to_mix = torch.zeros(query.shape[:3])
         arguments.out_gradient = binding.strided(gradient)
         arguments.query_gradient, arguments.key_gradient = binding.strided(to_query), binding.strided(to_key)
         arguments.value_gradient, arguments.mix_gradient = binding.strided(to_value), address(to_mix)
         arguments.normaliser, arguments.top = address(normaliser), address(top)
-        learned = binding.ParameterGradients(parameters, tuple(ctx.needs_input_grad[4:8]), batch, (heads, key.shape[1]))
+        learned = binding.ParameterGradients(
+            parameters, tuple(ctx.needs_input_grad[4:8]), query.shape[0], (query.shape[1], key.shape[1])
+        )
         learned.place_in(arguments)
         binding.run("windowed_backward", arguments)
-        return to_query, to_key, to_value, to_mix.sum(0), *learned.sums(), None, None, None, None
+        return to_query, to_key, to_value, to_mix.sum_to_size(mix.shape), *learned.sums(), None, None, None, None

@@ -35,9 +35,9 @@ struct Call {
   float *key_weight_gradient, *key_bias_gradient;      // [B, G, ...]
   // Windowed forms only: exact weights near, kernelized ones far.
   const int64_t* skip;                                 // [B]: the first keys that are no tokens; null: none
-  const float* mix;                                    // [H]: exp of the log mixing weight
+  Strided mix;                                         // [B, H, L]: exp of the rows' log mixing weights
   float* top;                                          // [B, H, L]: stabilisers, kept for the backward; or null
-  float* mix_gradient;                                 // [B, H], of the log mixing weight
+  float* mix_gradient;                                 // [B, H, L], of the log mixing weights
   int64_t offset;                                      // the key that row 0 is
   int32_t window, both_sides;                          // both_sides: distances below `window` before and after
   float scaling;

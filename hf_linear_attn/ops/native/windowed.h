@@ -20,6 +20,7 @@ namespace hla {
 // One row of the batch and key-value head: keys, values and which are tokens, from either end.
 struct Stream {
   long b, g, repeats, rows, keys, offset;
+  bool backwards = false;
   std::vector<uint8_t> flags;  // validity with room on either side, so that no index needs a check
   long room;
 
@@ -33,7 +34,15 @@ struct Stream {
   const uint8_t* valid() const { return flags.data() + room; }
 
   // Both read backwards: token j becomes token keys - 1 - j.
-  void reverse() { std::reverse(flags.begin(), flags.end()); }
+  void reverse() {
+    std::reverse(flags.begin(), flags.end());
+    backwards = !backwards;
+  }
+  // Place of a row in the sequence.
+  long row_at(long row) const { return backwards ? rows - 1 - row : row; }
+  float mix(const Call& c, long h, long row) const {
+    return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head + row_at(row) * c.mix.token];
+  }
 };
 
 static inline Strided reversed(Strided tensor, long tokens, int bytes) {
@@ -195,7 +204,7 @@ struct Far {
   void read_queries(const Call& c, const Stream& s, long h, long start, int count) {
     const uint8_t* valid = s.valid() + s.offset;
     queries.read<T>(c.query, s.b, h, start, count, c.size, valid, false);
-    scale_all(queries.features, (long)count * sums.rows, c.mix[h]);
+    for (int t = 0; t < count; ++t) scale_all(queries.features + (long)t * sums.rows, sums.rows, s.mix(c, h, start + t));
   }
 
   void rows(int count, float* out, float* normaliser) {
@@ -338,16 +347,15 @@ static void side_back(const Side& side, long head, size_t place, int count, floa
 
 // The far part's gradients in one direction; `normaliser` of all rows in the order of the sequence.
 template <typename T>
-static void far_back(const Call& c, const Stream& s, bool backwards, Far& far, FarBack& room, BackRoom& back,
+static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, BackRoom& back,
                      float* normaliser, Collected& to) {
   const int e_row = far.sums.columns, m_row = far.sums.rows;
   auto read_rows_back = [&](long h, long start, int count) {
     const float* all = c.normaliser + (s.b * c.heads + h) * c.length;
-    for (int t = 0; t < count; ++t) normaliser[t] = all[backwards ? c.length - 1 - start - t : start + t];
+    for (int t = 0; t < count; ++t) normaliser[t] = all[s.row_at(start + t)];
     row_gradients<T>(c, s.b, h, start, count, normaliser, back);
   };
-  const auto row_place = [&](long row) { return backwards ? c.length - 1 - row : row; };
-  const auto key_place = [&](long token) { return backwards ? c.keys - 1 - token : token; };
+  const auto key_place = [&](long token) { return s.backwards ? c.keys - 1 - token : token; };
 
   far.clear();
   memset(room.turned_sums, 0, (size_t)m_row * e_row * sizeof(float));
@@ -363,12 +371,16 @@ static void far_back(const Call& c, const Stream& s, bool backwards, Far& far, F
       multiply(count, m_row, e_row, back.gradient, e_row, 1, room.turned_sums, m_row, back.feature_gradient, m_row, false);
       add_outer(back.normaliser_gradient, far.sums.k, m_row, count, back.feature_gradient);
       below_times(count, room.slopes, far.keys.features, m_row, back.feature_gradient, true);
-      if (c.mix_gradient)
-        c.mix_gradient[s.b * c.heads + h] += dot(back.feature_gradient, far.queries.features, count * m_row);
-      scale_all(back.feature_gradient, (long)count * m_row, c.mix[h]);
-      if (c.mix[h] != 0.0f) scale_all(far.queries.features, (long)count * m_row, 1.0f / c.mix[h]);
+      for (int t = 0; t < count; ++t) {
+        float *slope = back.feature_gradient + (long)t * m_row, *feature = far.queries.features + (long)t * m_row;
+        const float mix = s.mix(c, h, start + t);
+        if (c.mix_gradient)
+          c.mix_gradient[(s.b * c.heads + h) * c.length + s.row_at(start + t)] += dot(slope, feature, m_row);
+        scale_all(slope, m_row, mix);
+        if (mix != 0.0f) scale_all(feature, m_row, 1.0f / mix);
+      }
       side_back(far.queries, h, s.b * c.heads + h, count, c.query_weight_gradient, c.query_bias_gradient, c.size, back);
-      add_rows_along(back.x_gradient, to.x_row, count, to.query_at(r, row_place(start)), backwards);
+      add_rows_along(back.x_gradient, to.x_row, count, to.query_at(r, s.row_at(start)), s.backwards);
     }
     multiply(e_row, m_row, count, far.value, 1, e_row, far.keys.features, m_row, room.turned_sums, m_row, true);
     Sums::add_rows(far.keys.features, m_row, count, far.sums.k);
@@ -403,8 +415,8 @@ static void far_back(const Call& c, const Stream& s, bool backwards, Far& far, F
     clear_masked(s.valid(), first, count, back.value_gradient, e_row);
     side_back(far.keys, s.g, s.b * c.groups + s.g, count, c.key_weight_gradient, c.key_bias_gradient, c.size, back);
     clear_masked(s.valid(), first, count, back.x_gradient, to.x_row);
-    add_rows_along(back.x_gradient, to.x_row, count, to.key_at(key_place(first)), backwards);
-    add_rows_along(back.value_gradient, e_row, count, to.value_at(key_place(first)), backwards);
+    add_rows_along(back.x_gradient, to.x_row, count, to.key_at(key_place(first)), s.backwards);
+    add_rows_along(back.value_gradient, e_row, count, to.value_at(key_place(first)), s.backwards);
   }
 }
 
@@ -439,10 +451,10 @@ static int windowed_backward(const Call& c) {
       for (long task = 0; task < c.batch * c.groups; ++task) {
         Stream s(c, task);
         to.clear();
-        far_back<T>(c, s, false, far, far_room, back, normaliser, to);
+        far_back<T>(c, s, far, far_room, back, normaliser, to);
         if (c.both_sides) {
           s.reverse();
-          far_back<T>(other, s, true, far, far_room, back, normaliser, to);
+          far_back<T>(other, s, far, far_room, back, normaliser, to);
           s.reverse();
         }
         for (long start = 0; start < c.length; start += BLOCK) {
