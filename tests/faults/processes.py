@@ -119,7 +119,7 @@ def killed_at_random(name: str, place: Path) -> str:
 for recipe in sorted(SCRIPTS):
     fault(
         "kill -9",
-        f"recipe {recipe}.py, at random moments, {RUNS} runs, {KILLS} times each",
+        f"recipe {recipe}.py, at random moments, {RUNS} runs, each up to {KILLS} times",
         "resumed, the weights of the uninterrupted run",
         quick=False,
     )(partial(killed_at_random, recipe))
