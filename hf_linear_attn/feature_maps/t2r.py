@@ -65,7 +65,8 @@ class T2RFeatureMap(FeatureMap):
 
     def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
         bias = torch.full((heads, self.num_features), float(self.options.bias_init), device="cpu")
-        return nn.Parameter(start.expand(heads, -1, -1).clone()), nn.Parameter(bias)
+        weight = start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(weight), nn.Parameter(bias)
 
     def query(self, x: Tensor, scaling: float) -> Features:
         return self._features(x, self.query_weight, self.query_bias, scaling)

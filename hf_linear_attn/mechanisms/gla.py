@@ -70,7 +70,7 @@ class GatedLinearAttention(LinearAttention):
         self.feature_map = HedgehogFeatureMap(shape, features)
         size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
-        self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone())
+        self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone(memory_format=torch.contiguous_format))
         self.gate_up = nn.Parameter(torch.zeros(groups, rank, size, device="cpu"))
         log_decay = -math.log1p(-options.initial_decay) / ops.MAX_DECAY
         self.gate_bias = nn.Parameter(torch.full((groups, size), math.log(log_decay / (1 - log_decay)), device="cpu"))

@@ -33,6 +33,13 @@ def test_saved_and_loaded_bit_equal(name, family, tmp_path):
 
 
 @every_pair()
+def test_every_tensor_is_contiguous(name, family):
+    """As safetensors wants what it writes, when it is called without Transformers."""
+    model = patched(name, family)
+    assert [key for key, tensor in model.state_dict().items() if not tensor.is_contiguous()] == []
+
+
+@every_pair()
 def test_unpatching_restores_everything(name, family):
     model = family.build()
     before = Snapshot.of(model)
