@@ -122,7 +122,7 @@ def model_speed(
     announce: Announce,
 ) -> SpeedTable:
     """Time one forward pass (batch 1) of each model at each length. budget: seconds for each length."""
-    forward = {name: _forward(model) for name, model in models.items()}
+    forward = {name: forward_of(model) for name, model in models.items()}
 
     def prepare(length: int) -> dict[str, Callable[[], object]]:
         inputs = long_inputs(models[baseline], tokens, length)
@@ -149,7 +149,7 @@ def length_rows(
     """
     with torch.inference_mode(not backward):
         inputs = long_inputs(models[baseline], tokens, length)
-        make = _training_pass if backward else _forward
+        make = _training_pass if backward else forward_of
         calls = {name: partial(make(model), inputs) for name, model in models.items()}
         device = models[baseline].device
         try:
@@ -177,7 +177,8 @@ def _training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], o
     return run
 
 
-def _forward(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
+def forward_of(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
+    """One forward pass as `generate` would prefill: no cache, and logits of the last token only."""
     accepted = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {}
     if "use_cache" in accepted:

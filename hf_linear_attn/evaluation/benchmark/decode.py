@@ -199,18 +199,18 @@ class StepCell:
         single = self.tokens(1)
         calls: dict[str, Callable[[], object]] = self._caches(single)
         calls |= {name: stepper.call(*single) for name, stepper in chosen.items()}
-        features = {stepper.features for stepper in chosen.values()} - {None}
-        floors = {_floor(held): state_floor(single[0], held) for held in features if held is not None}
+        features = {stepper.features for stepper in chosen.values()}
+        floors = {_floor(count): state_floor(single[0], count) for count in features if count is not None}
         samples = take_turns(calls | floors, seconds=self.bench.options.number("seconds"), device=self.bench.device)
         found: dict[str, dict[str, Any]] = {}
         for name in calls:
-            stepper = chosen.get(name)
-            found[name] = {"seconds": spread(samples[name]), "bytes": stepper.bytes() if stepper else self.cache_bytes}
+            held = chosen.get(name)
+            found[name] = {"seconds": spread(samples[name]), "bytes": held.bytes() if held else self.cache_bytes}
             if GROWING in samples:
                 found[name]["speedup"] = ratio(samples[GROWING], samples[name])
                 found[name]["over_preallocated"] = ratio(samples[PREALLOCATED], samples[name])
-            if stepper is not None and stepper.features is not None:
-                found[name]["over_floor"] = ratio(samples[name], samples[_floor(stepper.features)])
+            if held is not None and held.features is not None:
+                found[name]["over_floor"] = ratio(samples[name], samples[_floor(held.features)])
         return found
 
     def _caches(self, single: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], object]]:
@@ -227,7 +227,7 @@ class StepCell:
         generator = torch.Generator().manual_seed(self.bench.options.seed)
         size = (*key.shape[:2], self.context, key.shape[3])
         keys, values = (torch.randn(size, generator=generator).to(key) for _ in range(2))
-        room = tuple(torch.cat([held, held[:, :, :1]], dim=2) for held in (keys, values))
+        key_room, value_room = (torch.cat([held, held[:, :, :1]], dim=2) for held in (keys, values))
         attend = torch.nn.functional.scaled_dot_product_attention
 
         def growing() -> Tensor:
@@ -236,9 +236,9 @@ class StepCell:
 
         def preallocated() -> Tensor:
             with torch.no_grad():
-                room[0][:, :, -1:] = key
-                room[1][:, :, -1:] = value
-                return attend(query, *room)
+                key_room[:, :, -1:] = key
+                value_room[:, :, -1:] = value
+                return attend(query, key_room, value_room)
 
         return {GROWING: growing, PREALLOCATED: preallocated}
 

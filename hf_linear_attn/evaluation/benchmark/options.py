@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SECTIONS = ("ops", "decode")
+SECTIONS = ("ops", "decode", "model", "memory")
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("bidirectional", "causal")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .bench import Bench
+    from .tables import Table
 
 TOOL = "benchmark"
 FORMAT_VERSION = 1
@@ -30,7 +32,7 @@ def sections() -> dict[str, Section]:
     from .model import run_model
     from .ops import run_ops
 
-    return dict(zip(SECTIONS, (run_ops, run_decode, run_model, run_memory), strict=False))
+    return dict(zip(SECTIONS, (run_ops, run_decode, run_model, run_memory), strict=True))
 
 
 def run_benchmark(
@@ -45,63 +47,29 @@ def run_benchmark(
     Raises:
         ValueError, OSError: settings or a model that cannot be served; nothing has been measured then.
     """
-    import torch
     from rich.console import Console
 
-    from ..measurements import place_of
-    from ..report import environment
-    from ..screen import Screen
-    from .bench import Bench
     from .compare import compare, load_report, ratios_of
     from .show import show, tell_comparison
     from .subjects import check_backends, mechanism_names
-    from .tables import markdown, tables_of
+    from .tables import tables_of
 
     began = time.perf_counter()
     console = console or Console()
     mechanism_names(options.attention)
     check_backends(options.backend)
     device = checked_device(options.device)
+    check_source(source, options)
     before = load_report(options.compare) if options.compare is not None else None
     store = open_store(options)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        surroundings = environment(device)
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        store.begin(TOOL, plain(vars(options)), surroundings)
-        report: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "tool": TOOL,
-            "settings": plain({**vars(options), "model": source}),
-            **surroundings,
-            "sections": {},
-            "notes": {},
-        }
-        held = len(store)
-        try:
-            with Screen(console) as screen:
-                if held:
-                    screen.say(f"taken up: {held} measurements of earlier runs")
-                bench = Bench(options, store, screen, place_of(surroundings), device, source)
-                for name, run in sections().items():
-                    if name in options.section:
-                        report["sections"][name] = run(bench)
-                        report["notes"] = bench.notes
-                        screen.say(f"{name}: {len(report['sections'][name])} rows")
-        except BaseException:
-            tell_what_is_kept(console, store, folder)
-            raise
-    finally:
-        torch.set_num_threads(threads)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _threads(options.threads):
+        report = _measure(options, source, store, device, console)
     report = plain({**report, "ratios": ratios_of(report["sections"]), "seconds": time.perf_counter() - began})
     tables = tables_of(report)
-    title = f"# Benchmark\n\n{where(report)}\n"
-    notes = [f"- {text}" for texts in report["notes"].values() for text in texts]
-    body = "\n\n".join([title, *(markdown(table) for table in tables), *(["## Not measured", *notes] if notes else [])])
     write(folder / REPORT, (json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
-    write(folder / TABLES, (body + "\n").encode())
+    write(folder / TABLES, page(report, tables).encode())
     write(folder / CSV, write_csv(store))
     show(console, report, tables, folder)
     if before is None:
@@ -109,6 +77,58 @@ def run_benchmark(
     found = compare(before, report, options.tolerance)
     tell_comparison(console, found, before, report, str(options.compare))
     return report, 1 if found.worse else 0
+
+
+def _measure(
+    options: BenchmarkOptions, source: str | None, store: Store, device: Any, console: Console
+) -> dict[str, Any]:
+    """All sections asked for. What was measured before an error or an interruption stays on disk."""
+    from ..measurements import place_of
+    from ..report import environment
+    from ..screen import Screen
+    from .bench import Bench
+
+    surroundings = environment(device)
+    settings = plain({**vars(options), "model": source})
+    store.begin(TOOL, settings, surroundings)
+    facts = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **surroundings}
+    held = len(store)
+    found: dict[str, list[dict[str, Any]]] = {}
+    try:
+        with Screen(console) as screen:
+            if held:
+                screen.say(f"taken up: {held} measurements of earlier runs")
+            bench = Bench(options, store, screen, place_of(surroundings), device, source)
+            for name, run in sections().items():
+                if name in options.section:
+                    found[name] = run(bench)
+                    screen.say(f"{name}: {len(found[name])} rows")
+    except BaseException:
+        tell_what_is_kept(console, store, Path(options.output))
+        raise
+    return {**facts, "sections": found, "notes": bench.notes}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads for a while."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def page(report: dict[str, Any], tables: Sequence[Table]) -> str:
+    """benchmark.md: all tables, and what was not measured."""
+    from .tables import markdown
+
+    notes = [f"- {text}" for texts in report["notes"].values() for text in texts]
+    left_out = ["## Not measured", "\n".join(notes)] if notes else []
+    return "\n\n".join(["# Benchmark", where(report), *map(markdown, tables), *left_out]) + "\n"
 
 
 def where(report: dict[str, Any]) -> str:
@@ -137,6 +157,21 @@ def checked_device(name: str) -> Any:
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(f"The device {name!r} cannot be used ({str(error).splitlines()[0]}). Try cpu.") from error
     return device
+
+
+def check_source(source: str | None, options: BenchmarkOptions) -> None:
+    """Raises where a checkpoint is given that the sections asked for cannot take."""
+    if source is None:
+        return
+    from .shapes import is_decoder
+
+    decoder = is_decoder(source)
+    if not {"decode", "model"} & set(options.section) or {"ops", "memory"} & set(options.section):
+        raise ValueError(
+            f"The model {source!r} is for the sections decode and model; the others have no model. Add --section model."
+        )
+    if "decode" in options.section and not decoder:
+        raise ValueError(f"{source!r} is no causal language model, and decodes nothing. Use --section model.")
 
 
 def open_store(options: BenchmarkOptions) -> Store:

@@ -23,12 +23,16 @@ Samples = dict[str, list[float]]
 
 
 def take_turns(
-    calls: Mapping[str, Callable[[], object]], *, seconds: float, device: torch.device | None = None
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    device: torch.device | None = None,
+    slow: float = SLOW,
 ) -> Samples:
     """Time calls in turns: each round runs every one that still has time, beginning with another one each time.
 
     seconds: for each call, beside a warm-up; at least `MIN_ROUNDS` rounds of it (one if it is slow), at most
-    `MAX_ROUNDS`. What takes microseconds is repeated within a sample.
+    `MAX_ROUNDS`. What takes microseconds is repeated within a sample. slow: seconds of a call that is timed once.
     """
     clock = clock_of(device)
 
@@ -43,12 +47,12 @@ def take_turns(
     rounds: dict[str, int] = {}
     for name, call in calls.items():
         once = sample(call, 1)
-        samples[name] = [once] if once >= SLOW else []
+        samples[name] = [once] if once >= slow else []
         if once < 0.1:
             once = sample(call, 1)
         repeats[name] = max(1, min(200, math.ceil(MIN_SAMPLE_SECONDS / max(once, 1e-7))))
         wanted = seconds / (repeats[name] * max(once, 1e-7))
-        rounds[name] = 1 if once >= SLOW else int(min(MAX_ROUNDS, max(MIN_ROUNDS, wanted)))
+        rounds[name] = 1 if once >= slow else int(min(MAX_ROUNDS, max(MIN_ROUNDS, wanted)))
     names = list(calls)
     for turn in range(max(rounds.values(), default=0)):
         for index in range(len(names)):
