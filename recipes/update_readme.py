@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
+from hf_linear_attn.evaluation.benchmark.headline import forward_tables, headline
 from hf_linear_attn.evaluation.planner.words import table
 from hf_linear_attn.evaluation.summary import change, summarise_report
 
@@ -26,6 +27,7 @@ RECIPES = ROOT / "recipes" / "README.md"
 RESULTS = ROOT / "recipes" / "results"
 DEMO = RESULTS / "demo-minilm"
 PLAN = RESULTS / "plan-stories260k"
+BENCHMARK = RESULTS / "benchmark-cpu.json"
 PLOT = "speedup.png"
 #: Sentences of the report to repeat: the best mechanism, and the model without attention for scale.
 FINDINGS = 2
@@ -127,6 +129,11 @@ def _evaluation(path: Path) -> str:
     if picture.is_file():
         lines += ["", f"![Quality against speed]({picture.relative_to(ROOT).as_posix()})"]
     return "\n".join(lines)
+
+
+def benchmark_results(make: Callable[[dict[str, Any]], str], path: Path = BENCHMARK) -> str | None:
+    """Tables of the committed benchmark; None where there is none."""
+    return make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def _row(cells: list[str]) -> str:
@@ -286,7 +293,12 @@ def updated(text: str) -> str:
     text = replace_part(text, "mechanisms", mechanisms_table())
     text = replace_part(text, "plan", plan_results())
     text = replace_part(text, "sweep", sweep_summary())
-    for name, made in (("demo", demo_results()), ("evaluate", evaluation_results())):
+    parts = {
+        "demo": demo_results(),
+        "evaluate": evaluation_results(),
+        "benchmark": benchmark_results(headline),
+    }
+    for name, made in parts.items():
         text = text if made is None else replace_part(text, name, made)
     return text
 
@@ -294,7 +306,8 @@ def updated(text: str) -> str:
 def updated_recipes(text: str) -> str:
     """recipes/README.md as it should be."""
     text = replace_part(text, "fidelity", fidelity_tables())
-    for name, made in (("glue", glue_table()), ("lm", lm_tables())):
+    parts = {"glue": glue_table(), "lm": lm_tables(), "benchmark": benchmark_results(forward_tables)}
+    for name, made in parts.items():
         text = text if made is None else replace_part(text, name, made)
     return text
 
