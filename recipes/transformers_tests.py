@@ -4,8 +4,8 @@
 
 Called from the root of the repository. Downloads the sdist of the installed Transformers (and `parameterized`, which
 its tests import) with pip into a temporary folder, and runs its mixins over tiny BERT, GPT-2 and Llama models for the
-main mechanisms; some ten minutes on one core. Writes recipes/results/transformers-tests.json and .md. Expect: no
-failure without an explanation (exit code 1 otherwise).
+main mechanisms; some ten minutes on one core. Writes recipes/results/transformers-tests.json and .md; with --family or
+--attention the other results stay as they are. Expect: no failure without an explanation (exit code 1 otherwise).
 
 The sdist carries the tests at the top of `tests/`, with the mixins of models and of training, and none of its folders:
 the mixins of generation and of export are missing there. `--source` takes an unpacked source archive of the same
@@ -272,10 +272,22 @@ def main(argv: list[str] | None = None) -> int:
                 rows = [judged(row, control) for row in rows]
                 runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": rows})
                 sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
+    path = arguments.out / "transformers-tests.json"
+    if path.is_file() and (arguments.attention or set(arguments.family) < set(MECHANISMS)):
+        runs = merged(json.loads(path.read_text(encoding="utf-8")), runs)
     report = written(runs, absent, arguments)
-    (arguments.out / "transformers-tests.json").write_text(packed(report), encoding="utf-8")
+    path.write_text(packed(report), encoding="utf-8")
     (arguments.out / "transformers-tests.md").write_text(table(report), encoding="utf-8")
     return 1 if any(entry["counts"]["unexplained"] for entry in runs) else 0
+
+
+def merged(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A part that was run again takes its place among the results that are there, of the same Transformers."""
+    if before["transformers"] != version("transformers"):
+        raise ValueError(f"The results are of transformers {before['transformers']}: run all families and mechanisms.")
+    new = {(entry["family"], entry["attention"]): entry for entry in runs}
+    kept = [new.pop((entry["family"], entry["attention"]), entry) for entry in before["runs"]]
+    return [*kept, *new.values()]
 
 
 def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
