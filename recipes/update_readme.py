@@ -281,6 +281,63 @@ def _lm_table(held: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def packing_results(path: Path = RESULTS / "packing.json") -> str:
+    """What packing saves, in a sentence."""
+    held = json.loads(path.read_text(encoding="utf-8"))
+    settings, tokens, hardware = held["settings"], held["tokens"], held["environment"]["hardware"]
+    words = {"both": "encoder", "causal": "decoder"}
+    gains = [f"{row['speedup']:.2f}× `{row['attention']}` {words[row['direction']]}" for row in held["rows"]]
+    return (
+        f"`recipes/packing.py`, {settings['documents']} documents ({held['text']['source']}) in batches of "
+        f"{settings['batch_size']}, cut to {settings['max_length']} tokens: {tokens['packed']:,} tokens, "
+        f"{tokens['padded']:,} with padding ({tokens['padded'] / tokens['packed']:.2f}×). A forward and backward pass of "
+        f"small models on the packed form is faster by {', '.join(gains)} ({hardware['cpu']}, threads: "
+        f"{hardware['threads']}, load at the start {hardware['load_average_at_start']:.0f}; medians over batches, both "
+        "forms in turn)."
+    )
+
+
+def stream_results(path: Path = RESULTS / "stream-book.json") -> str:
+    """Losses by position, and the memory of the longest run and of the one token by token."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    compared = [row for row in rows if row["settings"]["tokens"] and row["settings"]["chunk_length"] > 1]
+    settings = compared[0]["settings"]
+    ranges = [f"{held['from']:,} to {min(held['to'], settings['tokens']):,}" for held in compared[0]["ranges"]]
+    lines = [
+        f"{settings['model']} reads {settings['text']}, mechanisms after {settings['steps']} steps of attention "
+        f"transfer on {settings['train_text']}. Loss a token, in nats, by position in the stream (a part of the text "
+        "each: compare within a column), and bytes of all states:",
+        "",
+        _row(["attention", "positions", *ranges, "states"]),
+        _row(["---", "---", *("---:" for _ in ranges), "---:"]),
+    ]
+    for row in compared:
+        attention = "exact" if row["attention"] == ["softmax"] else ", ".join(f"`{name}`" for name in row["attention"])
+        losses = [f"{held['loss']:.2f}" for held in row["ranges"]]
+        held = max(line["state_bytes"] for line in row["lines"])
+        lines.append(_row([attention, row["settings"]["positions"], *losses, f"{held:,}"]))
+    losses = {(row["settings"]["attention"], row["settings"]["positions"]): row["loss"] for row in compared}
+    names = [name for name, positions in losses if positions == "wrap"]
+    gains = [f"{losses[name, 'wrap'] - losses[name, 'restart']:+.2f} with `{name}`" for name in names]
+    lines += ["", f"What keeping the state costs against dropping it, in nats a token: {', '.join(gains)}."]
+    longest = max(rows, key=lambda row: row["tokens"])
+    single = next(row for row in rows if row["settings"]["chunk_length"] == 1)
+    lines += ["", f"- {_memory(longest)}", f"- {_memory(single)}"]
+    return "\n".join(lines)
+
+
+def _memory(row: dict[str, Any]) -> str:
+    settings, growth, lines = row["settings"], row["growth"], row["lines"]
+    size = "token by token" if settings["chunk_length"] == 1 else f"in pieces of {settings['chunk_length']}"
+    whole = "the whole book" if settings["tokens"] is None else "a part of it"
+    return (
+        f"{whole.capitalize()}, `{row['attention'][0]}`, `{settings['positions']}`, {row['tokens']:,} tokens {size}: "
+        f"states of {lines[-1]['state_bytes']:,} bytes throughout; resident memory "
+        f"{lines[0]['resident_bytes'] / 2**20:.0f} MiB after {lines[0]['tokens']:,} tokens, "
+        f"{growth['resident_bytes'] / 2**20:+.1f} MiB at the end."
+    )
+
+
 def _spread(scores: list[float]) -> str:
     if not scores:
         return "–"
@@ -293,6 +350,8 @@ def updated(text: str) -> str:
     text = replace_part(text, "mechanisms", mechanisms_table())
     text = replace_part(text, "plan", plan_results())
     text = replace_part(text, "sweep", sweep_summary())
+    text = replace_part(text, "packing", packing_results())
+    text = replace_part(text, "stream", stream_results())
     parts = {
         "demo": demo_results(),
         "evaluate": evaluation_results(),

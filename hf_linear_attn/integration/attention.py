@@ -164,7 +164,7 @@ def _packed(
         return linear_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **alone)
 
     if mask is not None and full:
-        # (The sum is a new tensor, without the mark.)
+        # (The product is a new tensor, without the mark of boundaries.)
         return forward(query, key, value, full_mask_to_bool(mask, _label(module)) & documents.same_document())
     layer = take_layer()
     if layer is not None:
