@@ -290,8 +290,8 @@ def packing_results(path: Path = RESULTS / "packing.json") -> str:
     return (
         f"`recipes/packing.py`, {settings['documents']} documents ({held['text']['source']}) in batches of "
         f"{settings['batch_size']}, cut to {settings['max_length']} tokens: {tokens['packed']:,} tokens, "
-        f"{tokens['padded']:,} with padding ({tokens['padded'] / tokens['packed']:.2f}×). A forward and backward pass of "
-        f"small models on the packed form is faster by {', '.join(gains)} ({hardware['cpu']}, threads: "
+        f"{tokens['padded']:,} with padding ({tokens['padded'] / tokens['packed']:.2f}×). A forward and backward pass "
+        f"of small models on the packed form is faster by {', '.join(gains)} ({hardware['cpu']}, threads: "
         f"{hardware['threads']}, load at the start {hardware['load_average_at_start']:.0f}; medians over batches, both "
         "forms in turn)."
     )
