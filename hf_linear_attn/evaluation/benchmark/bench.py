@@ -37,11 +37,27 @@ class Bench:
         self.options, self.store, self.progress = options, store, progress
         self.place, self.device, self.source = place, device, source
         self.notes: dict[str, list[str]] = {}
+        self._refused: dict[tuple[str, str, str], list[str]] = {}
 
     def note(self, section: str, text: str) -> None:
         held = self.notes.setdefault(section, [])
         if text not in held:
             held.append(text)
+
+    def refuse(self, section: str, backend: str, error: str, name: str) -> None:
+        """A backend does not serve a mechanism; the same reason is told once, with all names."""
+        reason = error.partition(": ")[2].removesuffix(" Use set_backend('auto').").rstrip(".") or error
+        held = self._refused.setdefault((section, backend, reason), [])
+        if name not in held:
+            held.append(name)
+
+    def all_notes(self) -> dict[str, list[str]]:
+        """By section: what was left out, then which backend does not serve what."""
+        found = {section: list(texts) for section, texts in self.notes.items()}
+        for (section, backend, reason), names in self._refused.items():
+            told = f"backend {backend} does not serve {', '.join(names)}: {reason}"
+            found.setdefault(section, []).append(told)
+        return found
 
     def names(self, few: Sequence[str] | None = None) -> list[str]:
         """The mechanisms asked for; where none were, all, or those of a section that cannot take all."""

@@ -134,7 +134,7 @@ def _steppers(bench: Bench, first: StepCell, longest: int) -> list[Stepper]:
             bench.note(SECTION, f"{name}, {first.dtype}: left out ({' '.join(str(error).split())})")
             continue
         for backend, reason in refused.items():
-            bench.note(SECTION, f"{name} on {backend}, one step, {first.dtype}: {reason}")
+            bench.refuse(SECTION, backend, reason, f"{name} (one step, {first.dtype})")
         for backend in serving:
             label = name if backend == subjects.OWN else f"{name} [{backend}]"
             found.append(Stepper(label, {**identity, "backend": backend}, module, backend, trial.constant))

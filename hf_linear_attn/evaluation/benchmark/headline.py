@@ -92,8 +92,7 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         own = [row for row in memory if row["what"] == what and row["shape"] == memory[0]["shape"]]
         if own:
             longest = max(row["length"] for row in own)
-            last = {row["name"]: row["bytes"] for row in own if row["length"] == longest}
-            told = [f"`{name}` {amount(held)}" for name, held in last.items()]
+            told = [f"`{row['name']}` {amount(row['bytes'])}" for row in own if row["length"] == longest]
             lines.append(f"- Peak extra memory, {what}, {longest:,} tokens, forward: {', '.join(told)}.")
     return ["\n".join(lines)] if lines else []
 

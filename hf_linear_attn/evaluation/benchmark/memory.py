@@ -97,7 +97,7 @@ def _backends(bench: Bench, name: str, facts: dict[str, Any]) -> list[str]:
         bench.note(SECTION, f"{name}, {facts['direction']}: left out ({' '.join(str(error).split())})")
         return []
     for backend, reason in refused.items():
-        bench.note(SECTION, f"{name} on {backend}, {facts['direction']}, {facts['pass']}: {reason}")
+        bench.refuse(SECTION, backend, reason, f"{name} ({facts['direction']}, {facts['pass']})")
     return serving
 
 

@@ -6,8 +6,10 @@ Preparation that a package needs once for a shape happens outside of what is tim
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ class Peer:
     def missing(self) -> str | None:
         """Why it cannot be imported, or None."""
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -65,6 +67,11 @@ class Peer:
         if dtype not in self.dtypes:
             return f"it takes {' and '.join(self.dtypes)} only"
         return None
+
+    def attend(self, inputs: Inputs, causal: bool) -> Attend:
+        """Their attention for such inputs. What a package prints while it is built is not shown."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            return self.build(inputs, causal)
 
     @property
     def version(self) -> str:

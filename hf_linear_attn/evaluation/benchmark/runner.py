@@ -106,7 +106,7 @@ def _measure(
     except BaseException:
         tell_what_is_kept(console, store, Path(options.output))
         raise
-    return {**facts, "sections": found, "notes": bench.notes}
+    return {**facts, "sections": found, "notes": bench.all_notes()}
 
 
 @contextmanager
