@@ -21,7 +21,7 @@ def test_far_weights_follow_the_formula(causal):
     """Against a window alone and the same map without saturation, row by row from the explicit weights."""
     length, window, saturation = 40, 4, 10
     query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
-    plain = build(causal).attention_weights(query, key, scaling=0.35, causal=causal)
+    plain = build(causal, saturation=None).attention_weights(query, key, scaling=0.35, causal=causal)
     bounded = build(causal, saturation=saturation).attention_weights(query, key, scaling=0.35, causal=causal)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     inside = (distance.abs() < window) & ((distance >= 0) | (not causal))
@@ -56,5 +56,10 @@ def test_padding_is_not_counted():
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, "many"])
 def test_a_bad_value_is_named(value):
-    with pytest.raises(ValueError, match="saturation must be a positive integer or None"):
+    with pytest.raises(ValueError, match="saturation must be a positive integer, None or 'auto'"):
         ATTENTIONS.get("window").options(saturation=value)
+
+
+def test_auto_is_settled_by_the_direction_and_saved():
+    assert build(True).options.saturation == 8
+    assert build(False).options.saturation is None
