@@ -2,6 +2,8 @@
 
     torch    blocks of torch operations; everything, everywhere
     native   C++ kernels for the CPU, compiled on first use (see `ops.native`)
+    triton   GPU kernels, where Triton is installed (see `ops.triton`)
+    fla      the kernels of flash-linear-attention, by name only (see `ops.fla_backend`)
 
 `auto` takes the first backend, in order of speed, that serves the call. All of them compute the same function, and pass
 the same tests; results differ by rounding. A backend is an object with `name`, `refuses` and `run`: `register_backend`
@@ -20,8 +22,10 @@ from torch import Tensor
 
 from . import banded, kernelized, windowed
 from .common import State
+from .fla_backend import FlaBackend
 from .fused import AttentionCall, WindowedCall
 from .native.functions import NativeBackend
+from .triton.functions import TritonBackend
 
 #: The backend to start with, instead of `auto`.
 BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
@@ -59,8 +63,10 @@ class TorchBackend:
         return kernelized.bidirectional(*given, **settings), None
 
 
-#: All backends, the fastest first.
-_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), TorchBackend())}
+#: All backends, the fastest first. What stands behind `torch`, which refuses nothing, is used by name only.
+_BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (NativeBackend(), TritonBackend(), TorchBackend(), FlaBackend())
+}
 _chosen = "auto"
 
 

@@ -1,0 +1,226 @@
+"""Kernels of the forward pass.
+
+Sums over tokens are cut into spans, one program each: `sum_tokens` leaves `[kv | k_sum]` of every span in `sums`
+`[B·heads, spans, m·(e + 1)]`, `scan` adds them up in the order of the sequence (no atomics: the same bits every time),
+and the programs of `attend_all` or `attend_causal` read what they need. The grid is (batch · heads, spans, tiles of the
+value's columns).
+"""
+
+# mypy: disable-error-code="no-untyped-def,annotation-unchecked"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .features import feature_places, features, load_rows, store_rows, unmasked
+
+
+@triton.jit
+def finite(top):
+    """The largest log scale over no tokens is `-inf`: 0 in its place keeps `exp(-inf - top)` at 0."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def load_kv(sums, place, side, value_size, columns):
+    """`[M, C]`, some columns of one `[kv | k_sum]`."""
+    at, inside = feature_places(side)
+    first = sums + place.to(tl.int64) * (side.parts * side.width * (value_size + 1))
+    known = inside[:, None] & (columns < value_size)[None, :]
+    return tl.load(first + at[:, None] * value_size + columns[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def load_k_sum(sums, place, side, value_size):
+    """`[M]`, the end of one `[kv | k_sum]`."""
+    at, inside = feature_places(side)
+    first = sums + place.to(tl.int64) * (side.parts * side.width * (value_size + 1))
+    return tl.load(first + side.parts * side.width * value_size + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def sum_tokens(
+    x, u, mask, mask_batch, inverse, slope, sums, tops, side, heads, length, span, spans,
+    value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
+):  # fmt: skip
+    """`Σ φ(x) uᵀ` and `Σ φ(x)` over one span. With `inverse` and `slope` `[B, heads, L]`, as the backward pass wants it
+    over queries, `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`."""
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    columns = tile * value_block + tl.arange(0, value_block)
+    wide: tl.constexpr = side.parts * side.half
+    total = tl.zeros((wide, value_block), tl.float32)
+    weights = tl.zeros((wide,), tl.float32)
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    stop = tl.minimum((split + 1) * span, length)
+    for first in range(split * span, stop, block):
+        tokens = first + tl.arange(0, block)
+        real = unmasked(mask, mask_batch, batch, tokens, stop)
+        values, scale = features(x, batch, head, tokens, real, side)
+        if scaled:
+            higher = tl.maximum(top, tl.max(scale, axis=0))
+            decay = tl.exp(top - finite(higher))
+            total, weights, top = total * decay, weights * decay, higher
+            values = values * tl.exp(scale - finite(top))[:, None]
+        given = load_rows(u, batch, head, tokens, real, columns)
+        if inverse is not None:
+            places = pair.to(tl.int64) * length + tokens
+            given *= tl.load(inverse + places, mask=real, other=0.0)[:, None]
+            weights += tl.sum(values * tl.load(slope + places, mask=real, other=0.0)[:, None], axis=0)
+        else:
+            weights += tl.sum(values, axis=0)
+        total += tl.dot(tl.trans(values), given, input_precision=side.precision)
+    at, inside = feature_places(side)
+    place = pair.to(tl.int64) * spans + split
+    base = sums + place * (side.parts * side.width * (u.width + 1))
+    known = inside[:, None] & (columns < u.width)[None, :]
+    tl.store(base + at[:, None] * u.width + columns[None, :], total, mask=known)
+    if tile == 0:
+        tl.store(base + side.parts * side.width * u.width + at, weights, mask=inside)
+    if scaled:
+        tl.store(tops + place, top)
+
+
+@triton.jit
+def scan(
+    sums, tops, tops_before, kv, k_sum, log_scale, spans, repeats, kv_size, sum_size,
+    total: tl.constexpr, reverse: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Replace the sums of every span by those of all spans before it (after it: `reverse`), on top of a state; or
+    leave their total in the first place. `repeats` heads in a row are added into the first of them."""
+    group = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    flat = kv_size + sum_size
+    carry = tl.zeros((block,), tl.float32)
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    if kv is not None:
+        carry += tl.load(kv + group * kv_size + at, mask=at < kv_size, other=0.0)
+        carry += tl.load(k_sum + group * sum_size + at - kv_size, mask=(at >= kv_size) & (at < flat), other=0.0)
+    if log_scale is not None:
+        top = tl.load(log_scale + group)
+    first = group * repeats * spans
+    counted = spans
+    if not total:
+        counted = spans - 1  # what comes after the last is nobody's past
+    for step in range(counted):
+        split = step
+        if reverse:
+            split = spans - 1 - step
+        part = tl.zeros((block,), tl.float32)
+        for repeat in range(repeats):
+            part += tl.load(sums + (first + repeat * spans + split) * flat + at, mask=at < flat, other=0.0)
+        if not total:
+            tl.store(sums + (first + split) * flat + at, carry, mask=at < flat)
+        if tops is not None:
+            tl.store(tops_before + group * spans + split, top)  # every program writes the same
+            here = tl.load(tops + group * spans + split)
+            higher = tl.maximum(top, here)
+            carry = carry * tl.exp(top - finite(higher)) + part * tl.exp(here - finite(higher))
+            top = higher
+        else:
+            carry += part
+    last = first
+    if (not total) and (not reverse):
+        last = first + spans - 1
+    tl.store(sums + last * flat + at, carry, mask=at < flat)
+    if tops is not None:
+        tl.store(tops_before + last, top)
+
+
+@triton.jit
+def attend_all(
+    query, out, sums, normaliser, side, heads, groups, length, span, spans, floor,
+    value_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z in the first place of each group's sums."""
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    group = batch * groups + head // (heads // groups)
+    columns = tile * value_block + tl.arange(0, value_block)
+    kv = load_kv(sums, group * spans, side, out.width, columns)
+    k_sum = load_k_sum(sums, group * spans, side, out.width)
+    stop = tl.minimum((split + 1) * span, length)
+    for first in range(split * span, stop, block):
+        tokens = first + tl.arange(0, block)
+        real = tokens < stop
+        values, _ = features(query, batch, head, tokens, real, side)
+        below = tl.sum(values * k_sum[None, :], axis=1)
+        made = tl.dot(values, kv, input_precision=side.precision)
+        made = made / tl.where(below < floor, floor, below)[:, None]
+        store_rows(out, batch, head, tokens, real, columns, made)
+        if (normaliser is not None) and (tile == 0):
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=real)
+
+
+@triton.jit
+def attend_causal(
+    query, key, value, out, mask, mask_batch, sums, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
+    normaliser, query_side, key_side, heads, groups, length, span, spans, floor,
+    value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
+):  # fmt: skip
+    """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
+
+    The state before the span comes from `sums` (and `tops`), or from `kv`, `k_sum`, `log_scale` where there is but one
+    span; the last span writes the state after the last token. A single token is the recurrent step.
+    """
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    repeats = heads // groups
+    group = batch * groups + head // repeats
+    columns = tile * value_block + tl.arange(0, value_block)
+    at, inside = feature_places(key_side)
+    sum_size: tl.constexpr = key_side.parts * key_side.width
+    kv_places = group.to(tl.int64) * sum_size * value.width + at[:, None] * value.width + columns[None, :]
+    kv_known = inside[:, None] & (columns < value.width)[None, :]
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    if sums is not None:
+        total = load_kv(sums, group * spans + split, key_side, value.width, columns)
+        weights = load_k_sum(sums, group * spans + split, key_side, value.width)
+        if scaled:
+            top = tl.load(tops + group * spans + split)
+    elif kv is not None:
+        total = tl.load(kv + kv_places, mask=kv_known, other=0.0)
+        weights = tl.load(k_sum + group * sum_size + at, mask=inside, other=0.0)
+        if scaled:
+            top = tl.load(log_scale + group)
+    else:
+        total = tl.zeros((key_side.parts * key_side.half, value_block), tl.float32)
+        weights = tl.zeros((key_side.parts * key_side.half,), tl.float32)
+    stop = tl.minimum((split + 1) * span, length)
+    order = tl.arange(0, block)
+    for first in range(split * span, stop, block):
+        tokens = first + order
+        real = unmasked(mask, mask_batch, batch, tokens, stop)
+        values, _ = features(query, batch, head, tokens, tokens < stop, query_side)
+        keys, scale = features(key, batch, head // repeats, tokens, real, key_side)
+        given = load_rows(value, batch, head // repeats, tokens, real, columns)
+        pairs = tl.dot(values, tl.trans(keys), input_precision=key_side.precision)
+        earlier = order[:, None] >= order[None, :]
+        above = tl.dot(values, total, input_precision=key_side.precision)
+        below = tl.sum(values * weights[None, :], axis=1)
+        if scaled:
+            running = tl.maximum(tl.max(tl.where(earlier, scale[None, :], float("-inf")), axis=1), top)
+            gap = tl.where(earlier, scale[None, :] - finite(running)[:, None], float("-inf"))
+            pairs = pairs * tl.exp(gap)
+            decay = tl.exp(top - finite(running))
+            above, below = above * decay[:, None], below * decay
+        pairs = tl.where(earlier, pairs, 0.0)
+        above += tl.dot(pairs, given, input_precision=key_side.precision)
+        below += tl.sum(pairs, axis=1)
+        made = above / tl.where(below < floor, floor, below)[:, None]
+        store_rows(out, batch, head, tokens, tokens < stop, columns, made)
+        if (normaliser is not None) and (tile == 0):
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
+        if scaled:
+            higher = tl.maximum(top, tl.max(scale, axis=0))
+            change = tl.exp(top - finite(higher))
+            total, weights, top = total * change, weights * change, higher
+            keys = keys * tl.exp(scale - finite(top))[:, None]
+        total += tl.dot(tl.trans(keys), given, input_precision=key_side.precision)
+        weights += tl.sum(keys, axis=0)
+    if (split == spans - 1) & (head % repeats == 0):
+        tl.store(next_kv + kv_places, total, mask=kv_known)
+        if tile == 0:
+            tl.store(next_sum + group * sum_size + at, weights, mask=inside)
+            if scaled:
+                tl.store(next_scale + group, top)

@@ -1,0 +1,80 @@
+"""The Triton backend: its kernels in the interpreter and through the compiler, and a machine that has no Triton.
+
+No GPU is needed, and Triton only for the first two: `pip install triton` (PyTorch for CUDA brings it along).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linear_attn.ops import backends
+from hf_linear_attn.ops.triton import functions
+from hf_linear_attn.ops.triton.functions import TritonBackend
+
+from .test_native import build, inputs, make_call
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(
+    not functions.installed(), reason="Triton is not installed; `pip install triton` runs its kernels on the CPU"
+)
+#: The interpreted tests in parts, by pytest's -k.
+PARTS = ("output", "gradient", "state or nan", "not (output or gradient or state or nan)")
+
+
+def run(*command: str, **environment: str) -> str:
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    given.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run([sys.executable, "-m", *command], env=given, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("part", PARTS)
+def test_the_kernels_in_the_interpreter(part):
+    said = run("pytest", "tests/ops/triton_kernels.py", "-p", "no:xdist", "-k", part, TRITON_INTERPRET="1")
+    assert " passed" in said or "100%" in said
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_the_kernels_through_the_compiler(architecture):
+    said = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "cosformer", "favor+")
+    kernels = ("sum_tokens", "scan", "attend_all", "attend_causal", "back_all", "back_causal_keys")
+    assert all(name in said for name in kernels)
+
+
+def test_tensors_on_the_cpu_are_refused():
+    call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
+    assert TritonBackend().refuses(call) == "the tensors are on cpu"
+    assert list(backends.list_backends()).index("native") < backends.list_backends().index("triton")
+    with backends.use_backend("triton"), pytest.raises(NotImplementedError, match="on cpu"):
+        backends.attend(call)
+
+
+def test_a_machine_without_triton(monkeypatch):
+    monkeypatch.setattr(functions, "installed", lambda: False)
+    monkeypatch.setattr(functions, "interpreted", lambda: True)
+    call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
+    assert "not installed" in TritonBackend().refuses(call)
+
+
+def test_the_package_imports_no_triton():
+    code = "import sys, hf_linear_attn; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_windows_are_refused(monkeypatch):
+    from hf_linear_attn.ops.fused import WindowedCall
+
+    monkeypatch.setattr(functions, "interpreted", lambda: True)
+    call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
+    windowed = WindowedCall(*call[:8], window=3, scaling=1.0, log_mix=torch.zeros(2))
+    assert TritonBackend().refuses(windowed) == "windows are not fused"

@@ -1,0 +1,65 @@
+"""Compile the Triton kernels for NVIDIA GPUs without one at hand: `python -m tests.ops.triton_compiles ARCH MAP...`.
+
+The interpreter takes what the compiler refuses (types that change in a loop, say). A stand-in for the driver names the
+architecture, and every launch becomes a compilation; the shared memory that each kernel asks for is checked too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from hf_linear_attn.ops.triton import backward, check, forward, layout
+
+from .test_native import SCALED, build, inputs, make_call
+
+#: Bytes that one block of threads can have on the smaller GPUs of the generations since Ampere.
+SHARED_BYTES = 99 * 1024
+
+
+class Driver:
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def main(architecture: int, size: int, names: list[str]) -> None:
+    triton.runtime.driver.set_active(Driver(architecture))
+    made: dict[str, int] = {}
+
+    def compile_only(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **constants: Any) -> None:
+        compiled = kernel.warmup(*given, num_warps=warps, num_stages=layout.STAGES, grid=grid, **constants)
+        assert compiled.metadata.shared <= SHARED_BYTES, (kernel, compiled.metadata.shared)
+        made[kernel.fn.__name__] = max(made.get(kernel.fn.__name__, 0), compiled.metadata.shared)
+
+    forward.launch = backward.launch = compile_only
+    for name in names:
+        for dtype in (torch.float32, torch.bfloat16):
+            for causal in (False, True):
+                for learning in (False, True)[: 1 if name in SCALED else 2]:
+                    tensors = inputs((1, 2, 1, 40), size, size, dtype)
+                    call = make_call(build(name, 2, 1, size, size), *tensors, causal)
+                    assert call.fused is not None
+                    case = check.case_of(call)._replace(learning=learning)
+                    with torch.enable_grad() if learning else torch.no_grad():
+                        check._errors(case, call.fused)
+    sys.stdout.write(f"compiled {sorted(made.items())}\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

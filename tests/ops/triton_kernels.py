@@ -1,0 +1,276 @@
+"""The Triton kernels against the float64 definitions, in Triton's interpreter; `test_triton.py` runs this file.
+
+The interpreter has to be chosen before Triton is imported, so these tests have a process of their own. They are those
+of the native kernels at small sizes, with the sequence cut into short spans.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.ops import backends
+from hf_linear_attn.ops.triton import check, layout
+from hf_linear_attn.ops.triton.functions import TritonBackend, interpreted
+from hf_linear_attn.registry import FEATURE_MAPS
+
+from .test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
+
+assert interpreted(), "run through test_triton.py"
+BACKEND = TritonBackend()
+CASES = [((1, 1, 1, 1), "none"), ((2, 3, 3, 5), "holes"), ((1, 4, 2, 63), "left"), ((2, 2, 1, 100), "holes")]
+LEARNING = sorted(set(MAPS) - SCALED)
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    monkeypatch.setattr(layout, "MIN_SPAN", 32)
+
+
+@BOTH
+@pytest.mark.parametrize(("shape", "kind"), CASES, ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_output_is_the_definitions(name, shape, kind, causal):
+    feature_map = build(name, shape[1], shape[2], 9, 6)
+    call = make_call(feature_map, *inputs(shape), causal, masks(shape, kind))
+    with torch.no_grad():
+        assert BACKEND.refuses(call) is None
+        assert_near(BACKEND.run(call)[0], definition(call), 1e-4 if name in SCALED else 2e-5)
+
+
+@BOTH
+@pytest.mark.parametrize(("shape", "kind"), [((2, 3, 3, 5), "none"), ((1, 4, 2, 40), "left"), ((1, 2, 1, 70), "holes")])
+@pytest.mark.parametrize("name", LEARNING)
+def test_every_gradient_is_the_definitions(name, shape, kind, causal):
+    feature_map = build(name, shape[1], shape[2], 9, 6)
+    tensors = [tensor.detach().requires_grad_() for tensor in inputs(shape)]
+    call = make_call(feature_map, *tensors, causal, masks(shape, kind))
+    assert BACKEND.refuses(call) is None
+    weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((BACKEND.run(call)[0] * weight).sum(), [*tensors, *feature_map.parameters()])
+    exact = feature_map.double()
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(
+        (definition(make_call(exact, *doubles, causal, call.mask)) * weight.double()).sum(),
+        [*doubles, *exact.parameters()],
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, 2e-4)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_state_goes_on_where_it_stopped(name):
+    shape, cuts = (2, 2, 1, 60), (1, 2, 42)
+    length = shape[3]
+    feature_map = build(name, 2, 1, 9, 6)
+    query, key, value = inputs(shape)
+    mask = masks(shape, "left")
+    with torch.no_grad():
+        whole, last = BACKEND.run(make_call(feature_map, query, key, value, True, mask))
+        parts, state = [], None
+        for start, stop in zip((0, *cuts), (*cuts, length), strict=True):
+            piece = slice(start, stop)
+            tensors = (tensor[:, :, piece] for tensor in (query, key, value))
+            out, state = BACKEND.run(make_call(feature_map, *tensors, True, mask[:, piece], state, start))
+            parts.append(out)
+    assert_near(torch.cat(parts, dim=2), whole, 1e-4 if name in SCALED else 1e-5)
+    assert state.keys() == last.keys()
+    for entry in state:
+        assert_near(state[entry], last[entry], 1e-4 if name in SCALED else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
+def test_states_pass_between_backends(name):
+    feature_map = build(name, 4, 2, 9, 6)
+    query, key, value = inputs((1, 4, 2, 100))
+    torch_backend = backends.TorchBackend()
+    with torch.no_grad():
+        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True)
+        whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
+        for begin, go_on in ((torch_backend, BACKEND), (BACKEND, torch_backend)):
+            state = begin.run(first)[1]
+            rest = make_call(feature_map, query[:, :, 60:], key[:, :, 60:], value[:, :, 60:], True, state=state)
+            assert_near(go_on.run(rest)[0], whole[:, :, 60:], 1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
+def test_half_precision_rounds_inputs_and_outputs_only(name, dtype, causal):
+    feature_map = build(name, 2, 2, 16, 16)
+    call = make_call(feature_map, *inputs((1, 2, 2, 200), 16, 16, dtype), causal)
+    with torch.no_grad():
+        out, _ = BACKEND.run(call)
+    assert out.dtype == dtype
+    assert_near(out, definition(call), 2 * torch.finfo(dtype).eps)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["elu", "hedgehog"])
+def test_half_precision_gradients(name, causal):
+    feature_map = build(name, 2, 1, 16, 16).to(torch.bfloat16)
+    tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 1, 90), 16, 16, torch.bfloat16)]
+    leaves = [*tensors, *feature_map.parameters()]
+    found = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, causal))[0].float().sum(), leaves)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = torch.autograd.grad(definition(make_call(feature_map.double(), *doubles, causal)).sum(), doubles)
+    assert {held.dtype for held in found} == {torch.bfloat16}
+    assert_near(found[2], wanted[2], 2e-2)  # those of queries and keys are differences that nearly cancel
+
+
+@BOTH
+@pytest.mark.parametrize("name", MAPS)
+def test_nan_stays_where_it_is_and_out_of_padding(name, causal):
+    feature_map = build(name, 2, 2, 9, 6)
+    shape = (1, 2, 2, 80)
+    query, key, value = inputs(shape)
+    mask = masks(shape, "right")
+    call = make_call(feature_map, query, key, value, causal, mask)
+    with torch.no_grad():
+        clean, _ = BACKEND.run(call)
+        for tensor in (query, key, value):
+            tensor[:, :, ~mask[0]] = float("nan")
+        dirty, _ = BACKEND.run(call)
+        assert torch.equal(clean[:, :, mask[0]], dirty[:, :, mask[0]])
+        query[0, 1, 7] = float("nan")
+        marked, _ = BACKEND.run(call)
+    assert marked[0, 1, 7].isnan().all()
+    assert not marked[0, 1, 8:20].isnan().any()
+
+
+@pytest.mark.parametrize("name", sorted(SCALED))
+def test_keys_of_very_different_scale(name):
+    """A later key e^100 times as large leaves earlier rows alone, and rules the later ones."""
+    feature_map = build(name, 1, 1, 9, 6)
+    query, key, value = inputs((1, 1, 1, 150))
+    key[0, 0, 40] *= 12
+    key[0, 0, 99] *= 25
+    call = make_call(feature_map, query, key, value, True)
+    with torch.no_grad():
+        assert_near(BACKEND.run(call)[0], definition(call), 2e-4)
+
+
+@BOTH
+def test_strides_and_broadcasts(causal):
+    feature_map = build("elu", 2, 2, 9, 9)
+    query, key, value = inputs((2, 2, 2, 33), 9, 9)
+    changes = (
+        lambda t: t.contiguous(),
+        lambda t: torch.stack([t, t], dim=-1)[..., 0],
+        lambda t: torch.cat([t, t], dim=2)[:, :, :33],
+    )
+    with torch.no_grad():
+        wanted, _ = BACKEND.run(make_call(feature_map, query, key, value, causal))
+        for change in changes:
+            found, _ = BACKEND.run(make_call(feature_map, change(query), change(key), change(value), causal))
+            assert torch.equal(found, wanted)
+        one = [tensor[:1].expand(2, -1, -1, -1) for tensor in (query, key, value)]
+        found, _ = BACKEND.run(make_call(feature_map, *one, causal))
+    assert_near(found[0], wanted[0])
+    assert torch.equal(found[1], found[0])
+
+
+def test_gradients_that_are_not_contiguous():
+    feature_map = build("elu", 2, 2, 9, 6)
+    tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 20))]
+    found = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, True))[0].sum(), tensors)
+    wanted = torch.autograd.grad(backends.TorchBackend().run(make_call(feature_map, *tensors, True))[0].sum(), tensors)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_near(ours, theirs, 1e-4)
+
+
+@BOTH
+def test_nothing_to_attend_to(causal):
+    feature_map = build("hedgehog", 2, 2, 9, 6)
+    empty = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 0))]
+    out, _ = BACKEND.run(make_call(feature_map, *empty, causal))
+    assert out.shape == (1, 2, 0, 6)
+    assert [held.shape for held in torch.autograd.grad(out.sum(), empty)] == [held.shape for held in empty]
+    tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 40))]
+    out, _ = BACKEND.run(make_call(feature_map, *tensors, causal, torch.zeros(1, 40, dtype=torch.bool)))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert all(not held.any() for held in torch.autograd.grad(out.sum(), tensors))
+
+
+def test_value_and_features_wider_than_a_block():
+    """Several tiles of the value's columns, and features that leave no room for more than 16 of them."""
+    for name, groups, causal in (("elu", 1, True), ("hedgehog", 2, False), ("hedgehog", 1, True)):
+        feature_map = build(name, 2, groups, 70, 40)
+        tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, groups, 20), 70, 40)]
+        call = make_call(feature_map, *tensors, causal)
+        found, wanted = ([backend.run(call)[0]] for backend in (BACKEND, backends.TorchBackend()))
+        for results in (found, wanted):
+            results += torch.autograd.grad(results[0].square().sum(), tensors)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_near(ours, theirs, 1e-3)
+
+
+def test_every_registered_map_that_has_a_formula():
+    """With its defaults: a new map is tested by being registered."""
+    found = 0
+    for entry in (entry for _, entry in FEATURE_MAPS):
+        shape = AttentionShape(2, 2, 8, 8, max_length=64)
+        feature_map = entry.cls(shape, entry.cls.resolve_options(shape, entry.options()))
+        places = torch.arange(40).unsqueeze(0)
+        fused = feature_map.fused(0.35, places, places)
+        if fused is None:
+            continue
+        found += 1
+        call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)
+        formulas = tuple(check.feature_function(side) for side in fused)
+        with torch.no_grad():
+            wanted = backends.TorchBackend().run(call)[0]
+            assert_near(BACKEND.run(call)[0], wanted, 1e-4)
+            said = call._replace(query_features=formulas[0], key_features=formulas[1])
+            assert_near(backends.TorchBackend().run(said)[0], wanted, 1e-5)
+    assert found >= 6
+
+
+@pytest.mark.parametrize("learning", [False, True], ids=["forward", "gradients"])
+@BOTH
+@pytest.mark.parametrize("name", ["elu", "cosformer", "favor+"])
+def test_the_check_before_first_use(name, causal, learning, monkeypatch):
+    monkeypatch.setattr(check, "PIECES", (40, 20, 1))
+    feature_map = build(name, 2, 2, 9, 6)
+    call = make_call(feature_map, *(tensor.requires_grad_(learning) for tensor in inputs((1, 2, 2, 10))), causal)
+    if learning and name in SCALED:
+        assert "log scale" in BACKEND.refuses(call)
+        return
+    case = check.case_of(call)._replace(learning=learning)
+    assert check.compare(case, call.fused) is None
+    right = check.backward.run
+
+    def wrong(call):
+        out, state = right(call)
+        return out * 1.01, state
+
+    monkeypatch.setattr(check.backward, "run", wrong)
+    assert "differ from plain torch in the output" in check.compare(case, call.fused)
+
+    def broken(call):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(check.backward, "run", broken)
+    assert "shared memory" in check.compare(case, call.fused)
+
+
+def test_what_it_refuses():
+    feature_map = build("elu", 2, 2, 9, 6)
+    call = make_call(feature_map, *inputs((1, 2, 2, 10)), False)
+    refuses = BACKEND.refuses
+    assert refuses(call) is None
+    assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
+    assert "fused form" in refuses(call._replace(fused=None))
+    assert "fused form" in refuses(call._replace(signed=True))
+    assert "features" in refuses(make_call(build("elu", 1, 1, 600, 6), *inputs((1, 1, 1, 2), 600), False))
+    assert "numbers" in refuses(make_call(build("elu", 1, 1, 9, 300), *inputs((1, 1, 1, 2), 9, 300), False))
+    learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
+    assert refuses(learning) is None
+    assert "carried state" in refuses(learning._replace(keep_state=True))
+
+
+def test_by_name_through_the_interface():
+    call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), True)
+    with backends.use_backend("triton"), torch.no_grad():
+        assert_near(backends.attend(call)[0], definition(call))
