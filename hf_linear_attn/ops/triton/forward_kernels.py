@@ -153,6 +153,41 @@ def attend_all(
 
 
 @triton.jit
+def state_before(sums, tops, kv, k_sum, log_scale, place, group, side, value_size, columns, scaled: tl.constexpr):
+    """`[M, C]`, `[M]` and the log scale that a span begins with: the sums before it, a state, or nothing."""
+    at, inside = feature_places(side)
+    sum_size: tl.constexpr = side.parts * side.width
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    if sums is not None:
+        total = load_kv(sums, place, side, value_size, columns)
+        weights = load_k_sum(sums, place, side, value_size)
+        if scaled:
+            top = tl.load(tops + place)
+    elif kv is not None:
+        places = group.to(tl.int64) * sum_size * value_size + at[:, None] * value_size + columns[None, :]
+        total = tl.load(kv + places, mask=inside[:, None] & (columns < value_size)[None, :], other=0.0)
+        weights = tl.load(k_sum + group * sum_size + at, mask=inside, other=0.0)
+        if scaled:
+            top = tl.load(log_scale + group)
+    else:
+        total = tl.zeros((side.parts * side.half, columns.shape[0]), tl.float32)
+        weights = tl.zeros((side.parts * side.half,), tl.float32)
+    return total, weights, top
+
+
+@triton.jit
+def write_state(total, weights, top, next_kv, next_sum, next_scale, group, tile, side, value_size, columns):
+    at, inside = feature_places(side)
+    sum_size: tl.constexpr = side.parts * side.width
+    places = group.to(tl.int64) * sum_size * value_size + at[:, None] * value_size + columns[None, :]
+    tl.store(next_kv + places, total, mask=inside[:, None] & (columns < value_size)[None, :])
+    if tile == 0:
+        tl.store(next_sum + group * sum_size + at, weights, mask=inside)
+        if next_scale is not None:
+            tl.store(next_scale + group, top)
+
+
+@triton.jit
 def attend_causal(
     query, key, value, out, mask, mask_batch, sums, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
     normaliser, query_side, key_side, heads, groups, length, span, spans, floor,
@@ -168,24 +203,9 @@ def attend_causal(
     repeats = heads // groups
     group = batch * groups + head // repeats
     columns = tile * value_block + tl.arange(0, value_block)
-    at, inside = feature_places(key_side)
-    sum_size: tl.constexpr = key_side.parts * key_side.width
-    kv_places = group.to(tl.int64) * sum_size * value.width + at[:, None] * value.width + columns[None, :]
-    kv_known = inside[:, None] & (columns < value.width)[None, :]
-    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
-    if sums is not None:
-        total = load_kv(sums, group * spans + split, key_side, value.width, columns)
-        weights = load_k_sum(sums, group * spans + split, key_side, value.width)
-        if scaled:
-            top = tl.load(tops + group * spans + split)
-    elif kv is not None:
-        total = tl.load(kv + kv_places, mask=kv_known, other=0.0)
-        weights = tl.load(k_sum + group * sum_size + at, mask=inside, other=0.0)
-        if scaled:
-            top = tl.load(log_scale + group)
-    else:
-        total = tl.zeros((key_side.parts * key_side.half, value_block), tl.float32)
-        weights = tl.zeros((key_side.parts * key_side.half,), tl.float32)
+    total, weights, top = state_before(
+        sums, tops, kv, k_sum, log_scale, group * spans + split, group, key_side, value.width, columns, scaled
+    )
     stop = tl.minimum((split + 1) * span, length)
     order = tl.arange(0, block)
     for first in range(split * span, stop, block):
@@ -219,8 +239,6 @@ def attend_causal(
         total += tl.dot(tl.trans(keys), given, input_precision=key_side.precision)
         weights += tl.sum(keys, axis=0)
     if (split == spans - 1) & (head % repeats == 0):
-        tl.store(next_kv + kv_places, total, mask=kv_known)
-        if tile == 0:
-            tl.store(next_sum + group * sum_size + at, weights, mask=inside)
-            if scaled:
-                tl.store(next_scale + group, top)
+        write_state(
+            total, weights, top, next_kv, next_sum, next_scale, group, tile, key_side, value.width, columns
+        )  # fmt: skip
