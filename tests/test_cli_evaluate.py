@@ -32,6 +32,21 @@ from .helpers import bert_config
 
 SMALL: dict[str, Any] = {"quick": True, "lengths": (16, 24), "length": 32, "seconds": 0.01, "steps": 1}
 
+#: A metric of evaluate, as anybody may write one.
+MODULE = """
+import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int32"), "references": datasets.Value("int32")})
+        return evaluate.MetricInfo(description="right rows", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"right": sum(p == r for p, r in zip(predictions, references)) / len(predictions)}
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -218,6 +233,22 @@ def test_classifier_with_conversions_and_a_tuned_baseline(folder: Path, tmp_path
     assert "task" in more["mechanisms"][0]["trained_spread"]
 
 
+def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()
+    (tmp_path / "share" / "share.py").write_text(MODULE)
+    name = f"hub:{tmp_path / 'share'}"
+    report, _ = run(
+        folder / "classifier",
+        task="sst2",
+        data=str(folder / "glue"),
+        metrics=(name, "accuracy"),
+        attention=("elu",),
+        output=str(tmp_path / "out"),
+    )
+    exact = report["exact"]["task"]
+    assert exact["score"] == exact[name] == pytest.approx(exact["accuracy"])
+
+
 def test_encoder_with_sentence_pairs(folder: Path, tmp_path: Path) -> None:
     report, _ = run(
         folder / "bert",
@@ -260,6 +291,8 @@ def test_encoder_with_sentence_pairs(folder: Path, tmp_path: Path) -> None:
         ("bert", {"task": "sst3"}, r"'sst3'.*Did you mean 'sst2'"),
         ("bert", {"task": "sst2", "data": "nowhere"}, "no folder 'nowhere'"),
         ("bert", {"task": "sst2", "data": "GLUE"}, "has no head for the task"),
+        ("classifier", {"task": "sst2", "data": "GLUE", "metrics": ("acuracy",)}, "Did you mean 'accuracy'"),
+        ("classifier", {"task": "sst2", "data": "GLUE", "metrics": ("hub:HERE/none",)}, "cannot be loaded"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(
@@ -308,6 +341,7 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
         {"rows": 1},
         {"stride": 8, "context": 8},
         {"data": "glue"},
+        {"metrics": ("accuracy",)},
         {"task": "sst2", "text": "a.txt"},
         {"sts": "glue", "task": "stsb"},
         {"again": True},

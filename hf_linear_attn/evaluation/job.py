@@ -183,6 +183,7 @@ def _problem(tokenizer: Any, options: EvaluateOptions, config: Any) -> Any:
     settings = DataSettings(
         task=options.task,
         folder=options.data,
+        metrics=options.metrics,
         max_length=length,
         max_train=batch * (28 if options.quick else 122),
         max_validation=options.rows,

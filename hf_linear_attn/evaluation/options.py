@@ -44,6 +44,10 @@ class EvaluateOptions:
         default=None, metadata=about("labelled task of a fine-tuned classifier: sst2, mrpc, imdb, …")
     )
     data: str | None = field(default=None, metadata=about("folder with the task's files (default: the Hub's)"))
+    metrics: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about("metrics of the task, the first decides (default: the task's own); hub:NAME is the Hub's"),
+    )
     text: str | None = field(
         default=None,
         metadata=about("UTF-8 text file to measure on (encoders' default: the documentation within Python)"),
@@ -107,6 +111,8 @@ class EvaluateOptions:
             raise ValueError("Give text or task, not both: a task brings its own data.")
         if self.task is not None and self.sts is not None:
             raise ValueError("Give sts or task, not both: sts judges an encoder without a classification head.")
+        if self.metrics is not None and self.task is None:
+            raise ValueError(f"metrics {', '.join(self.metrics)} are those of a task: give task too (sst2, mrpc, …).")
         if self.data is not None and self.task is None:
             raise ValueError(f"data {self.data!r} is where a task lies: give task too (sst2, mrpc, …).")
         if self.context is not None and self.stride is not None and self.stride >= self.context:

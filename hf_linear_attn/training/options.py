@@ -84,7 +84,9 @@ class DataSettings:
     label: str = field(default="label", metadata=about("label column of your own data"))
     metrics: tuple[str, ...] | None = field(
         default=None,
-        metadata=about("metrics of your own data, the first decides (default: accuracy; of scores pearson)"),
+        metadata=about(
+            "metrics, the first decides (default: the task's; else accuracy, of scores pearson); hub:NAME is the Hub's"
+        ),
     )
     max_length: int = field(default=128, metadata=about("longest sequence, or block of a language model, in tokens"))
     max_train: int | None = field(

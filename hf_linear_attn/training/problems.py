@@ -101,6 +101,9 @@ class Classification(Problem):
         self.metrics = tuple(metrics)
         self.regression = labels is None
         self.goal = Goal(self.metrics[0], self.metrics[0] != "mse")
+        from ..evaluation.metrics import combine
+
+        combine(self.metrics)  # a name that does not load is an error now, not after the first pass over the data
 
     def config_changes(self) -> dict[str, Any]:
         if self.labels is None:

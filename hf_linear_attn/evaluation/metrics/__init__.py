@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...registry import Registry
+from .foreign import ForeignMetric, Together, is_foreign
 
 if TYPE_CHECKING:
     from ...data.tasks import Task
@@ -94,21 +95,26 @@ def load_metric(name: str) -> Any:
 def combine(names: Sequence[str]) -> Any:
     """Several metrics as one `evaluate.combine`: `add_batch(predictions=…, references=…)`, then `compute()`.
 
-    The result has one value a name. After `compute()` it can be filled again.
+    The result has one value a name. After `compute()` it can be filled again. Names that begin with `hub:` are modules
+    of the Hub or of a folder (see `foreign`).
 
     Raises:
         TypeError: one name and no list.
         ValueError: an unknown or repeated name, or none.
         ImportError: as `load_metric`.
+        OSError: a module of the Hub that cannot be loaded.
     """
     if isinstance(names, str):
         raise TypeError(f"Give the metrics as a list of names, got {names!r}.")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"Metrics to combine are one or more different names, got {', '.join(names) or 'none'}.")
-    modules = [load_metric(name) for name in names]
+    modules = [load_metric(name) for name in names if not is_foreign(name)]
+    foreign = [ForeignMetric(name) for name in names if is_foreign(name)]
     import evaluate
 
-    return evaluate.combine(modules)
+    if not foreign:
+        return evaluate.combine(modules)
+    return Together([*([evaluate.combine(modules)] if modules else []), *foreign])
 
 
 def task_metrics(task: Task | str) -> Any:
