@@ -152,8 +152,8 @@ for module in pkgutil.walk_packages(hf_linear_attn.__path__, "hf_linear_attn."):
     if not module.name.endswith("__main__"):
         try:
             importlib.import_module(module.name)
-        except ImportError as error:  # an extra that is not installed
-            assert "pip install" in str(error), error
+        except ImportError as error:  # an extra, or a package for GPUs, that is not installed
+            assert "pip install" in str(error) or error.name == "triton", error
 from transformers import BertConfig, BertModel
 model = hf_linear_attn.patch_model(BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)))
 with tempfile.TemporaryDirectory() as folder:
