@@ -207,6 +207,15 @@ def gather_tokens(
     )
 
 
+def ring_of(tokens: Tokens, length: int) -> State:
+    """The last `window` tokens, all that the next ones see exactly."""
+    return {
+        "ring_key": tokens.key[:, :, length:].contiguous(),
+        "ring_value": tokens.value[:, :, length:].contiguous(),
+        "ring_mask": tokens.valid[:, length:].contiguous(),
+    }
+
+
 def causal_sums(
     query: Tensor,
     key: Tensor,
@@ -250,12 +259,7 @@ def causal_sums(
     if tokens.place is not None:
         joined = mask_tokens(take_tokens(joined, tokens.place), mask)
         scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.place).squeeze(-1), mask)
-    ring = {
-        "ring_key": tokens.key[:, :, length:].contiguous(),
-        "ring_value": tokens.value[:, :, length:].contiguous(),
-        "ring_mask": tokens.valid[:, length:].contiguous(),
-    }
-    return Sums(joined, scale), {**(sums or {}), **ring}
+    return Sums(joined, scale), {**(sums or {}), **ring_of(tokens, length)}
 
 
 def windowed_causal(

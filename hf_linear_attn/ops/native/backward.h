@@ -65,9 +65,9 @@ static void add_weighted(const float* scale, const float* rows, int width, int c
   }
 }
 
-template <typename T>
-static void finish_side(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
-                        const Strided& to, float* weight_gradient, float* bias_gradient, BackRoom& back) {
+// One side of a block's tokens: from the gradient of the features to that of x, in back.x_gradient.
+static void side_back(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
+                      float* weight_gradient, float* bias_gradient, BackRoom& back) {
   const Map& map = *side.map;
   const long angle = b * map.angle_batch + start;
   const size_t place = b * heads + head;
@@ -75,7 +75,19 @@ static void finish_side(const Call& c, const Side& side, long b, long head, long
                  side.x_row, count, side.y, side.features, back.feature_gradient, back.slope, back.x_gradient,
                  weight_gradient ? weight_gradient + place * c.size * map.segment() : nullptr,
                  bias_gradient ? bias_gradient + place * map.segment() : nullptr);
+}
+
+template <typename T>
+static void finish_side(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
+                        const Strided& to, float* weight_gradient, float* bias_gradient, BackRoom& back) {
+  side_back(c, side, b, head, heads, start, count, weight_gradient, bias_gradient, back);
   write_rows<T>(to, b, head, start, count, c.size, back.x_gradient, side.x_row);
+}
+
+// Adds one row to each.
+static void add_to_rows(const float* row, int width, int count, float* to) {
+  for (int t = 0; t < count; ++t)
+    for (int j = 0; j < width; j += LANES) store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j));
 }
 
 static inline void clear_masked(const uint8_t* mask, long start, int count, float* rows, int width) {
@@ -135,11 +147,7 @@ static int bidirectional_backward(const Call& c) {
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
           multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
           multiply(count, m_row, e_row, back.value, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
-          for (int t = 0; t < count; ++t)
-            for (int j = 0; j < m_row; j += LANES) {
-              float* at = back.feature_gradient + (size_t)t * m_row + j;
-              store(at, load(at) + load(slopes.k + j));
-            }
+          add_to_rows(slopes.k, m_row, count, back.feature_gradient);
           clear_masked(mask, start, count, back.feature_gradient, m_row);
           write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
           finish_side<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
@@ -252,9 +260,7 @@ static int causal_backward(const Call& c) {
           transpose(m_row, e_row, sums.kv, e_row, turned_sums, m_row);
           multiply(count, m_row, e_row, back.value, e_row, 1, turned_sums, m_row, key_gradient, m_row, false);
           multiply(count, e_row, m_row, keys.features, m_row, 1, sums.kv, e_row, back.value_gradient, e_row, false);
-          for (int t = 0; t < count; ++t)
-            for (int j = 0; j < m_row; j += LANES)
-              store(key_gradient + (size_t)t * m_row + j, load(key_gradient + (size_t)t * m_row + j) + load(sums.k + j));
+          add_to_rows(sums.k, m_row, count, key_gradient);
           for (long r = 0; r < repeats; ++r) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);

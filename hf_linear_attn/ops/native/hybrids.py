@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..common import State, mask_tokens
 from ..fused import WindowedCall
-from ..windowed import Tokens, by_row, gather_tokens, take_tokens
+from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
 from .binding import Side, address
 
@@ -36,15 +36,6 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if tokens.place is not None:
         out = mask_tokens(take_tokens(out, tokens.place), call.mask)
     return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, length)}
-
-
-def ring_of(tokens: Tokens, length: int) -> State:
-    """The last `window` tokens, all that the next ones see exactly."""
-    return {
-        "ring_key": tokens.key[:, :, length:].contiguous(),
-        "ring_value": tokens.value[:, :, length:].contiguous(),
-        "ring_mask": tokens.valid[:, length:].contiguous(),
-    }
 
 
 def _arguments(

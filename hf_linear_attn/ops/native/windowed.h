@@ -336,15 +336,6 @@ struct FarBack {
         key_gradient(room.take((size_t)BLOCK * c.key_map.features())) {}
 };
 
-// One side of a block's tokens: from the gradient of the features to that of x, in back.x_gradient.
-static void side_back(const Side& side, long head, size_t place, int count, float* weight_gradient, float* bias_gradient,
-                      int size, BackRoom& back) {
-  const Map& map = *side.map;
-  apply_map_back(map, (int)head, nullptr, nullptr, side.x, side.x_row, count, side.y, side.features, back.feature_gradient,
-                 back.slope, back.x_gradient, weight_gradient ? weight_gradient + place * size * map.segment() : nullptr,
-                 bias_gradient ? bias_gradient + place * map.segment() : nullptr);
-}
-
 // The far part's gradients in one direction; `normaliser` of all rows in the order of the sequence.
 template <typename T>
 static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, BackRoom& back,
@@ -379,7 +370,7 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
         scale_all(slope, m_row, mix);
         if (mix != 0.0f) scale_all(feature, m_row, 1.0f / mix);
       }
-      side_back(far.queries, h, s.b * c.heads + h, count, c.query_weight_gradient, c.query_bias_gradient, c.size, back);
+      side_back(c, far.queries, s.b, h, c.heads, start, count, c.query_weight_gradient, c.query_bias_gradient, back);
       add_rows_along(back.x_gradient, to.x_row, count, to.query_at(r, s.row_at(start)), s.backwards);
     }
     multiply(e_row, m_row, count, far.value, 1, e_row, far.keys.features, m_row, room.turned_sums, m_row, true);
@@ -394,11 +385,7 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
     transpose(m_row, e_row, far.sums.kv, e_row, room.turned_sums, m_row);
     multiply(count, m_row, e_row, far.value, e_row, 1, room.turned_sums, m_row, room.key_gradient, m_row, false);
     multiply(count, e_row, m_row, far.keys.features, m_row, 1, far.sums.kv, e_row, back.value_gradient, e_row, false);
-    for (int t = 0; t < count; ++t)
-      for (int j = 0; j < m_row; j += LANES) {
-        float* at = room.key_gradient + (size_t)t * m_row + j;
-        store(at, load(at) + load(far.sums.k + j));
-      }
+    add_to_rows(far.sums.k, m_row, count, room.key_gradient);
     for (long r = 0; r < s.repeats; ++r) {
       const long h = s.g * s.repeats + r;
       far.read_queries<T>(c, s, h, start, count);
@@ -413,7 +400,7 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
     memcpy(back.feature_gradient, room.key_gradient, (size_t)count * m_row * sizeof(float));
     clear_masked(s.valid(), first, count, back.feature_gradient, m_row);
     clear_masked(s.valid(), first, count, back.value_gradient, e_row);
-    side_back(far.keys, s.g, s.b * c.groups + s.g, count, c.key_weight_gradient, c.key_bias_gradient, c.size, back);
+    side_back(c, far.keys, s.b, s.g, c.groups, first, count, c.key_weight_gradient, c.key_bias_gradient, back);
     clear_masked(s.valid(), first, count, back.x_gradient, to.x_row);
     add_rows_along(back.x_gradient, to.x_row, count, to.key_at(key_place(first)), s.backwards);
     add_rows_along(back.value_gradient, e_row, count, to.value_at(key_place(first)), s.backwards);
