@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -105,15 +107,29 @@ def tensors() -> int:
 
 
 def growth(what: str, step: Callable[[int], Any], count: int, warm: int) -> list[Row]:
-    """Memory and tensors that `count` more steps leave behind, after `warm` ones."""
-    for number in range(warm):
-        step(number)
-    memory, held = resident(), tensors()
-    for number in range(warm, warm + count):
-        step(number)
+    """Memory and tensors that `count` more steps leave behind, after `warm` ones.
+
+    The least of up to three such spans: what leaks does so in each of them, while the allocator takes a few MiB from
+    the system now and then, and keeps them.
+    """
+    numbers = itertools.count()
+
+    def go(steps: int) -> None:
+        for number in itertools.islice(numbers, steps):
+            step(number)
+
+    go(warm)
+    limit, memory_kept, tensors_kept = 4.0, math.inf, math.inf
+    for _ in range(3):
+        memory, held = resident(), tensors()
+        go(count)
+        memory_kept = min(memory_kept, (resident() - memory) / 2**20)
+        tensors_kept = min(tensors_kept, tensors() - held)
+        if memory_kept <= limit and tensors_kept <= 0:
+            break
     return [
-        row(f"{what}: memory kept", (resident() - memory) / 2**20, 4.0, "MiB", steps=count),
-        row(f"{what}: tensors kept", tensors() - held, 0, "tensors", steps=count),
+        row(f"{what}: memory kept", memory_kept, limit, "MiB", steps=count),
+        row(f"{what}: tensors kept", tensors_kept, 0, "tensors", steps=count),
     ]
 
 
