@@ -36,7 +36,7 @@ def parameter_groups(model: nn.Module, settings: TrainSettings) -> list[dict[str
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """Fused AdamW over `parameter_groups`. Raises a ValueError if nothing can be trained.
 
-    On a CPU the loop over parameters takes as long as the forward pass of a small batch, and seven times the fused step.
+    On a CPU the loop over parameters takes as long as the forward pass of a small batch: seven times the fused step.
     """
     groups = parameter_groups(model, settings)
     if not groups:
