@@ -194,3 +194,11 @@ def _check_labels(dataset: Dataset, label: str) -> None:
 
 def _count_tokens(dataset: Dataset) -> int:
     return sum(len(table["input_ids"].combine_chunks().flatten()) for table in dataset.with_format("arrow").iter(BATCH))
+
+
+def longest_row(dataset: Dataset) -> int:
+    """Tokens of the longest row."""
+    import pyarrow.compute as pc
+
+    tables = dataset.with_format("arrow").iter(BATCH)
+    return max((pc.max(pc.list_value_length(table["input_ids"])).as_py() for table in tables), default=0)

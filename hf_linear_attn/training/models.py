@@ -155,6 +155,12 @@ def _ready(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> P
     limit = position_limit(loaded)
     if model.max_length is not None and limit is not None and limit < model.max_length:
         extend_positions(loaded, model.max_length, tokenizer=problem.tokenizer)
+        limit = model.max_length
+    if limit is not None and problem.longest > limit:
+        raise ValueError(
+            f"The longest row has {problem.longest} tokens, and {type(loaded).__name__} has positions for {limit}. Cut "
+            f"the rows (data.max_length {limit}), or add positions (model.max_length {problem.longest})."
+        )
     return loaded
 
 

@@ -35,6 +35,8 @@ class Problem:
         self.train: Sequence[Any] = []
         self.validation: dict[str, Sequence[Any]] = {}
         self.facts: dict[str, Any] = {}
+        #: Tokens of the longest row, of training or validation.
+        self.longest = 0
         self._loaders: dict[str, Any] = {}
 
     def config_changes(self) -> dict[str, Any]:
@@ -352,6 +354,8 @@ def _numbered(loaded: Any, label: str, labels: Sequence[str]) -> Any:
 
 def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]) -> None:
     """Cut and encode the splits, and note what they hold."""
+    from ..data.encode import longest_row
+
     data = problem.data
     train = loaded["train"]
     blocks = isinstance(problem, CausalLM)
@@ -377,6 +381,7 @@ def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]
         problem.facts[f"{name}_rows"] = len(held)
     if not len(problem.train) or not all(len(held) for held in problem.validation.values()):
         raise ValueError(f"The data gives {problem.facts}: nothing to train or to evaluate on.")
+    problem.longest = max(map(longest_row, (problem.train, *problem.validation.values())))
 
 
 def _drawn(count: int, wanted: int, seed: int) -> list[int]:

@@ -87,3 +87,10 @@ def test_a_model_that_takes_more_stays_as_it_is(folder: Path, tmp_path: Path) ->
     )
     finetune(settings, console=quiet())
     assert position_limit(hla.load_pretrained(str(tmp_path / "out" / "model"))) == 96
+
+
+def test_rows_without_positions_are_told_before_training(folder: Path, tmp_path: Path) -> None:
+    settings = finetune_settings(folder / "encoder", folder / "task", tmp_path / "out", data__max_length=LONG)
+    with pytest.raises(ValueError, match=r"longest row has 1\d\d tokens, .* has positions for 96\. "):
+        finetune(settings, console=quiet())
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
