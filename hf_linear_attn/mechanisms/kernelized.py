@@ -43,24 +43,24 @@ class KernelizedAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
+        feature_map = self.feature_map
         if state is None and not self.goes_on:
-            self.feature_map.begin_forward()
-        positions, counts = self._positions(key, mask, state)
-        maps = self._feature_functions(scaling, positions, query.shape[2])
+            feature_map.begin_forward()
+        positions, counts = self._positions(key, mask, state) if feature_map.uses_positions else (None, None)
         if not causal and (state is not None or keep_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
         call = KernelizedCall(
             query,
             key,
             value,
-            *maps,
-            fused=self._fused(scaling, positions, query.shape[2]),
-            num_features=self.feature_map.num_features,
-            causal=causal,
-            signed=self.feature_map.signed,
-            mask=mask,
-            state=state,
-            keep_state=keep_state,
+            *self._feature_functions(scaling, positions, query.shape[2]),
+            self._fused(scaling, positions, query.shape[2]),
+            feature_map.num_features,
+            causal,
+            feature_map.signed,
+            mask,
+            state,
+            keep_state,
         )
         out, after = backends.attend(call)
         return out, after if counts is None or after is None else {**after, "count": counts}
@@ -118,8 +118,9 @@ class KernelizedAttention(LinearAttention):
         self, scaling: float, positions: Tensor | None, queries: int
     ) -> tuple[FeatureFunction, FeatureFunction]:
         """The map's two sides as functions of a block and its start; queries are the last `queries` positions."""
-        query_map: Any = self.feature_map.query
-        key_map: Any = self.feature_map.key
+        feature_map = self.feature_map
+        query_map: Any = feature_map.query
+        key_map: Any = feature_map.key
 
         def query_features(x: Tensor, start: int) -> Features:
             if positions is None:

@@ -59,7 +59,7 @@ class TorchBackend:
             return banded.windowed_bidirectional(*given, **settings), None
         settings |= {"num_features": call.num_features, "signed": call.signed}
         if call.causal:
-            return kernelized.causal(*given, **settings, state=call.state)
+            return kernelized.causal(*given, **settings, state=call.state, keep_state=call.keep_state)
         return kernelized.bidirectional(*given, **settings), None
 
 

@@ -30,6 +30,9 @@ from .common import (
 #: Tokens per chunk of the causal form: within a chunk the weights are explicit, between chunks the state carries on.
 CHUNK = 128
 
+#: Most keys for which a bidirectional call may write its weights down.
+FEW_KEYS = 256
+
 
 def masked_key_features(
     key_features: FeatureFunction, key: Tensor, start: int, mask: Tensor | None, dtype: torch.dtype
@@ -61,11 +64,12 @@ def merge_keys(state: State | None, keys: Features, value: Tensor, *, signed: bo
             carried = {"kv": state["kv"] * decay[..., None, None], "k_sum": state["k_sum"] * decay[..., None]}
         values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
         scales = {"log_scale": top}
-    key_value = values.transpose(-1, -2) @ value
-    key_sum = values.sum(dim=-2)
-    if carried is not None:
-        key_value, key_sum = carried["kv"] + key_value, carried["k_sum"] + key_sum
-    return {"kv": key_value, "k_sum": key_sum, **scales}
+    if carried is None:
+        return {"kv": values.transpose(-1, -2) @ value, "k_sum": values.sum(dim=-2), **scales}
+    held, turned = carried["kv"], values.flatten(0, 1).transpose(1, 2)
+    key_value = torch.baddbmm(held.flatten(0, 1), turned, value.flatten(0, 1)).view(held.shape)
+    one = values.shape[2] == 1
+    return {"kv": key_value, "k_sum": carried["k_sum"] + (values.squeeze(2) if one else values.sum(dim=-2)), **scales}
 
 
 def bidirectional(
@@ -87,6 +91,8 @@ def bidirectional(
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
+    if _explicit_is_less(length, keys, num_features, value.shape[-1]):
+        return _explicit(query, key, value, query_features, key_features, mask, causal=False, signed=signed)
     step = block_length(batch, groups, max(num_features, value.shape[-1]), keys)
     state: State | None = None
     for start in range(0, keys, step):
@@ -106,6 +112,45 @@ def bidirectional(
         out = divide(folded @ state["kv"], (folded @ state["k_sum"].unsqueeze(-1)).squeeze(-1), signed=signed)
         outputs.add(out.view(batch, heads, rows, -1))
     return outputs.joined()
+
+
+def _explicit_is_less(length: int, keys: int, features: int, width: int) -> bool:
+    """Whether explicit weights take fewer operations than sums: L·S·(m + e) against (L + S)·m·e."""
+    return 0 < keys <= FEW_KEYS and length * keys * (features + width) <= (length + keys) * features * width
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_features: FeatureFunction,
+    key_features: FeatureFunction,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    signed: bool,
+) -> Tensor:
+    """The same outputs for short inputs without a state: all weights `[B, G, R·L, S]` at once.
+
+    A handful of operations; at such lengths their number is what costs, not their size.
+    """
+    dtype = compute_dtype(query)
+    batch, heads, length, _ = query.shape
+    groups = key.shape[1]
+    queries = query_features(query.to(dtype), 0).values
+    keys = masked_key_features(key_features, key, 0, mask, dtype)
+    held = mask_tokens(value.to(dtype), mask)
+    if causal:
+        weights = chunk_weights(group_heads(queries, groups), keys, None, signed=signed)[0]
+        weights = weights.view(batch, groups, -1, length)
+    else:
+        features = keys.values
+        if keys.log_scale is not None:
+            top = finite_or_zero((keys.log_scale if signed else keys.log_scale.detach()).amax(dim=-1, keepdim=True))
+            features = features * (keys.log_scale - top).exp().unsqueeze(-1)
+        weights = queries.reshape(batch, groups, -1, queries.shape[-1]) @ features.transpose(-1, -2)
+    out = divide(weights @ held, weights.sum(dim=-1), signed=signed)
+    return out.view(batch, heads, length, -1).to(value.dtype)
 
 
 def chunk_weights(
@@ -141,10 +186,12 @@ def causal(
     num_features: int,
     mask: Tensor | None = None,
     state: State | None = None,
+    keep_state: bool = True,
     chunk: int = CHUNK,
     signed: bool = False,
 ) -> tuple[Tensor, State | None]:
-    """The same sums over `j <= i` only, continued from `state`; returns the output and the state after the last token.
+    """The same sums over `j <= i` only, continued from `state`; returns the output and, with `keep_state`, the state
+    after the last token.
 
     query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, mask `[B, L]`, output `[B, H, L, e]` in the dtype
     of `value`. Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is the recurrent step: O(m·e).
@@ -152,6 +199,11 @@ def causal(
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
     groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
+    if state is None and not keep_state and 0 < length <= chunk:
+        out = _explicit(query, key, value, query_features, key_features, mask, causal=True, signed=signed)
+        return out, None
+    if state is not None and length == 1:
+        return _step(query, key, value, query_features, key_features, mask, state, signed)
     step = block_length(batch, heads, max(num_features, value.shape[-1]), length)
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start in range(0, length, step):
@@ -166,14 +218,35 @@ def causal(
             chunk_k = Features(
                 keys.values[:, :, low:high], None if keys.log_scale is None else keys.log_scale[:, :, low:high]
             )
-            out, state = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
+            out = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
             outputs.add(out.reshape(batch, groups * repeats, high - low, -1))
-    return outputs.joined(), state
+            if keep_state or start + high < length:
+                state = merge_keys(state, chunk_k, chunk_v, signed=signed)
+    return outputs.joined(), state if keep_state else None
 
 
-def _causal_chunk(
-    query: Tensor, keys: Features, value: Tensor, state: State | None, signed: bool
+def _step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_features: FeatureFunction,
+    key_features: FeatureFunction,
+    mask: Tensor | None,
+    state: State,
+    signed: bool,
 ) -> tuple[Tensor, State]:
+    """One token: add it to the state, then read the state."""
+    dtype = compute_dtype(query)
+    batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
+    queries = query_features(query.to(dtype), 0).values.reshape(batch, groups, heads // groups, -1)
+    keys = masked_key_features(key_features, key, 0, mask, dtype)
+    after = merge_keys(state, keys, mask_tokens(value.to(dtype), mask), signed=signed)
+    normaliser = (queries @ after["k_sum"].unsqueeze(-1)).squeeze(-1)
+    out = divide(queries @ after["kv"], normaliser, signed=signed)
+    return out.view(batch, heads, 1, -1).to(value.dtype), after
+
+
+def _causal_chunk(query: Tensor, keys: Features, value: Tensor, state: State | None, signed: bool) -> Tensor:
     batch, groups, repeats, length, _ = query.shape
     carried = None if state is None else state.get("log_scale")
     weights, running = chunk_weights(query, keys, carried, signed=signed)
@@ -186,7 +259,7 @@ def _causal_chunk(
             decay = torch.exp(carried.unsqueeze(-1) - finite_or_zero(running)).unsqueeze(2)
             past, past_sum = past * decay.unsqueeze(-1), past_sum * decay
         numerator, denominator = numerator + past, denominator + past_sum
-    return divide(numerator, denominator, signed=signed), merge_keys(state, keys, value, signed=signed)
+    return divide(numerator, denominator, signed=signed)
 
 
 def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:

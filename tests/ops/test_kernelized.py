@@ -15,7 +15,7 @@ SCALING = 0.4
 LENGTHS = [0, 1, 2, 63, 64, 65, 127, 128, 129, 300]
 
 
-def fast(built, q, k, v, *, causal, mask=None, state=None):
+def fast(built, q, k, v, *, causal, mask=None, state=None, keep_state=True):
     def query_features(x, start):
         return built.query(x, SCALING)
 
@@ -25,7 +25,7 @@ def fast(built, q, k, v, *, causal, mask=None, state=None):
     maps = (query_features, key_features)
     settings = {"num_features": built.num_features, "mask": mask, "signed": built.signed}
     if causal:
-        return kernelized.causal(q, k, v, *maps, **settings, state=state)
+        return kernelized.causal(q, k, v, *maps, **settings, state=state, keep_state=keep_state)
     return kernelized.bidirectional(q, k, v, *maps, **settings), None
 
 
@@ -61,6 +61,33 @@ def test_output_equals_the_definition(name, length, causal):
     built, inputs = feature_map(name), qkv(length, value_dim=9)
     out, _ = fast(built, *inputs, causal=causal)
     assert_close(out, definition(built, *inputs, causal=causal))
+
+
+@pytest.mark.parametrize("length", [1, 5, 128, 129, 300])
+@every_feature_map()
+def test_a_state_that_nobody_wants_changes_nothing(name, length):
+    built, inputs = feature_map(name), qkv(length)
+    mask = padding_mask([length, length // 2], length, "left")
+    out, state = fast(built, *inputs, causal=True, mask=mask, keep_state=False)
+    assert state is None
+    assert_close(out, definition(built, *inputs, causal=True, mask=mask))
+
+
+@pytest.mark.parametrize("length", [6, 40])
+@every_feature_map()
+def test_gradients_of_short_inputs_equal_those_of_the_definition(name, length):
+    """Short inputs have explicit weights: keys fewer than features, in both directions."""
+    built, inputs = feature_map(name, 6, 2, 9), qkv(length, heads=6, groups=2, dim=9, value_dim=11)
+    mask, precise = padding_mask([length, 4], length, "left"), copy.deepcopy(built).double()
+    for causal in (False, True):
+        actual = gradients(lambda *x: fast(built, *x, causal=causal, mask=mask, keep_state=False)[0], built, inputs)  # noqa: B023
+        expected = gradients(
+            lambda *x: definition_of(precise, *x, causal=causal, mask=mask),  # noqa: B023
+            precise,
+            [x.double() for x in inputs],
+        )
+        for own, true in zip(actual, expected, strict=True):
+            assert_close(own, true, factor=GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])

@@ -30,7 +30,16 @@ MAPS = {
     "cosformer": ("cosformer", {"max_length": 4096}),
 }
 SCALED = {"hedgehog-exp", "favor+", "favor+-hyperbolic"}
-SHAPES = [(1, 1, 1, 1), (2, 3, 3, 5), (1, 4, 2, 63), (2, 2, 1, 64), (1, 2, 2, 65), (1, 4, 1, 200), (1, 1, 1, 2100)]
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 3, 3, 5),
+    (2, 4, 2, 17),
+    (1, 4, 2, 63),
+    (2, 2, 1, 64),
+    (1, 2, 2, 65),
+    (1, 4, 1, 200),
+    (1, 1, 1, 2100),
+]
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
@@ -57,7 +66,7 @@ def inputs(shape, head_dim=9, value_dim=6, dtype=torch.float32, scale=1.0, seed=
     return draw(heads, head_dim), draw(groups, head_dim), draw(groups, value_dim)
 
 
-def make_call(feature_map, query, key, value, causal, mask=None, state=None, start=0, scaling=0.4):
+def make_call(feature_map, query, key, value, causal, mask=None, state=None, start=0, scaling=0.4, keep=False):
     places = torch.arange(start, start + key.shape[2]).unsqueeze(0)
     turned = (places,) if feature_map.uses_positions else ()
 
@@ -69,7 +78,17 @@ def make_call(feature_map, query, key, value, causal, mask=None, state=None, sta
 
     fused = feature_map.fused(scaling, *(turned * 2))
     return KernelizedCall(
-        query, key, value, query_features, key_features, fused, feature_map.num_features, causal, mask=mask, state=state
+        query,
+        key,
+        value,
+        query_features,
+        key_features,
+        fused,
+        feature_map.num_features,
+        causal,
+        mask=mask,
+        state=state,
+        keep_state=keep,
     )
 
 
@@ -148,7 +167,7 @@ def test_a_state_goes_on_where_it_stopped(name, cuts):
     query, key, value = inputs(shape)
     mask = masks(shape, "left")
     with torch.no_grad():
-        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask))
+        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
         parts, state = [], None
         for start, stop in zip((0, *cuts), (*cuts, 150), strict=True):
             piece = slice(start, stop)
@@ -161,6 +180,7 @@ def test_a_state_goes_on_where_it_stopped(name, cuts):
                 mask[:, piece],
                 state,
                 start,
+                keep=True,
             )
             out, state = NativeBackend().run(call)
             parts.append(out)
@@ -170,13 +190,45 @@ def test_a_state_goes_on_where_it_stopped(name, cuts):
         assert_near(state[entry], last[entry], 1e-4 if name in SCALED else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("value_dim", [16, 48, 80, 6])
+@pytest.mark.parametrize("name", MAPS)
+def test_token_by_token_is_the_whole(name, value_dim, heads, groups, dtype):
+    """One token after a state has a kernel of its own where values are whole vectors; some tokens are masked."""
+    shape = (2, heads, groups, 9)
+    feature_map = build(name, heads, groups, 9, value_dim)
+    query, key, value = inputs(shape, 9, value_dim, dtype)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = mask[1, 5] = False
+    with torch.no_grad():
+        whole, last = NativeBackend().run(make_call(feature_map, query, key, value, True, mask, keep=True))
+        state, parts = None, []
+        for token in range(9):
+            held = None if state is None else {name: tensor.clone() for name, tensor in state.items()}
+            cut = slice(token, token + 1)
+            tensors = (tensor[:, :, cut] for tensor in (query, key, value))
+            before = state
+            out, state = NativeBackend().run(
+                make_call(feature_map, *tensors, True, mask[:, cut], before, token, keep=True)
+            )
+            parts.append(out)
+            if held is not None:  # the state that was given is the caller's
+                assert all(torch.equal(before[entry], held[entry]) for entry in held)
+    assert_near(torch.cat(parts, dim=2), whole, 1e-4 if dtype == torch.float32 else 1e-2)
+    for entry in last:
+        finite = last[entry].isfinite()
+        assert torch.equal(finite, state[entry].isfinite())
+        assert_near(state[entry][finite], last[entry][finite], 1e-4)
+
+
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
 def test_states_pass_between_backends(name):
     feature_map = build(name, 4, 2, 9, 6)
     query, key, value = inputs((1, 4, 2, 100))
     torch_backend = backends.TorchBackend()
     with torch.no_grad():
-        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True)
+        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True, keep=True)
         whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
         for begin, go_on in ((torch_backend, NativeBackend()), (NativeBackend(), torch_backend)):
             state = begin.run(first)[1]

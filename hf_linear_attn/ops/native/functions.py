@@ -70,7 +70,7 @@ class NativeBackend:
 
 def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     assert call.fused is not None
-    query_side, key_side = (binding.prepare(side, call.query.shape[3]) for side in call.fused)
+    query_side, key_side = binding.prepare_both(call.fused, call.query.shape[3])
     query, key, value = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
     mask = None if call.mask is None else call.mask.contiguous()
     if query is not call.query or key is not call.key or value is not call.value or mask is not call.mask:
@@ -93,21 +93,23 @@ def _forward(
         return out, None
     if not length:
         return out, call.state
-    held: State = {name: tensor.contiguous() for name, tensor in (call.state or {}).items()}
-    if held:
-        given.state, given.state_sum = address(held["kv"]), address(held["k_sum"])
+    held: State = {}
+    if call.state is not None:
+        held = {name: tensor.contiguous() for name, tensor in call.state.items()}
+        given.state, given.state_sum = held["kv"].data_ptr(), held["k_sum"].data_ptr()
         given.state_scale = address(held.get("log_scale"))
-    after: State = {
-        "kv": torch.empty(batch, groups, call.num_features, value_size),
-        "k_sum": torch.empty(batch, groups, call.num_features),
-    }
-    given.next_state, given.next_sum = address(after["kv"]), address(after["k_sum"])
-    if sides[1].fused.scaled:
-        after["log_scale"] = torch.empty(batch, groups)
-        given.next_scale = address(after["log_scale"])
-    given.normaliser = address(normaliser)
+    after: State = {}
+    if call.keep_state:
+        after["kv"] = torch.empty(batch, groups, call.num_features, value_size)
+        after["k_sum"] = torch.empty(batch, groups, call.num_features)
+        given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
+        if sides[1].fused.scaled:
+            after["log_scale"] = torch.empty(batch, groups)
+            given.next_scale = after["log_scale"].data_ptr()
+    if normaliser is not None:
+        given.normaliser = normaliser.data_ptr()
     binding.run("causal", given)
-    return out, after
+    return out, after or None
 
 
 class _Attention(torch.autograd.Function):

@@ -18,7 +18,7 @@ from .binding import Side, address
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     """The causal form runs on tokens with their padding first, behind the window of a state: see `gather_tokens`."""
     assert call.fused is not None
-    sides = tuple(binding.prepare(side, call.query.shape[3]) for side in call.fused)
+    sides = binding.prepare_both(call.fused, call.query.shape[3])
     tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
     log_mix = by_row(call.log_mix.float())
     if not call.causal:

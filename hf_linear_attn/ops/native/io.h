@@ -1,10 +1,30 @@
-// Rows of tensors in float32, bfloat16 or float16, read into and written from padded float32 blocks.
+// Rows of tensors in float32, bfloat16 or float16, read into and written from padded float32 blocks; room for blocks.
 
 #pragma once
+
+#include <cstdlib>
 
 #include "simd.h"
 
 namespace hla {
+
+// Room of one thread, cut into pieces of whole cache lines.
+class Room {
+ public:
+  explicit Room(size_t floats) : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
+  ~Room() { std::free(begin_); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  float* take(size_t floats) {
+    float* piece = next_;
+    next_ += (floats + 15) / 16 * 16;
+    return piece;
+  }
+  bool failed() const { return begin_ == nullptr; }
+
+ private:
+  float *begin_, *next_;
+};
 
 // Batch, head and token strides in elements; the numbers of a token are contiguous.
 struct Strided {

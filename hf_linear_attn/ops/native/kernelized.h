@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include <cstdlib>
+#include <algorithm>
 #include <vector>
 
 #include "io.h"
@@ -43,24 +43,6 @@ struct Call {
   float scaling;
 };
 
-// Room of one thread, cut into pieces of whole cache lines.
-class Room {
- public:
-  explicit Room(size_t floats) : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
-  ~Room() { std::free(begin_); }
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
-  float* take(size_t floats) {
-    float* piece = next_;
-    next_ += (floats + 15) / 16 * 16;
-    return piece;
-  }
-  bool failed() const { return begin_ == nullptr; }
-
- private:
-  float *begin_, *next_;
-};
-
 // A map with what a block of it needs: sides are tokens of one head, x and its features.
 struct Side {
   const Map* map;
@@ -68,12 +50,13 @@ struct Side {
   int x_row;      // padded d
   float *x, *y, *features, *scale;
 
-  static size_t floats(const Map& map, int x_row) {
-    return (size_t)BLOCK * (x_row + map.segment() + map.features() + 1) + 64;
+  static size_t floats(const Map& map, int x_row, int tokens = BLOCK) {
+    return (size_t)tokens * (x_row + map.segment() + map.features() + 1) + 64;
   }
-  Side(const Map& m, int x_padded, Room& room)
-      : map(&m), row(m.features()), x_row(x_padded), x(room.take(BLOCK * x_padded)), y(room.take(BLOCK * m.segment())),
-        features(room.take(BLOCK * m.features())), scale(room.take(BLOCK)) {}
+  Side(const Map& m, int x_padded, Room& room, int tokens = BLOCK)
+      : map(&m), row(m.features()), x_row(x_padded), x(room.take((size_t)tokens * x_padded)),
+        y(room.take((size_t)tokens * m.segment())), features(room.take((size_t)tokens * m.features())),
+        scale(room.take(tokens)) {}
 
   // Tokens that the mask drops are zero; as keys they have no features either.
   template <typename T>
@@ -389,9 +372,9 @@ static int causal(const Call& c) {
               memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
             divide_rows<T>(c, b, h, start, count, out, normaliser);
           }
-          sums.add(keys.features, value, count);
-          held = true;
           start += count;
+          if (start < c.length || c.next_state) sums.add(keys.features, value, count);  // else nobody reads them
+          held = true;
         }
         if (c.next_state) {
           pack_state(c.key_map, c.value_size, sums, c.next_state + stream * kv_size, c.next_sum + stream * k_size);

@@ -1,5 +1,6 @@
 // Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
 
+#include "short.h"
 #include "windowed.h"
 
 namespace {
@@ -37,8 +38,8 @@ void hla_transpose(const float* in, float* out, int64_t rows, int64_t columns) {
   hla::transpose((int)rows, (int)columns, in, columns, out, rows);
 }
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
-int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
-int hla_causal(const hla::Call* call) { DISPATCH(causal, call) }
+int hla_bidirectional(const hla::Call* call) { DISPATCH(any_bidirectional, call) }
+int hla_causal(const hla::Call* call) { DISPATCH(any_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
 int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }
 int hla_windowed_backward(const hla::Call* call) { DISPATCH(windowed_backward, call) }
