@@ -95,7 +95,7 @@ def run(source: Path, **changes: Any) -> tuple[dict[str, Any], str]:
 def decoder(folder: Path) -> tuple[dict[str, Any], str, Path]:
     out = folder / "out-decoder"
     text = str(folder / "text.txt")
-    chosen = {"sequence_length": 32, "attention": ("elu", "window"), "backward": True, "output": str(out)}
+    chosen = {"sequence_length": 32, "attention": ("elu", "window"), "backward": True, "batch": 3, "output": str(out)}
     return *run(folder / "gpt2", text=text, **chosen), out
 
 
@@ -116,9 +116,24 @@ def test_decoder_report(decoder: tuple[dict[str, Any], str, Path]) -> None:
             assert row["flops"] > 0
     assert report["advice"]["length"] == 32
     assert [held["name"] for held in report["advice"]["verdicts"]] == ["elu", "window"]
-    assert "/".join(str(len(report[name] or [])) for name in ("mechanisms", "decode")) == "2/4"
+    assert "/".join(str(len(report[name] or [])) for name in ("mechanisms", "decode")) == "2/5"
     for name in ("elu: ", "window: ", "report.html"):
         assert name in screen
+    for name, single in (("throughput", "model"), ("training_throughput", "training"), ("prefill", "model")):
+        table, batch = report["speed"][name], report["speed"][name].get("batch", 1)
+        assert batch == (1 if name == "prefill" else 3)
+        assert set(table["rows"]) == set(report["speed"][single]["rows"])
+        for rows in table["rows"].values():
+            rates = [batch * length / row["median"] for row, length in zip(rows, table["lengths"], strict=True)]
+            assert [row["tokens_per_second"] for row in rows] == pytest.approx(rates)
+    streams = report["decode"]["throughput"]
+    assert streams["batch"] == 3
+    places = [report["decode"]["contexts"].index(context) for context in streams["contexts"]]
+    for name, rows in streams["rows"].items():
+        alone = [report["decode"]["rows"][name][place]["cache_bytes"] for place in places]
+        assert [row["cache_bytes"] for row in rows] == [3 * held for held in alone]
+    batches = {one.key["measure"].get("batch") for one in Store(out / NAME)}
+    assert {1, 3} <= batches
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "Is it worth it at 32 tokens?" in page
     held = Store(out / NAME)
@@ -163,6 +178,30 @@ def test_an_appended_run_measures_only_what_is_missing(
     assert more["store"]["measurements"] == len(store)
     with pytest.raises(ValueError, match=r"other settings \(steps: 1, now 2\)"):
         run(folder / "gpt2", attention=("elu",), **settings, **{"steps": 2})
+
+
+def test_throughput_takes_no_more_memory_than_there_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where 8 sequences do not fit, the report says so and goes on."""
+    for module in ("forecast", "speed_study"):
+        monkeypatch.setattr(f"hf_linear_attn.evaluation.{module}.free_memory", lambda device: 1000)
+    report, _ = run(
+        folder / "gpt2",
+        text=str(folder / "text.txt"),
+        attention=("elu",),
+        sequence_length=32,
+        lengths=(16,),
+        length=16,
+        output=str(tmp_path / "out"),
+    )
+    streams = report["decode"]["throughput"]
+    assert streams["contexts"] == []
+    assert "Not timed, for want of memory: a context of 16 tokens (the caches would hold" in streams["notes"][0]
+    (note,) = report["speed"]["throughput"]["notes"] or [""]
+    if report["speed"]["model"]["rows"]["sdpa"][0]["memory"]:  # too small a pass may need no page at all
+        assert "Not timed, for want of memory: 16 tokens (it would need about" in note
+    assert "want of memory" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def _key(held: Any) -> Any:
@@ -339,6 +378,7 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
         {"seeds": (-1,)},
         {"seconds": 0.0},
         {"rows": 1},
+        {"batch": 0},
         {"stride": 8, "context": 8},
         {"data": "glue"},
         {"metrics": ("accuracy",)},

@@ -20,7 +20,7 @@ PREFILL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One token after `context` tokens: its time, and what the cache of one stream holds."""
+    """One token of each stream after `context` tokens: their time, and what the cache of all streams holds."""
 
     context: int
     timing: Timing
@@ -66,8 +66,10 @@ def decode_speed(
     baseline: str,
     budget: float,
     announce: Announce,
+    batch: int = 1,
 ) -> dict[str, list[DecodeRow]]:
-    """Time of one token (batch 1, the head included) after each context; the models take turns, token by token.
+    """Time of one token in each of `batch` streams (the head included) after each context; the models take turns, token
+    by token. The streams hold the same context: one is read, and its cache repeated.
 
     The exact model uses the growing cache that `generate` uses by default. During the measurement each context grows by
     the tokens timed, 8 to 40 of them. budget: seconds for each context.
@@ -76,20 +78,23 @@ def decode_speed(
     for done, context in enumerate(contexts):
         announce(done, f"decoding after {context:,} tokens")
         caches = {name: prefill(model, tokens, context) for name, model in models.items()}
+        for cache in caches.values():
+            cache.batch_repeat_interleave(batch)
         sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-        steps = {name: _stepper(models[name], caches[name], tokens[0], context) for name in models}
+        steps = {name: _stepper(models[name], caches[name], [tokens[0]] * batch, context) for name in models}
         for name, timing in _time_steps(steps, models[baseline].device, baseline, budget).items():
             rows[name].append(DecodeRow(context, timing, sizes[name]))
     return rows
 
 
-def _stepper(model: PreTrainedModel, cache: DynamicCache, token: int, context: int) -> Callable[[], None]:
-    ids = torch.tensor([[token]], device=model.device)
+def _stepper(model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], context: int) -> Callable[[], None]:
+    ids = torch.tensor(tokens, device=model.device)[:, None]
     place = context
 
     def step() -> None:
         nonlocal place
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **position_inputs(model, 1, place))
+        places = {name: held.expand(len(ids), -1) for name, held in position_inputs(model, 1, place).items()}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **places)
         place += 1
 
     return step

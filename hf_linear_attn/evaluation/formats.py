@@ -30,3 +30,8 @@ def format_flops(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:,.0f} FLOP"
+
+
+def format_rate(value: float) -> str:
+    """A number a second: `12,345`, and below ten `3.4`."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

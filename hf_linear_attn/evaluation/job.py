@@ -14,6 +14,9 @@ from .subject import Group, Member, Subject, find_groups, named_apart
 
 TOOL = "hf-linear-attn evaluate"
 
+#: Sequences at once where throughput is timed.
+BATCH = 8
+
 #: What a folder's measurements have in common; another value needs another folder.
 FIXED = ("model", "fingerprint", "kind", "data", "pairs", "steps", "sequence_length", "seed", "context", "stride")
 
@@ -52,6 +55,7 @@ class Job:
             "lengths": list(self.plan.lengths),
             "seeds": None if self.plan.seeds is None else list(self.plan.seeds),
             "backward": self.plan.backward,
+            "batch": self.plan.batch,
             "groups": [_group_facts(group) for group in groups],
         }
 
@@ -108,11 +112,7 @@ def _store_facts(subject: Subject, store: Store) -> dict[str, Any]:
 
 def user_length(job: Job) -> int | None:
     """The length of the user's own inputs, if there is anything to time."""
-    from ..integration.discovery import longest_input
-
-    if not job.plan.lengths:
-        return None
-    return job.options.length or min(longest_input(job.subject.model) or 2048, 2048)
+    return job.plan.own if job.plan.lengths else None
 
 
 def prepare_job(source: str, name: str, options: EvaluateOptions, store: Store) -> Job:
@@ -230,9 +230,12 @@ def make_plan(options: EvaluateOptions, model: Any, kind: str) -> Plan:
         context=options.context,
         stride=options.stride,
         seeds=options.seeds,
+        batch=options.batch or BATCH,
+        own=own,
         backward=options.backward,
         layer=False,
         resources=True,
+        prefill=True,
     )
 
 
@@ -275,6 +278,7 @@ def _join_earlier(job: Job, store: Store) -> None:
         lengths=tuple(sorted(_united(earlier["lengths"], plan.lengths if job.options.lengths else _own(job)))),
         seeds=_united(earlier["seeds"] or [plan.seed], plan.seeds) if plan.seeds or earlier["seeds"] else None,
         backward=plan.backward or earlier["backward"],
+        batch=job.options.batch or earlier.get("batch", plan.batch),
     )
     before = [_group_of(facts) for facts in earlier["groups"]]
     job.groups = _united_groups([group for group in before if group.layers], job.groups)

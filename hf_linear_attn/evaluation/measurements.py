@@ -29,7 +29,8 @@ FORMAT_VERSION = 1
 NAME = "measurements.jsonl"
 
 CSV_COLUMNS = (
-    *("id", "at", "run", "model", "mechanism", "state", "seed", "measure", "length", "device", "threads"),
+    *("id", "at", "run", "model", "mechanism", "state", "seed", "measure", "length", "batch", "dtype"),
+    *("device", "threads"),
     *("field", "value"),
 )
 
@@ -303,6 +304,7 @@ def write_csv(measurements: Iterable[Measurement]) -> bytes:
         seed = mechanism.get("training", mechanism.get("options") or {}).get("seed")
         start = [held.id, held.at, held.run, held.key["model"]["name"], mechanism["name"], mechanism.get("state"), seed]
         start += [measure["what"], measure.get("length", measure.get("context"))]
+        start += [measure.get("batch"), device.get("dtype", measure.get("dtype"))]
         start += [device.get("device"), device.get("threads")]
         for name, value in numbers(held.value):
             writer.writerow([*start, name, value])

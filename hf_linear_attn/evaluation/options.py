@@ -12,6 +12,7 @@ LEAST = {
     "stride": 1,
     "sequence_length": 16,
     "rows": 2,
+    "batch": 1,
     "threads": 1,
     "seed": 0,
 }
@@ -60,6 +61,10 @@ class EvaluateOptions:
     )
     lengths: tuple[int, ...] | None = field(
         default=None, metadata=about("lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)")
+    )
+    batch: int | None = field(
+        default=None,
+        metadata=about("sequences at once where throughput is timed, as far as memory goes; 1: none (default: 8)"),
     )
     steps: int | None = field(
         default=None, metadata=about("steps of attention transfer, 0: none (default: 100; quick: 25)")

@@ -20,7 +20,7 @@ from .drawing import (
     plain_log_axis,
     plot_style,
 )
-from .formats import format_bytes, format_seconds
+from .formats import format_bytes, format_rate, format_seconds
 from .plots_quality import error_maps, fidelity, heat_map, heat_map_of, positions, score_bars, transfer, transferred
 from .scores import scores_of
 from .speed import FREE
@@ -56,8 +56,9 @@ def _speed_drawings(report: dict[str, Any]) -> dict[str, Callable[[dict[str, Any
         drawings.update({"time.png": _model_time, "speedup.png": _speedup})
         if all(row.get("memory") for rows in whole["rows"].values() for row in rows):
             drawings["memory.png"] = _memory
-    if report["speed"].get("training", {}).get("lengths"):
-        drawings["training.png"] = _training_time
+    parts = {"training": _training_time, "throughput": _throughput, "prefill": _prefill_time}
+    timed = [part for part in parts if report["speed"].get(part, {}).get("lengths")]
+    drawings.update({f"{part}.png": parts[part] for part in timed})
     if report["speed"]["layer"]["lengths"]:
         drawings["layer.png"] = _layer_time
     if report["decode"]:
@@ -127,6 +128,28 @@ def _model_time(report: dict[str, Any]) -> Any:
 
 def _training_time(report: dict[str, Any]) -> Any:
     return _times(report, report["speed"]["training"], "Whole model, forward and backward, batch 1")
+
+
+def _prefill_time(report: dict[str, Any]) -> Any:
+    return _times(report, report["speed"]["prefill"], "Prefill: the prompt, batch 1")
+
+
+def _throughput(report: dict[str, Any]) -> Any:
+    table = report["speed"]["throughput"]
+    figure, axes = figure_of(4.3)
+    values = []
+    for name, rows in table["rows"].items():
+        held = [row["tokens_per_second"] for row in rows]
+        values += held
+        axes.plot(table["lengths"], held, label=label_of(report, name), markersize=5, **looks_of(report, name))
+    axes.set_yscale("log")
+    limits = (min(values) * 0.8, max(values) * 1.25)
+    axes.set_ylim(*limits)
+    plain_log_axis(axes.yaxis, limits, format_rate)
+    length_axis(axes, table["lengths"], "tokens of each sequence")
+    axes.set_title(f"Tokens a second, {table['batch']} sequences at once")
+    legend_below(figure, axes)
+    return figure
 
 
 def _memory(report: dict[str, Any]) -> Any:

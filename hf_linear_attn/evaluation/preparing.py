@@ -23,8 +23,9 @@ class Plan:
     validation sequences are looked at during a transfer, to keep its best step.
 
     context, stride: windows of the perplexity (None: the sequence length, half of it). seeds: of everything random;
-    each gives a conversion of its own. layer, backward, resources, decoding: also time one layer's attention by itself,
-    a pass with gradients, operations and peak memory, single tokens of a decoder.
+    each gives a conversion of its own. batch: sequences at once where throughput is timed (1: it is not). own: the
+    length of the user's inputs. layer, backward, resources, prefill, decoding: also time one layer's attention by
+    itself, a pass with gradients, operations and peak memory, the prompt of a decoder with its cache, single tokens.
     """
 
     attentions: tuple[str, ...]
@@ -43,10 +44,13 @@ class Plan:
     context: int | None = None
     stride: int | None = None
     seeds: tuple[int, ...] | None = None
+    batch: int = 1
+    own: int | None = None
     layer: bool = True
     backward: bool = False
     resources: bool = False
     decoding: bool = True
+    prefill: bool = False
 
 
 @dataclass(frozen=True)

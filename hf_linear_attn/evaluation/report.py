@@ -14,7 +14,7 @@ from typing import Any
 from ..version import __version__
 from .advice import final
 from .drawing import HINT, Drawing
-from .formats import fixed, format_bytes, format_flops, format_seconds
+from .formats import fixed, format_bytes, format_flops, format_rate, format_seconds
 from .measurements import Store, write_csv
 from .plots import draw_plots
 from .plots_quality import heat_map_of
@@ -52,6 +52,9 @@ PLOTS = {
     "speedup.png": "The same as a ratio. The dashed line is what even a free attention would give.",
     "memory.png": "What one forward pass needs at its peak beyond weights and inputs, in the same setup as the times.",
     "training.png": "Time of one forward and backward pass, with gradients of all weights.",
+    "throughput.png": "Tokens a second with several sequences at once, as far as memory and time allowed. Higher is "
+    "better.",
+    "prefill.png": "Time to read a prompt and build the cache or the states, before the first new token.",
     "layer.png": "The attention of one layer by itself: without projections, feed-forward layers, embeddings.",
     "decode.png": "Time of one new token after a context, the whole model.",
     "cache.png": "What the cache of one stream holds after a context, all layers.",
@@ -118,8 +121,9 @@ def render_page(report: dict[str, Any], plots: Mapping[str, Drawing]) -> str:
 
 
 def _number(report: dict[str, Any], filters: Mapping[str, Any], shown: str, *parts: object) -> Any:
-    """The value at this place of the report, shown by a filter, with the pointer to it."""
-    source = joined(*parts)
+    """The value at this place of the report, shown by a filter, with the pointer to it. A part may be several, in a
+    tuple."""
+    source = joined(*(one for part in parts for one in (part if isinstance(part, tuple) else (part,))))
     return _data(filters[shown](resolve(report, source)), source)
 
 
@@ -157,7 +161,7 @@ def page_templates() -> Any:
         times=lambda value: f"{value:.2f}×",
         nats=lambda value: f"{value:+.3f} nats",
         flops=format_flops,
-        rate=lambda value: f"{value:,.0f}",
+        rate=format_rate,
         several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
         percent=lambda value: "–" if value is None else f"{value:.0%}",
     )

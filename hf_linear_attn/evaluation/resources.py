@@ -12,6 +12,13 @@ import torch
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
+MEMORY = Path("/proc/meminfo")
+
+#: Control groups of versions 2 and 1: the folder, its files with limit and use, the count of what can be dropped.
+GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 #: Written to `clear_refs`, resets the highest resident set that the kernel remembers (proc(5)).
 RESET_PEAK = "5"
@@ -84,6 +91,35 @@ def peak_memory(function: Callable[[], object], device: torch.device) -> int | N
     return max(0, _status_bytes("VmHWM") - before)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had: on a GPU of its memory, what the allocator holds unused included; on a CPU what
+    Linux calls available, or what is left of the control group's limit (None where the system does not tell)."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    known = [held for held in (_available(), _left_of_group()) if held is not None]
+    return min(known) if device.type == "cpu" and known else None
+
+
+def _available() -> int | None:
+    try:
+        return _status_bytes("MemAvailable", MEMORY)
+    except (OSError, LookupError):
+        return None
+
+
+def _left_of_group() -> int | None:
+    """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
+    for folder, limit, used, dropped in GROUPS:
+        try:
+            most, held = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        return max(0, most - held + int(counts.get(dropped, 0)))
+    return None
+
+
 def _can_reset_peak() -> bool:
     try:
         CLEAR.write_text(RESET_PEAK, encoding="ascii")
@@ -99,9 +135,9 @@ def _hand_back() -> None:
         trim(0)
 
 
-def _status_bytes(name: str) -> int:
-    """A line of /proc/self/status such as `VmRSS:  13884 kB`. Raises a LookupError where it is missing."""
-    for line in STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+def _status_bytes(name: str, path: Path | None = None) -> int:
+    """A line of /proc/self/status (or `path`) such as `VmRSS:  13884 kB`. Raises a LookupError where it is missing."""
+    for line in (path or STATUS).read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     raise LookupError(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..integration.attention import SUBMODULE
@@ -29,6 +29,9 @@ LONGEST_WAIT = 60.0
 
 Announce = Callable[[int, str], None]
 """Called with the number of lengths done and a note."""
+
+Pass = Callable[[Mapping[str, Tensor]], object]
+"""Runs a model once on inputs."""
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -73,17 +76,19 @@ def can_go_beyond(model: PreTrainedModel) -> bool:
     return not has_position_table(model) or "position_ids" in inspect.signature(model.forward).parameters
 
 
-def long_inputs(model: PreTrainedModel, tokens: Sequence[int], length: int) -> dict[str, Tensor]:
-    """`[1, length]` inputs: the tokens, repeated as needed. Positions past the model's table begin again from zero.
+def long_inputs(model: PreTrainedModel, tokens: Sequence[int], length: int, batch: int = 1) -> dict[str, Tensor]:
+    """`[batch, length]` inputs: the tokens, row after row, repeated as needed. Positions past the model's table begin
+    again from zero.
 
     The values change nothing about the speed; the outputs at such lengths mean nothing and are not used.
     """
-    repeated = (list(tokens) * (length // len(tokens) + 1))[:length]
-    ids = torch.tensor([repeated], device=model.device)
+    wanted = batch * length
+    repeated = (list(tokens) * (wanted // len(tokens) + 1))[:wanted]
+    ids = torch.tensor(repeated, device=model.device).view(batch, length)
     # A mask of ones: position ids that begin again would otherwise be read as several packed documents.
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     accepted = inspect.signature(model.forward).parameters
-    inputs.update(position_inputs(model, length))
+    inputs.update({name: places.expand(batch, -1) for name, places in position_inputs(model, length).items()})
     if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", None):
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return inputs
@@ -139,28 +144,28 @@ def length_rows(
     *,
     baseline: str,
     budget: float,
-    backward: bool = False,
-    resources: bool = False,
+    what: str = "forward",
+    batch: int = 1,
+    resources: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
-    """One length (batch 1), as plain data: what a `Timing` holds, and `tokens_per_second`.
+    """One length, `batch` sequences at once, as plain data: what a `Timing` holds, and `tokens_per_second`.
 
-    backward: with gradients of all weights (of `mean(output²)`), as in training. resources: also `flops`, and `memory`,
-    the peak of a further call with the same inputs, threads and precision.
+    what: one of `PASSES`. resources: of `RESOURCES`, measured in a further call each with the same inputs, threads and
+    precision.
     """
+    backward = what == TRAINING
     with torch.inference_mode(not backward):
-        inputs = long_inputs(models[baseline], tokens, length)
-        make = _training_pass if backward else forward_of
-        calls = {name: partial(make(model), inputs) for name, model in models.items()}
+        inputs = long_inputs(models[baseline], tokens, length, batch)
+        calls = {name: partial(PASSES[what](model), inputs) for name, model in models.items()}
         device = models[baseline].device
         try:
             timings = interleaved(calls, baseline=baseline, budget=budget, device=device)
             rows = {
-                name: {**asdict(timing), "tokens_per_second": length / timing.median}
+                name: {**asdict(timing), "tokens_per_second": batch * length / timing.median}
                 for name, timing in timings.items()
             }
-            if resources:
-                for name, call in calls.items():
-                    rows[name].update(memory=peak_memory(call, device), flops=count_flops(call))
+            for name, call in calls.items():
+                rows[name].update({resource: RESOURCES[resource](call, device) for resource in resources})
         finally:
             if backward:
                 for model in models.values():
@@ -168,7 +173,26 @@ def length_rows(
     return rows
 
 
-def _training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
+def forward_of(model: PreTrainedModel) -> Pass:
+    """One forward pass without a cache; of a language model the logits of the last token only."""
+    accepted = inspect.signature(model.forward).parameters
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    if "logits_to_keep" in accepted:
+        extra["logits_to_keep"] = 1
+    return lambda inputs: model(**inputs, **extra)
+
+
+def prefill_of(model: PreTrainedModel) -> Pass:
+    """The prompt as `generate` reads it: logits of the last token, and the cache or the states are built anew in each
+    call. A model without attention keeps nothing."""
+    if model.config._attn_implementation == FREE_IMPLEMENTATION:
+        return forward_of(model)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return lambda inputs: model(**inputs, past_key_values=DynamicCache(config=model.config), use_cache=True, **last)
+
+
+def _training_pass(model: PreTrainedModel) -> Pass:
+    """With gradients of all weights (of `mean(output²)`), as in training."""
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def run(inputs: Mapping[str, Tensor]) -> None:
@@ -177,15 +201,20 @@ def _training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], o
     return run
 
 
-def forward_of(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
-    """One forward pass as `generate` would prefill: no cache, and logits of the last token only."""
-    accepted = inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {}
-    if "use_cache" in accepted:
-        extra["use_cache"] = False
-    if "logits_to_keep" in accepted:
-        extra["logits_to_keep"] = 1
-    return lambda inputs: model(**inputs, **extra)
+TRAINING = "forward+backward"
+
+#: What is timed of a whole model, by the name in a measurement's key.
+PASSES: dict[str, Callable[[PreTrainedModel], Pass]] = {
+    "forward": forward_of,
+    "prefill": prefill_of,
+    TRAINING: _training_pass,
+}
+
+#: What else can be measured of a call.
+RESOURCES: dict[str, Callable[[Callable[[], object], torch.device], int | None]] = {
+    "memory": peak_memory,
+    "flops": lambda call, device: count_flops(call),
+}
 
 
 @torch.inference_mode()
@@ -258,13 +287,10 @@ def _sweep(
 
 
 def _expected_seconds(table: SpeedTable, length: int) -> float:
+    """Four calls of each (a warm-up and three rounds) from the last length: the baseline's time grows with the square,
+    the others' linearly."""
     if not table.lengths:
         return 0.0
+    growth = length / table.lengths[-1]
     medians = {name: timings[-1].median for name, timings in table.rows.items()}
-    return expected_seconds(medians, table.baseline, length / table.lengths[-1])
-
-
-def expected_seconds(medians: Mapping[str, float], baseline: str, growth: float) -> float:
-    """Four calls of each (a warm-up and three rounds) at `growth` times the length: the baseline's time grows with the
-    square, the others' linearly."""
-    return 4 * sum(median * (growth**2 if name == baseline else growth) for name, median in medians.items())
+    return 4 * sum(median * (growth**2 if name == table.baseline else growth) for name, median in medians.items())

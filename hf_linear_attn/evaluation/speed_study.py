@@ -8,19 +8,22 @@ from dataclasses import asdict, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..integration.discovery import longest_input
 from ..patching import patch_model
 from ..registry import ATTENTIONS
 from .decoding import decode_speed
+from .forecast import MEMORY_SHARE, Forecast, forecast
+from .formats import format_bytes
 from .measurements import Store
 from .preparing import Plan
+from .resources import free_memory
 from .speed import (
     FREE,
-    LONGEST_WAIT,
+    TRAINING,
     can_go_beyond,
-    expected_seconds,
     has_position_table,
     layer_speed,
     length_rows,
@@ -29,6 +32,7 @@ from .speed import (
     without_attention,
 )
 from .subject import EXACT, Group, Subject, default_options, longer_layers, patched_like
+from .summary import shown_places
 from .timing import SpeedTable, amdahl_ceiling, amdahl_share, crossover
 
 if TYPE_CHECKING:
@@ -118,62 +122,97 @@ class SpeedStudy:
         lengths: Sequence[int],
         measure: Mapping[str, Any],
         run: Callable[[Any, int], Rows],
+        ahead: Callable[[int], Forecast] | None = None,
     ) -> dict[str, Any]:
-        """All lengths, until the next one would take far more than the budget."""
+        """All lengths, until there is no time or no memory for the next one. ahead: what a length will take (default:
+        from the length before it)."""
         self.progress.start(title, len(lengths))
         done: list[int] = []
         rows: dict[str, list[dict[str, Any]]] = {}
         notes: list[str] = []
         for index, length in enumerate(lengths):
             key = {**measure, "length": length}
-            expected = 0.0
-            if done and not self._known(names, key):
-                medians = {name: held[-1]["median"] for name, held in rows.items()}
-                expected = expected_seconds(medians, self.baseline, length / done[-1])
-            if expected > max(15 * self.plan.budget, LONGEST_WAIT):
+            wanting = None
+            if (ahead or done) and not self._known(names, key):
+                expected = ahead(length) if ahead else self._longer(rows, length / done[-1])
+                wanting = expected.refusal(self.plan.budget, self.subject.model.device)
+            found: Rows = {}
+            if wanting is None:
+                self.progress.update(index, f"{length:,} tokens")
+                try:
+                    found = self._rows(names, key, lambda models, length=length: run(models, length))  # type: ignore[misc]
+                except torch.cuda.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    wanting = "memory", "the device had no more"
+            if wanting is not None:
                 left = ", ".join(f"{held:,}" for held in lengths[index:])
-                notes.append(f"Not timed, for want of time: {left} tokens (one length would take ~{expected:.0f} s).")
+                notes.append(f"Not timed, for want of {wanting[0]}: {left} tokens ({wanting[1]}).")
                 break
-            self.progress.update(index, f"{length:,} tokens")
-            found = self._rows(names, key, lambda models, length=length: run(models, length))  # type: ignore[misc]
             done.append(length)
             for name, row in found.items():
                 rows.setdefault(name, []).append(row)
         return speed_parts(done, rows, self.baseline, notes)
 
+    def _longer(self, rows: Mapping[str, list[dict[str, Any]]], growth: float) -> Forecast:
+        """The exact form's time grows with the square, and its memory too where all weights are held at once."""
+        square = {self.baseline: growth**2}
+        eager = square if self.baseline == "eager" else {}
+        last = {name: held[-1] for name, held in rows.items()}
+        return forecast(last, lambda name: square.get(name, growth), lambda name: eager.get(name, growth))
+
     # ---------------------------------------------------------------------------------------------- all lengths
 
     def speed(self) -> dict[str, Any]:
-        """The whole model and one attention layer against the baseline, at every length."""
+        """The whole model and one attention layer against the baseline, at every length; several sequences at once at
+        some."""
         whole, notes = self._whole_lengths()
-        plan = self.plan
+        table = self._passes("speed of the whole model", "forward", whole)
+        table["notes"][:0] = notes
+        found: dict[str, Any] = {"baseline": self.baseline, "model": table}
+        if self.plan.backward:
+            found["training"] = self._passes("forward and backward", TRAINING, whole)
+        if self.subject.kind == "decoder" and self.plan.prefill:
+            found["prefill"] = self._passes("prefill", "prefill", whole)
+        found["layer"] = self._layer() if self.plan.layer else speed_parts([], {}, self.baseline, [])
+        if self.plan.batch > 1:
+            found["throughput"] = self._throughput("forward", table)
+            if self.plan.backward:
+                found["training_throughput"] = self._throughput(TRAINING, found["training"])
+        return found
 
-        def forward(models: Any, length: int, backward: bool = False) -> Rows:
+    def _passes(self, title: str, what: str, lengths: Sequence[int], batch: int = 1, **table: Any) -> dict[str, Any]:
+        """One pass of the whole model. Of several sequences at once the operations are not counted: they are those of
+        one, so many times; so are those of a prefill."""
+        plan = self.plan
+        counted = batch == 1 and what != "prefill"
+        resources = ("memory", "flops")[: 1 + counted] if plan.resources else ()
+
+        def run(models: Any, length: int) -> Rows:
             return length_rows(
                 models,
                 self.tokens,
                 length,
                 baseline=self.baseline,
                 budget=plan.budget,
-                backward=backward,
-                resources=plan.resources,
+                what=what,
+                batch=batch,
+                resources=resources,
             )
 
-        measure = {"batch": 1, "resources": plan.resources}
-        names = [self.baseline, *self.names, FREE]
-        table = self._table("speed of the whole model", names, whole, {"what": "forward", **measure}, forward)
-        table["notes"][:0] = notes
-        found: dict[str, Any] = {"baseline": self.baseline, "model": table}
-        if plan.backward:
-            found["training"] = self._table(
-                "forward and backward",
-                names,
-                whole,
-                {"what": "forward+backward", **measure},
-                lambda models, length: forward(models, length, True),
-            )
-        found["layer"] = self._layer() if plan.layer else speed_parts([], {}, self.baseline, [])
-        return found
+        measure = {"what": what, "batch": batch, "resources": plan.resources}
+        return self._table(title, [self.baseline, *self.names, FREE], lengths, measure, run, **table)
+
+    def _throughput(self, what: str, single: Mapping[str, Any]) -> dict[str, Any]:
+        """Several sequences at once, at a few of the lengths that were timed with one."""
+        batch, lengths = self.plan.batch, single["lengths"]
+
+        def ahead(length: int) -> Forecast:
+            rows = {name: held[lengths.index(length)] for name, held in single["rows"].items()}
+            return forecast(rows, lambda name: batch, lambda name: batch)
+
+        chosen = [lengths[place] for place in shown_places(lengths, self.plan.own)]
+        title = f"{what}, {batch} sequences at once"
+        return {"batch": batch, **self._passes(title, what, chosen, batch, ahead=ahead)}
 
     def _whole_lengths(self) -> tuple[tuple[int, ...], list[str]]:
         """The lengths that the whole model can take, and what to say about those beyond its positions."""
@@ -211,9 +250,29 @@ class SpeedStudy:
         return self._table("speed of one attention layer", names, self.plan.lengths, measure, run)
 
     def decode(self) -> dict[str, Any]:
-        """Time and cache of one more token after contexts of every length."""
-        contexts, names = self.plan.lengths, [self.baseline, *self.names]
-        self.progress.start("decoding", len(contexts))
+        """Time and cache of one more token after contexts of every length, and of several streams at once."""
+        found = self._decode(self.plan.lengths, 1)
+        if self.plan.batch > 1:
+            found["throughput"] = self._decode_several(found)
+        return found
+
+    def _decode_several(self, single: Mapping[str, Any]) -> dict[str, Any]:
+        """Several streams, after those contexts whose caches find room."""
+        batch, contexts, free = self.plan.batch, single["contexts"], free_memory(self.subject.model.device)
+        kept, notes = [], []
+        for place in shown_places(contexts, self.plan.own):
+            needed = batch * sum(rows[place]["cache_bytes"] for rows in single["rows"].values())
+            if free is None or needed <= MEMORY_SHARE * free:
+                kept.append(contexts[place])
+                continue
+            told = f"the caches would hold {format_bytes(needed)}, {format_bytes(free)} are free"
+            notes.append(f"Not timed, for want of memory: a context of {contexts[place]:,} tokens ({told}).")
+        return {"batch": batch, **self._decode(kept, batch), "notes": notes}
+
+    def _decode(self, contexts: Sequence[int], batch: int) -> dict[str, Any]:
+        names = [self.baseline, *self.names]
+        streams = "" if batch == 1 else f", {batch} streams"
+        self.progress.start(f"decoding{streams}", len(contexts))
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
 
         def run(models: Any, context: int) -> Rows:
@@ -224,6 +283,7 @@ class SpeedStudy:
                 baseline=self.baseline,
                 budget=self.plan.budget / 4,
                 announce=lambda step, note: None,
+                batch=batch,
             )
             return {
                 name: {**asdict(held[0].timing), "cache_bytes": held[0].cache_bytes} for name, held in found.items()
@@ -231,10 +291,10 @@ class SpeedStudy:
 
         for index, context in enumerate(contexts):
             self.progress.update(index, f"decoding after {context:,} tokens")
-            measure = {"what": "decode", "batch": 1, "context": context}
+            measure = {"what": "decode", "batch": batch, "context": context}
             found = self._rows(names, measure, lambda models, context=context: run(models, context))  # type: ignore[misc]
             for name in names:
-                rows[name].append(found[name])
+                rows[name].append({**found[name], "tokens_per_second": batch / found[name]["median"]})
         return {"baseline": self.baseline, "contexts": list(contexts), "states": dict(self._states), "rows": rows}
 
 

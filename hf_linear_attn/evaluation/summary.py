@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import fixed, format_bytes, format_seconds
+from .formats import fixed, format_bytes, format_rate, format_seconds
 from .pointers import Sourced, joined
 from .scores import Score, kept, scores_of
 from .speed import FREE
@@ -85,8 +86,18 @@ def crossover_words(crossing: dict[str, Any]) -> str:
     return f"~ {int(float(format(crossing['length'], '.2g'))):,}"
 
 
+#: How a value of a row of times is shown, by its name.
+SHOW: dict[str, Callable[[float], str]] = {
+    "median": format_seconds,
+    "memory": format_bytes,
+    "speedup": lambda value: f"{value:.2f}×",
+    "tokens_per_second": format_rate,
+}
+
+
 class _Table:
-    """Cells of one report: name, parameters, fidelity, scores, share kept, speeds, crossover, memory, decoding."""
+    """Cells of one report: name, parameters, fidelity, scores, share kept, speeds, crossover, memory, throughput,
+    prefill, decoding."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         self.report = report
@@ -96,13 +107,17 @@ class _Table:
         self.places = shown_places(self.whole["lengths"], own)
         self.scores = scores_of(report)
         self.shares = self.scores[0].relative and "advice" in report
-        self.memory = self._memory_place(own)
+        memory = self._place("model", own)
+        known = memory is not None and self.whole["rows"][self.baseline][memory].get("memory")
+        self.memory = memory if known else None
+        self.many, self.prompt = self._place("throughput", own), self._place("prefill", own)
 
-    def _memory_place(self, own: int | None) -> int | None:
-        """Where the memory is shown: at the user's own length, or the longest."""
-        rows = self.whole["rows"].get(self.baseline, [])
-        place = self.whole["lengths"].index(own) if own in self.whole["lengths"] else len(rows) - 1
-        return place if rows and rows[place].get("memory") else None
+    def _place(self, part: str, own: int | None) -> int | None:
+        """Where a part of the speeds is shown: at the user's own length, or the longest. None: it was not timed."""
+        lengths = self.report["speed"].get(part, {}).get("lengths")
+        if not lengths:
+            return None
+        return lengths.index(own) if own in lengths else len(lengths) - 1
 
     def columns(self) -> list[Column]:
         found = [Column("mechanism", ""), Column("learned params", "quality")]
@@ -114,6 +129,11 @@ class _Table:
         found.append(Column("faster from", "speed"))
         if self.memory is not None:
             found.append(Column(f"memory at {self.whole['lengths'][self.memory]:,}", "speed"))
+        if self.many is not None:
+            table = self.report["speed"]["throughput"]
+            found.append(Column(f"tokens/s, {table['batch']} at once, at {table['lengths'][self.many]:,}", "speed"))
+        if self.prompt is not None:
+            found.append(Column(f"prefill at {self.report['speed']['prefill']['lengths'][self.prompt]:,}", "speed"))
         if self.report["decode"]:
             last = self.report["decode"]["contexts"][-1]
             found += [Column(f"decode at {last:,}", "speed"), Column(f"cache at {last:,}", "speed")]
@@ -125,10 +145,8 @@ class _Table:
         row = [Sourced(f"{self.baseline} (exact)"), Sourced("–"), *(Sourced(value) for _, _, _, value in FIDELITY)]
         row += [self._score(score, "exact", self.report["exact"]) for score in self.scores]
         row += self._share(self.report["exact"]) if self.report.get("reference") else [Sourced("–")] * self.shares
-        row += [self._row_cell(self.baseline, place, "median") for place in self.places] + [Sourced("–")]
-        if self.memory is not None:
-            row.append(self._row_cell(self.baseline, self.memory, "memory"))
-        return [*row, *self._decode(self.baseline, "median")]
+        row += [self._row_cell("model", self.baseline, place, "median") for place in self.places] + [Sourced("–")]
+        return [*row, *self._costs(self.baseline, "median"), *self._decode(self.baseline, "median")]
 
     def reference(self) -> list[Sourced]:
         """A tuned exact model: its quality; its speed is the exact model's."""
@@ -152,12 +170,10 @@ class _Table:
             spread = _spread_of(held, state, score)
             row.append(Sourced(text + spread, None if text == "–" else joined(*start, state, *score.path)))
         row += self._share(after or before)
-        row += [self._row_cell(name, place, "speedup") for place in self.places]
+        row += [self._row_cell("model", name, place, "speedup") for place in self.places]
         crossing = joined("speed", "model", "crossover", name, "length")
         row.append(Sourced(crossover_words(self.whole["crossover"][name]), crossing) if self.places else Sourced("–"))
-        if self.memory is not None:
-            row.append(self._row_cell(name, self.memory, "memory"))
-        return [*row, *self._decode(name, "speedup")]
+        return [*row, *self._costs(name, "speedup"), *self._decode(name, "speedup")]
 
     def control(self) -> list[Sourced]:
         row = [Sourced(FREE), *(Sourced("–") for _ in range(1 + len(FIDELITY)))]
@@ -166,8 +182,7 @@ class _Table:
         for place in self.places:
             row.append(Sourced(f"{self.whole['ceiling'][place]:.2f}×", joined("speed", "model", "ceiling", place)))
         row.append(Sourced("ceiling" if self.places else "–"))
-        if self.memory is not None:
-            row.append(self._row_cell(FREE, self.memory, "memory"))
+        row += self._costs(FREE, "speedup")
         return [*row, *(Sourced("–") for _ in range(2 if self.report["decode"] else 0))]
 
     # ---------------------------------------------------------------------------------------------- cells
@@ -185,11 +200,16 @@ class _Table:
             return [Sourced("–")]
         return [Sourced(f"{share:.1%}" if self.scores[0].higher else f"{1 / share - 1:+.1%}")]
 
-    def _row_cell(self, name: str, place: int, key: str) -> Sourced:
-        shown = {"median": format_seconds, "memory": format_bytes, "speedup": lambda value: f"{value:.2f}×"}[key]
-        value = self.whole["rows"][name][place].get(key)
-        source = joined("speed", "model", "rows", name, place, key)
-        return Sourced("–") if value is None else Sourced(shown(value), source)
+    def _costs(self, name: str, key: str) -> list[Sourced]:
+        """Memory, throughput and prefill, those that were measured. key: what stands for the prefill."""
+        wanted = [("model", self.memory, "memory"), ("throughput", self.many, "tokens_per_second")]
+        wanted.append(("prefill", self.prompt, key))
+        return [self._row_cell(part, name, place, shown) for part, place, shown in wanted if place is not None]
+
+    def _row_cell(self, part: str, name: str, place: int, key: str) -> Sourced:
+        value = self.report["speed"][part]["rows"][name][place].get(key)
+        source = joined("speed", part, "rows", name, place, key)
+        return Sourced("–") if value is None else Sourced(SHOW[key](value), source)
 
     def _decode(self, name: str, key: str) -> list[Sourced]:
         decode = self.report["decode"]

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from .advice import advise, final, is_trivial
+from .formats import format_rate
 from .measurements import plain
 from .scores import reference_quality, score_of
+from .speed import FREE
 
 #: p80 / p20 of the baseline's times from which on the report warns.
 NOISY = 1.5
@@ -25,7 +27,7 @@ def conclude(report: dict[str, Any]) -> None:
 def verdicts(report: dict[str, Any]) -> list[str]:
     """Sentences, the most important first."""
     found = [_best(report), _control(report), _harmful(report), _exact_here(report), *_transfers(report)]
-    found += [*_speed(report), _short(report), _decode(report), _noise(report)]
+    found += [*_speed(report), _short(report), _throughput(report), _decode(report), _noise(report)]
     return [text for text in found if text]
 
 
@@ -151,6 +153,21 @@ def _short(report: dict[str, Any]) -> str:
     if losing:
         text += f" Slower than {baseline} there: {_list(losing)}."
     return text
+
+
+def _throughput(report: dict[str, Any]) -> str:
+    """Several sequences at once, at the longest length that was timed so."""
+    table, baseline = report["speed"].get("throughput"), report["speed"]["baseline"]
+    if not table or not table["lengths"]:
+        return ""
+    rates = [
+        f"{name} {format_rate(rows[-1]['tokens_per_second'])}"
+        + ("" if name == baseline else f" ({_times(rows[-1]['speedup'])})")
+        for name, rows in table["rows"].items()
+        if name != FREE
+    ]
+    length = table["lengths"][-1]
+    return f"Tokens a second with {table['batch']} sequences of {length:,} at once: {', '.join(rates)}."
 
 
 def _decode(report: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_seconds
+from hf_linear_attn.evaluation.formats import fixed, format_bytes, format_rate, format_seconds
 from hf_linear_attn.evaluation.measurements import plain
 from hf_linear_attn.evaluation.plots import draw_plots
 from hf_linear_attn.evaluation.plots_quality import heat_map_of
@@ -136,6 +136,19 @@ def test_page_of_an_evaluation_shows_all_that_was_measured() -> None:
     assert "not shown here: 2" in text
     for folder in ("run0", "run1", "run2"):
         assert folder in text
+    assert "Throughput: 8 sequences at once" in text
+    assert "Not timed, for want of memory: 8,192 tokens (made up)." in text
+    assert "Tokens a second with 8 sequences of 2,048 at once: sdpa 64,000, elu 384,000 (6.00×)" in text
+
+
+def test_page_of_a_decoder_shows_prefill_and_streams() -> None:
+    report = made_up_evaluation("decoder")
+    text = Page(render_page(report, {})).text
+    assert "Prefill: the prompt, batch 1" in text
+    assert "Decoding: 8 streams at once" in text
+    titles = [column.title for column in summarise_report(report).columns]
+    assert {"tokens/s, 8 at once, at 512", "prefill at 512", "decode at 2,048"} <= set(titles)
+    assert [len(row) for row in summarise_report(report).rows] == [len(titles)] * 7
 
 
 @every_report
@@ -146,7 +159,7 @@ def test_page_escapes_what_comes_from_outside(kind: str) -> None:
     report["text"]["source"] = evil
     held = report["mechanisms"][0]
     held["description"] = evil
-    for table in (report["speed"]["model"], report["speed"]["layer"], report["speed"].get("training")):
+    for table in (report["speed"].get(part) for part in ("model", "layer", "training", "throughput")):
         for part in ("rows", "crossover"):
             if table and held["name"] in table[part]:
                 table[part][evil] = table[part].pop(held["name"])
@@ -167,8 +180,8 @@ def test_plots_are_png_of_the_width_of_a_phone_at_double_density(kind: str) -> N
     extra = {
         "demo of an encoder": {"sentences.png", "layer.png"},
         "demo of a decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "layer.png"},
-        "classifier": {"task.png", "pareto.png", "memory.png", "training.png"},
-        "decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "pareto.png", "memory.png"},
+        "classifier": {"task.png", "pareto.png", "memory.png", "training.png", "throughput.png"},
+        "decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "pareto.png", "prefill.png"},
         "encoder": {"sts.png", "sentences.png", "pareto.png", "memory.png"},
     }
     assert extra[kind] <= set(plots)
@@ -313,6 +326,7 @@ def test_cells() -> None:
     assert crossover_words({"length": None, "relation": "none"}) == "never"
     assert [format_seconds(value) for value in (2.0, 0.0351, 8.04e-5)] == ["2 s", "35.1 ms", "80.4 µs"]
     assert [fixed(value, 2) for value in (-0.001, 1.005, -1.0)] == ["0.00", "1.00", "-1.00"]
+    assert [format_rate(value) for value in (12345.6, 10.0, 3.44)] == ["12,346", "10", "3.4"]
     assert [format_bytes(value) for value in (640, 12_300, 3.1e6, 2e9)] == ["640 B", "12.3 kB", "3.1 MB", "2 GB"]
 
 

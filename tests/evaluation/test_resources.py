@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation import resources
-from hf_linear_attn.evaluation.resources import count_flops, peak_memory
+from hf_linear_attn.evaluation.resources import count_flops, free_memory, peak_memory
 from hf_linear_attn.evaluation.speed import length_rows, shared_copy, without_attention
 
 from ..helpers import BERT, FAMILIES, GPT2, Family, token_ids
@@ -80,12 +81,28 @@ def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) ->
     assert peak_memory(lambda: None, CPU) is None
 
 
+def test_free_memory_is_what_the_system_or_the_group_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  5 kB\n")
+    for name, text in (("max", "6000"), ("current", "4000"), ("stat", "anon 1\ninactive_file 500\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    group = (tmp_path, "memory.max", "memory.current", "inactive_file")
+    monkeypatch.setattr(resources, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(resources, "GROUPS", ())
+    assert free_memory(CPU) == 5 * 1024
+    monkeypatch.setattr(resources, "GROUPS", ((tmp_path / "none", *group[1:]), group))
+    assert free_memory(CPU) == 2500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(CPU) == 5 * 1024
+    (tmp_path / "meminfo").unlink()
+    assert free_memory(CPU) is None
+
+
 def test_rows_of_one_length() -> None:
     model = BERT.build()
     models = {"sdpa": model, "elu": hla.patch_model(shared_copy(model), "elu")}
-    settings: dict[str, Any] = {"baseline": "sdpa", "budget": 1e-9, "resources": True}
+    settings: dict[str, Any] = {"baseline": "sdpa", "budget": 1e-9, "resources": ("memory", "flops")}
     forward = length_rows(models, [3, 4, 5], 24, **settings)
-    both = length_rows(models, [3, 4, 5], 24, backward=True, **settings)
+    both = length_rows(models, [3, 4, 5], 24, what="forward+backward", **settings)
     for name in models:
         assert both[name]["flops"] > 2 * forward[name]["flops"]
         assert forward[name]["tokens_per_second"] == pytest.approx(24 / forward[name]["median"])

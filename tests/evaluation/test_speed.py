@@ -9,10 +9,12 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
+from hf_linear_attn.evaluation import forecast
 from hf_linear_attn.evaluation.decoding import cache_bytes, decode_speed, prefill
 from hf_linear_attn.evaluation.speed import (
     FREE,
     layer_speed,
+    length_rows,
     long_inputs,
     model_speed,
     position_inputs,
@@ -80,6 +82,41 @@ def test_long_inputs_run_and_are_not_read_as_packed_documents(kind: str) -> None
         other = model.base_model(**changed)[0]
     # The last token sees the first: one document, not several.
     assert (out[0, -1] - other[0, -1]).abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_several_sequences_are_rows_of_the_same_tokens(kind: str) -> None:
+    model = tiny_model(kind).eval()
+    inputs = long_inputs(model, TOKENS, 2 * MAX_LENGTH, 3)
+    assert {held.shape for held in inputs.values()} == {(3, 2 * MAX_LENGTH)}
+    assert inputs["input_ids"].flatten()[: len(TOKENS)].tolist() == TOKENS
+    with torch.no_grad():
+        out = model.base_model(**inputs)[0]
+        alone = model.base_model(**{name: held[1:2] for name, held in inputs.items()})[0]
+    torch.testing.assert_close(out[1:2], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_of_passes_with_several_sequences_and_of_a_prefill(kind: str) -> None:
+    """The prefill of a patched model builds states, that of the exact one a cache; one without attention keeps none."""
+    model = tiny_model(kind).eval()
+    models = {"sdpa": model, "elu": hla.patch_model(shared_copy(model), "elu"), FREE: without_attention(model)}
+    seen: dict[str, list[Any]] = {name: [] for name in models}
+    for name, held in models.items():
+        held.register_forward_pre_hook(
+            lambda module, args, given, name=name: seen[name].append(given.get("past_key_values")), with_kwargs=True
+        )
+    settings: dict[str, Any] = {"baseline": "sdpa", "budget": 1e-9, "resources": ("memory",)}
+    rows = length_rows(models, TOKENS, 2 * MAX_LENGTH, what="prefill", **settings)
+    assert seen[FREE] == [None] * len(seen[FREE])
+    for name in ("sdpa", "elu"):
+        assert len(set(map(id, seen[name]))) == len(seen[name])  # a new one in each call
+        assert seen[name][0].get_seq_length() == 2 * MAX_LENGTH
+    assert cache_bytes(seen["elu"][0]) < cache_bytes(seen["sdpa"][0])
+    assert rows["elu"]["tokens_per_second"] == pytest.approx(2 * MAX_LENGTH / rows["elu"]["median"])
+    several = length_rows(models, TOKENS, 16, batch=3, **settings)
+    assert several["elu"]["tokens_per_second"] == pytest.approx(48 / several["elu"]["median"])
+    assert set(several["elu"]) - set(rows["elu"]) == set()
 
 
 def test_only_mechanisms_with_a_largest_length_get_one() -> None:
@@ -153,3 +190,27 @@ def test_decoding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.context for row in rows["elu"]] == contexts
     assert rows["elu"][0].cache_bytes == rows["elu"][1].cache_bytes
     assert rows["sdpa"][1].cache_bytes == rows["sdpa"][0].cache_bytes * 2 * MAX_LENGTH // 10
+    streams = decode_speed(models, TOKENS, contexts[1:], baseline="sdpa", budget=0.0, announce=silent, batch=3)
+    assert {name: row[0].cache_bytes for name, row in streams.items()} == {
+        name: 3 * row[1].cache_bytes for name, row in rows.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What there is no room for
+
+
+def test_a_forecast_is_refused_for_want_of_memory_or_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"sdpa": {"median": 2.0, "memory": 100}, "elu": {"median": 1.0, "memory": None}}
+    found = forecast.forecast(rows, lambda name: 4 if name == "sdpa" else 2, lambda name: 3)
+    assert found == forecast.Forecast(40.0, 300)
+    assert forecast.forecast({"sdpa": {"median": 1.0}}, lambda name: 1, lambda name: 1).bytes is None
+    device = torch.device("cpu")
+    for free, budget, wanting in ((1000, 1.0, None), (None, 1.0, None), (1000, 1e-9, None), (300, 9.0, "memory")):
+        monkeypatch.setattr(forecast, "free_memory", lambda device, free=free: free)
+        refused = found.refusal(budget, device)
+        assert (refused and refused[0]) == wanting
+    monkeypatch.setattr(forecast, "LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(forecast, "free_memory", lambda device: None)
+    assert found.refusal(1.0, device) == ("time", "one length would take ~40 s")
+    assert found.refusal(3.0, device) is None
