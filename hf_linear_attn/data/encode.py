@@ -196,9 +196,9 @@ def _count_tokens(dataset: Dataset) -> int:
     return sum(len(table["input_ids"].combine_chunks().flatten()) for table in dataset.with_format("arrow").iter(BATCH))
 
 
-def longest_row(dataset: Dataset) -> int:
-    """Tokens of the longest row."""
+def row_lengths(dataset: Dataset) -> list[int]:
+    """Tokens of each row."""
     import pyarrow.compute as pc
 
     tables = dataset.with_format("arrow").iter(BATCH)
-    return max((pc.max(pc.list_value_length(table["input_ids"])).as_py() for table in tables), default=0)
+    return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]

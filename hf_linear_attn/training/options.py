@@ -98,6 +98,9 @@ class DataSettings:
     validation_share: float = field(
         default=0.1, metadata=about("share of the training data to evaluate on where there is no validation split")
     )
+    group_by_length: bool = field(
+        default=True, metadata=about("batches of rows of alike length: the same rows an epoch, with less padding")
+    )
     mask_probability: float = field(default=0.15, metadata=about("share of tokens to predict, for masked-lm"))
 
     def __post_init__(self) -> None:

@@ -60,14 +60,17 @@ class Problem:
         raise NotImplementedError
 
     def _loader(self, suffix: str, accelerator: Accelerator, batch_size: int) -> Any:
-        """Batches of one validation set in order; what is random in them depends on their place only."""
+        """Batches of one validation set, short rows first; what is random in them depends on their place only."""
+        from ..data.encode import row_lengths
 
         def collate(numbered: list[tuple[int, Any]]) -> dict[str, Tensor]:
             generator = torch.Generator().manual_seed(numbered[0][0])
             return self.collate([row for _, row in numbered], generator)
 
         if suffix not in self._loaders:
-            rows: Any = _Enumerated(self.validation[suffix])
+            held: Any = self.validation[suffix]
+            lengths = row_lengths(held)
+            rows: Any = _Enumerated(held, sorted(range(len(held)), key=lengths.__getitem__))
             loader: Any = torch.utils.data.DataLoader(rows, batch_size=batch_size, collate_fn=collate)
             self._loaders[suffix] = accelerator.prepare(loader)
         return self._loaders[suffix]
@@ -76,12 +79,13 @@ class Problem:
 @dataclass
 class _Enumerated:
     rows: Sequence[Any]
+    order: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.order)
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self.rows[index]
+    def __getitem__(self, place: int) -> tuple[int, Any]:
+        return place, self.rows[self.order[place]]
 
 
 class Classification(Problem):
@@ -354,7 +358,7 @@ def _numbered(loaded: Any, label: str, labels: Sequence[str]) -> Any:
 
 def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]) -> None:
     """Cut and encode the splits, and note what they hold."""
-    from ..data.encode import longest_row
+    from ..data.encode import row_lengths
 
     data = problem.data
     train = loaded["train"]
@@ -381,7 +385,7 @@ def _fill(problem: Problem, loaded: Any, seed: int, encode: Callable[[Any], Any]
         problem.facts[f"{name}_rows"] = len(held)
     if not len(problem.train) or not all(len(held) for held in problem.validation.values()):
         raise ValueError(f"The data gives {problem.facts}: nothing to train or to evaluate on.")
-    problem.longest = max(map(longest_row, (problem.train, *problem.validation.values())))
+    problem.longest = max(max(row_lengths(rows)) for rows in (problem.train, *problem.validation.values()))
 
 
 def _drawn(count: int, wanted: int, seed: int) -> list[int]:

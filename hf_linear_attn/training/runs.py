@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +140,21 @@ class Run:
         section: TrainSettings = getattr(self.settings, "distill", None) or self.settings.train  # type: ignore[union-attr]
         return 2 * section.batch_size
 
-    def stream(self, problem: Problem, rows: Sequence[Any], batch_size: int) -> BatchStream:
+    def stream(self, problem: Problem, rows: Any, batch_size: int, accumulation: int = 1) -> BatchStream:
         """This process's part of the training batches."""
+        from ..data.encode import row_lengths
+
+        processes = self.accelerator.num_processes
         return BatchStream(
             rows,
             problem.collate,
             batch_size=batch_size,
             seed=self.run_settings.seed,
             process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
+            processes=processes,
             workers=self.run_settings.workers,
+            lengths=row_lengths(rows) if problem.data.group_by_length else None,
+            together=batch_size * processes * accumulation,
         )
 
     def stage(
@@ -169,7 +173,7 @@ class Run:
             name,
             model.to(accelerator.device),
             objective,
-            self.stream(problem, problem.train, train.batch_size),
+            self.stream(problem, problem.train, train.batch_size, train.accumulation),
             accelerator=accelerator,
             train=train,
             run=self.run_settings,

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Steps whose rows are sorted by length among themselves.
+SORTED = 16
+
 Collate = Callable[[list[Any], torch.Generator], dict[str, Tensor]]
 
 
@@ -19,6 +22,12 @@ class BatchStream:
     r takes the micro-batches r, n + r, 2n + r, …: together they see what one process with an n times larger batch sees.
     Whatever is random in a batch (masked tokens) is drawn from (seed, m). No state is kept: `read(start)` begins
     anywhere.
+
+    Args:
+        lengths: of the rows, in tokens. Rows of alike length then share a step, so that little is padding: of each
+            `SORTED` steps, as the epoch's order has them, the rows are sorted, and the steps are taken in an order
+            drawn anew. Every row still comes once an epoch.
+        together: rows of one step (default: those of one micro-batch of all processes).
     """
 
     def __init__(
@@ -31,6 +40,8 @@ class BatchStream:
         process: int = 0,
         processes: int = 1,
         workers: int = 0,
+        lengths: Sequence[int] | None = None,
+        together: int | None = None,
     ) -> None:
         if not len(rows):
             raise ValueError("There is no training example.")
@@ -41,11 +52,27 @@ class BatchStream:
         self.process = process
         self.processes = processes
         self.workers = workers
+        self.lengths = lengths
+        self.together = together or batch_size * processes
         self._order = lru_cache(maxsize=2)(self._draw)
 
     def _draw(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(len(self.rows), generator=generator).tolist()
+        order = torch.randperm(len(self.rows), generator=generator).tolist()
+        return order if self.lengths is None else self._grouped(order, epoch, self.lengths, generator)
+
+    def _grouped(self, order: list[int], epoch: int, lengths: Sequence[int], generator: torch.Generator) -> list[int]:
+        """The order with rows of alike length in each step; a step that an epoch shares with the next stays mixed."""
+        size = self.together
+        begun = -epoch * len(order) % size  # rows of this epoch that fill the last step of the one before
+        found, rest = order[:begun], order[begun:]
+        for start in range(0, len(rest), SORTED * size):
+            part = sorted(rest[start : start + SORTED * size], key=lengths.__getitem__)
+            whole = len(part) // size
+            for step in torch.randperm(whole, generator=generator).tolist():
+                found += part[step * size : (step + 1) * size]
+            found += part[whole * size :]
+        return found
 
     def indices(self, batch: int) -> list[int]:
         """Rows of one micro-batch, counted over all processes."""

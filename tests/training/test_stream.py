@@ -38,9 +38,15 @@ def assert_same(batches, others):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def lengths(rows):
+    """Token counts with long and short ones side by side, and some that are the same."""
+    return [7 * row % 13 for row in range(rows)]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
 @given(rows=st.integers(1, 30), batch_size=st.integers(1, 40), seed=st.integers(0, 2**63))
-def test_epochs_are_permutations(rows, batch_size, seed):
-    made = stream(rows, batch_size, seed)
+def test_epochs_are_permutations(rows, batch_size, seed, grouped):
+    made = stream(rows, batch_size, seed, lengths=lengths(rows) if grouped else None)
     found = seen(taken(made, -(-3 * rows // batch_size)))
     for epoch in range(3):
         assert sorted(found[epoch * rows : (epoch + 1) * rows]) == list(range(100, 100 + rows))
@@ -53,19 +59,41 @@ def test_orders_differ_by_epoch_and_seed():
     assert seen(taken(stream(50, 50), 1)) == found[:50]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @given(
     rows=st.integers(1, 20),
     batch_size=st.integers(1, 7),
     processes=st.integers(1, 5),
 )
-def test_processes_together_see_one_large_batch(rows, batch_size, processes):
-    large = taken(stream(rows, batch_size * processes), 4)
-    parts = [taken(stream(rows, batch_size, process=p, processes=processes), 4) for p in range(processes)]
+def test_processes_together_see_one_large_batch(rows, batch_size, processes, grouped):
+    more = {"lengths": lengths(rows) if grouped else None, "together": batch_size * processes}
+    large = taken(stream(rows, batch_size * processes, **more), 4)
+    parts = [taken(stream(rows, batch_size, process=p, processes=processes, **more), 4) for p in range(processes)]
     for step, whole in enumerate(large):
         assert seen(part[step] for part in parts) == whole["rows"].tolist()
     # Accumulation sees the same examples too, and the same random numbers as the processes.
-    alone = taken(stream(rows, batch_size), 4 * processes)
+    alone = taken(stream(rows, batch_size, **more), 4 * processes)
     assert_same([part[step] for step in range(4) for part in parts], alone)
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(640, 8), (637, 8)])
+def test_rows_of_alike_length_share_a_step(rows, batch_size):
+    """In every epoch, also where epochs do not end with a step."""
+    counts = torch.randint(10, 100, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def padding(made):
+        held = [[counts[row - 100] for row in batch["rows"].tolist()] for batch in taken(made, 3 * rows // batch_size)]
+        return sum(max(batch) * len(batch) - sum(batch) for batch in held) / sum(map(sum, held))
+
+    assert padding(stream(rows, batch_size)) > 0.5
+    assert padding(stream(rows, batch_size, lengths=counts)) < 0.1
+
+
+def test_steps_are_not_taken_by_length():
+    """A whole epoch that went from short to long would teach the short rows first."""
+    made = taken(stream(128, 8, lengths=lengths(128)), 16)
+    firsts = [lengths(128)[batch["rows"][0] - 100] for batch in made]
+    assert firsts != sorted(firsts)
 
 
 @given(start=st.integers(0, 40), processes=st.integers(1, 3))
