@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..feature_maps.base import AttentionShape
 from ..ops import backends
@@ -110,6 +111,8 @@ class WindowAttention(LinearAttention):
             self.feature_map.begin_forward()
         if not causal and (state is not None or keep_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        if state is None and not keep_state and self._all_inside(query, key, mask):
+            return _exact(query, key, value, scaling, causal), None
         call = WindowedCall(
             query,
             key,
@@ -128,7 +131,18 @@ class WindowAttention(LinearAttention):
         out, after = backends.attend(call)
         if self.options.saturation is None or after is None:
             return out, after
+        if state is not None and mask is None:
+            return out, {**after, "count": state["count"] + key.shape[2]}
         return out, {**after, "count": _seen(state) + _new(key, mask)}
+
+    def _all_inside(self, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+        """Whether this is exact attention: no key outside a window, no padding, and no gradient for the learned parts
+        (their gradients are zeros then, which exact attention would not make)."""
+        if mask is not None or key.shape[2] > self.options.window_size or torch.compiler.is_compiling():
+            return False
+        if query.shape[2] != key.shape[2] or query.dtype == torch.float16:
+            return False
+        return not torch.is_grad_enabled() or not any(held.requires_grad for held in self.parameters())
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
@@ -155,13 +169,15 @@ class WindowAttention(LinearAttention):
         A mask `[B, H, L, S]` has no count of its own: places in the sequence serve.
         """
         log_mix = self.log_mix.view(1, -1, 1)
-        if self.options.saturation is None:
+        saturation, window = self.options.saturation, self.options.window_size
+        if saturation is None:
             return log_mix
-        far = _far_tokens(
-            key, None if mask is not None and mask.dim() == 4 else mask, state, self.options.window_size, causal
-        )
+        if state is not None and mask is None and query.shape[2] == 1:  # a decoding step: few operations
+            before = (state["count"] + (1 - window)).clamp_min(0).to(compute_dtype(query))
+            return log_mix - torch.log1p(before / saturation).view(-1, 1, 1)
+        far = _far_tokens(key, None if mask is not None and mask.dim() == 4 else mask, state, window, causal)
         far = far[:, None, far.shape[1] - query.shape[2] :]
-        return log_mix - torch.log1p(far.to(compute_dtype(query)) / self.options.saturation)
+        return log_mix - torch.log1p(far.to(compute_dtype(query)) / saturation)
 
     def separable_queries(self, causal: bool) -> bool:
         return causal
@@ -194,6 +210,13 @@ class WindowAttention(LinearAttention):
 
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}"
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
 
 
 def _new(key: Tensor, mask: Tensor | None) -> Tensor:

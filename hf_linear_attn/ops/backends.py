@@ -26,6 +26,7 @@ from .fla_backend import FlaBackend
 from .fused import AttentionCall, WindowedCall
 from .native.functions import NativeBackend
 from .triton.functions import TritonBackend
+from .window_step import is_step, windowed_step
 
 #: The backend to start with, instead of `auto`.
 BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
@@ -54,6 +55,9 @@ class TorchBackend:
         settings: dict[str, Any] = {"mask": call.mask}
         if isinstance(call, WindowedCall):
             settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.log_mix}
+            if call.state is not None and call.causal and is_step(call.query, call.mask, call.state):
+                del settings["mask"], settings["window"]
+                return windowed_step(*given, **settings, state=call.state)
             if call.causal:
                 return windowed.windowed_causal(*given, **settings, state=call.state)
             return banded.windowed_bidirectional(*given, **settings), None

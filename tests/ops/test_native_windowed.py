@@ -141,3 +141,47 @@ def test_the_same_bits_for_any_threads_and_any_batch(causal):
         alone, _ = attend("native", mechanism, [tensor[1:2] for tensor in tensors], causal)
     assert torch.equal(results[0], results[1])
     assert torch.equal(alone, results[0][1:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("saturation", [None, 6])
+@pytest.mark.parametrize(("window", "value_dim"), [(1, 16), (5, 16), (40, 48), (5, 6)])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "elu", "favor+"])
+def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation, dtype):
+    """One token after a state has a form of its own, in either backend; states pass between them."""
+    shape = (2, 4, 2, 30)
+    mechanism = build(shape, window, feature_map, value_dim=value_dim, saturation=saturation)
+    tensors, mask = inputs(shape, 9, value_dim, dtype), masks(shape, "left")
+    with torch.no_grad():
+        whole, last = attend("torch", mechanism, tensors, True, mask, keep_state=True)
+        _, state = attend("auto", mechanism, [held[:, :, :18] for held in tensors], True, mask[:, :18], keep_state=True)
+        parts = []
+        for token in range(18, 30):
+            before, copied = state, {name: held.clone() for name, held in state.items()}
+            backend = "torch" if feature_map == "favor+" or token % 2 else "native"
+            cut = slice(token, token + 1)
+            part = None if token % 3 else mask[:, cut]
+            pieces = [held[:, :, cut] for held in tensors]
+            out, state = attend(backend, mechanism, pieces, True, part, state=state, keep_state=True)
+            parts.append(out)
+            assert all(torch.equal(before[name], copied[name]) for name in copied)
+    assert_near(torch.cat(parts, dim=2), whole[:, :, 18:], 2e-5 if dtype == torch.float32 else 1e-2)
+    assert state.keys() == last.keys()
+    for name in last:
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert state[name].dtype == last[name].dtype
+        real = last["ring_mask"][:, None, :, None].expand_as(last[name]) if name in ("ring_key", "ring_value") else ...
+        found, wanted = (held[name][real].float().clamp_min(-1e9) for held in (state, last))
+        assert_near(found, wanted, tolerance)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_inside_one_window_it_is_exact_attention(dtype, causal):
+    shape = (2, 4, 2, 40)
+    mechanism = build(shape, 40, "hedgehog", causal=causal).to(dtype)
+    tensors = inputs(shape, dtype=dtype)
+    with torch.no_grad():
+        found, _ = attend("auto", mechanism, tensors, causal)
+        wanted = definition(mechanism.double(), [held.double() for held in tensors], causal, None)
+    assert_near(found, wanted, 2e-5 if dtype != torch.bfloat16 else 1e-2)

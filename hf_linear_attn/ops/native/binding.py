@@ -66,6 +66,8 @@ class Arguments(ctypes.Structure):
         ("offset", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("window", "both_sides")),
         ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
+        *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value")),
     ]
 
 

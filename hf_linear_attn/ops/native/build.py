@@ -22,7 +22,17 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("simd.h", "io.h", "maps.h", "kernelized.h", "short.h", "backward.h", "windowed.h", "kernels.cpp")
+SOURCES = (
+    "simd.h",
+    "io.h",
+    "maps.h",
+    "kernelized.h",
+    "short.h",
+    "backward.h",
+    "windowed.h",
+    "window_step.h",
+    "kernels.cpp",
+)
 #: Where compiled kernels are kept, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_LINEAR_ATTN_CACHE"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
@@ -77,6 +87,7 @@ def library() -> ctypes.CDLL:
         "bidirectional",
         "causal",
         "windowed",
+        "windowed_step",
         "bidirectional_backward",
         "causal_backward",
         "windowed_backward",

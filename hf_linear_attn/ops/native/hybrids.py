@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ..common import State, mask_tokens
 from ..fused import WindowedCall
+from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
 from .binding import Side, address
@@ -19,6 +21,8 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     """The causal form runs on tokens with their padding first, behind the window of a state: see `gather_tokens`."""
     assert call.fused is not None
     sides = binding.prepare_both(call.fused, call.query.shape[3])
+    if call.state is not None and _steps(call):
+        return _step(call, sides, call.state)
     tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
     log_mix = by_row(call.log_mix.float())
     if not call.causal:
@@ -36,6 +40,32 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if tokens.place is not None:
         out = mask_tokens(take_tokens(out, tokens.place), call.mask)
     return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, length)}
+
+
+def _steps(call: WindowedCall) -> bool:
+    """Whether the kernel for one token serves: it reads whole vectors of the state, and a ring of the inputs' dtype."""
+    state, query = call.state, call.query
+    if state is None or call.value.shape[3] % binding.lanes() or state["ring_key"].dtype != query.dtype:
+        return False
+    return state["ring_value"].dtype == query.dtype and is_step(query, call.mask, state)
+
+
+def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[Tensor, State]:
+    tensors = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
+    batch, heads, _, _ = call.query.shape
+    held = {name: tensor.contiguous() for name, tensor in state.items()}
+    after = {name: torch.empty_like(held[name]) for name in ("kv", "k_sum", "ring_key", "ring_value")}
+    out = binding.token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
+    mix = by_row(call.log_mix.float()).exp()
+    given = _arguments(call, tensors, sides, None, None, mix, out)
+    given.state, given.state_sum = held["kv"].data_ptr(), held["k_sum"].data_ptr()
+    given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
+    given.ring_key, given.ring_value = held["ring_key"].data_ptr(), held["ring_value"].data_ptr()
+    given.next_ring_key, given.next_ring_value = after["ring_key"].data_ptr(), after["ring_value"].data_ptr()
+    given.ring_mask = held["ring_mask"].data_ptr()
+    binding.run("windowed_step", given)
+    after["ring_mask"] = functional.pad(held["ring_mask"][:, 1:], (0, 1), value=True)
+    return out, after
 
 
 def _arguments(

@@ -41,6 +41,10 @@ struct Call {
   int64_t offset;                                      // the key that row 0 is
   int32_t window, both_sides;                          // both_sides: distances below `window` before and after
   float scaling;
+  // One token of a hybrid: the last `window` keys [B, G, w, d], values, and which are tokens [B, w]; before and after.
+  const void *ring_key, *ring_value;
+  const uint8_t* ring_mask;
+  void *next_ring_key, *next_ring_value;
 };
 
 // A map with what a block of it needs: sides are tokens of one head, x and its features.

@@ -1,7 +1,6 @@
 // Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
 
-#include "short.h"
-#include "windowed.h"
+#include "window_step.h"
 
 namespace {
 
@@ -42,6 +41,7 @@ int hla_bidirectional(const hla::Call* call) { DISPATCH(any_bidirectional, call)
 int hla_causal(const hla::Call* call) { DISPATCH(any_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
 int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }
+int hla_windowed_step(const hla::Call* call) { DISPATCH(windowed_step, call) }
 int hla_windowed_backward(const hla::Call* call) { DISPATCH(windowed_backward, call) }
 int hla_causal_backward(const hla::Call* call) { DISPATCH(causal_backward, call) }
 }
