@@ -21,6 +21,7 @@ from .cache import LinearStateLayer, adopt, refuse_static, take_layer
 from .discovery import self_attention
 from .exact import observed_masks, run_exact, weights_wanted
 from .mask import full_mask_to_bool, linear_attention_mask
+from .offload import in_memory
 from .packing import documents_of, run_packed
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def linear_attention_forward(
             )
         return out, weights
     _check_call(module, mechanism, query, key, kwargs)
-    with torch.autocast(device_type=query.device.type, enabled=False):
+    with torch.autocast(device_type=query.device.type, enabled=False), in_memory(mechanism):
         out, weights = _linear(module, mechanism, query, key, value, attention_mask, scaling, causal, kwargs)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -227,7 +228,9 @@ def _linear(
             )
     weights = None
     if wanted:
-        weights = mechanism.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask).to(value.dtype)
+        with in_memory(mechanism):  # its own call has put its weights away
+            weights = mechanism.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
+        weights = weights.to(value.dtype)
     return out, weights
 
 
@@ -236,7 +239,11 @@ def _replay(mechanism: Any, query: Tensor, scaling: float) -> Callable[..., Stat
 
     def replay(key: Tensor, value: Tensor, mask: Tensor | None, state: State | None) -> State | None:
         blank = key.new_zeros(key.shape[0], heads, key.shape[2], width)
-        return mechanism(blank, key, value, scaling=scaling, causal=True, mask=mask, state=state, keep_state=True)[1]
+        with in_memory(mechanism):
+            _, after = mechanism(
+                blank, key, value, scaling=scaling, causal=True, mask=mask, state=state, keep_state=True
+            )
+        return after
 
     return replay
 

@@ -52,6 +52,8 @@ class NativeBackend:
             return f"the tensors are on {query.device.type}"
         if call.fused is None or getattr(call, "signed", False):
             return "the feature map has no fused form"
+        if any(held is not None and held.device.type != "cpu" for side in call.fused for held in side[1:3]):
+            return "the weights of the feature map are elsewhere"  # a kernel would read from address 0
         if query.dtype not in binding.DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
             return f"the dtype is {query.dtype}"
         if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
