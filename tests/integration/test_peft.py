@@ -1,0 +1,124 @@
+"""PEFT around patched models, through its public functions. (The round trip of every pair: tests/matrix.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+
+import hf_linear_attn as hla
+from tests.helpers import BERT, FAMILIES, LLAMA, Snapshot, logits, patched, saved_and_loaded, token_ids
+
+#: Learned features for both directions; random buffers; parts of the mechanism itself.
+PAIRS = [(name, family) for name in ("hedgehog", "favor+", "window") for family in FAMILIES] + [("linformer", BERT)]
+every_case = pytest.mark.parametrize(("name", "family"), PAIRS, ids=[f"{name}-{family}" for name, family in PAIRS])
+
+
+def lora(family, **changes) -> LoraConfig:
+    settings = {"r": 2, "modules_to_save": ["linear_attention"], "init_lora_weights": False}
+    turned = {"fan_in_fan_out": "c_attn" in family.projections}
+    return LoraConfig(target_modules=list(family.projections), **{**settings, **turned, **changes})
+
+
+def adapted(model, family, **changes) -> PeftModel:
+    """A model with an adapter that changes something, in the projections and in the learned parts."""
+    made = get_peft_model(model, lora(family, **changes))
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if "modules_to_save" in key:
+                parameter += 0.1
+    return made.eval()
+
+
+@every_case
+def test_disabling_the_adapter_brings_the_patched_model_back(name, family):
+    model = patched(name, family)
+    before = logits(model, token_ids())
+    made = adapted(model, family)
+    with_adapter = logits(made, token_ids())
+    assert not torch.equal(with_adapter, before)
+    with made.disable_adapter():
+        assert torch.equal(logits(made, token_ids()), before)
+    assert torch.equal(logits(made, token_ids()), with_adapter)
+
+
+@every_case
+def test_merged_model_is_a_patched_model(name, family, tmp_path):
+    made = adapted(patched(name, family), family)
+    expected = logits(made, token_ids())
+    merged = made.merge_and_unload()
+    assert hla.is_patched(merged)
+    assert not [key for key in merged.state_dict() if "lora" in key or "modules_to_save" in key]
+    assert torch.allclose(logits(merged, token_ids()), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    loaded = saved_and_loaded(merged, tmp_path)
+    assert list(loaded.state_dict()) == list(merged.state_dict())
+    assert torch.equal(logits(loaded, token_ids()), logits(merged, token_ids()))
+    hla.unpatch_model(merged)
+    assert merged.config._attn_implementation == family.build().config._attn_implementation
+
+
+@every_case
+def test_unloading_restores_the_patched_model(name, family):
+    model = patched(name, family)
+    before = Snapshot.of(model)
+    before.assert_same(adapted(model, family, modules_to_save=None).unload())
+
+
+def test_unloading_keeps_trained_copies_as_peft_does_for_every_module():
+    model = patched("hedgehog", LLAMA)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    after = adapted(model, LLAMA).unload().state_dict()
+    changed = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert changed == {key for key in before if "linear_attention" in key}
+
+
+@every_case
+def test_adapter_file_holds_the_learned_parts_and_no_base_weights(name, family, tmp_path):
+    made = adapted(patched(name, family), family)
+    made.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as opened:
+        keys = set(opened.keys())
+    learned = {key for key, _ in patched(name, family).named_parameters() if "linear_attention" in key}
+    assert {key.removeprefix("base_model.model.") for key in keys if "linear_attention" in key} >= learned
+    assert all("lora_" in key or "linear_attention" in key for key in keys)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "gla", "favor+"])
+def test_generation_with_an_adapter_equals_that_without_a_cache(name):
+    made = adapted(patched(name, LLAMA), LLAMA)
+    settings = {"max_new_tokens": 10, "do_sample": False}
+    cached = made.generate(input_ids=token_ids(), **settings)
+    assert torch.equal(cached, made.generate(input_ids=token_ids(), use_cache=False, **settings))
+
+
+def test_two_adapters_on_one_model_do_not_mix():
+    made = adapted(patched("hedgehog", LLAMA), LLAMA)
+    first = logits(made, token_ids())
+    made.add_adapter("second", lora(LLAMA))
+    made.set_adapter("second")
+    second = logits(made, token_ids())
+    assert not torch.equal(second, first)
+    made.set_adapter("default")
+    assert torch.equal(logits(made, token_ids()), first)
+
+
+def test_without_modules_to_save_the_learned_parts_are_frozen():
+    made = adapted(patched("hedgehog", LLAMA), LLAMA, modules_to_save=None)
+    made(token_ids()).logits.square().mean().backward()
+    learned = [p for key, p in made.named_parameters() if "linear_attention" in key]
+    assert learned
+    assert all(not p.requires_grad and p.grad is None for p in learned)
+
+
+def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
+    made = adapted(patched("hedgehog", LLAMA), LLAMA).train()
+    trained = [p for p in made.parameters() if p.requires_grad]
+
+    def gradients():
+        return torch.autograd.grad(made(token_ids(), use_cache=False).logits.square().mean(), trained)
+
+    plain = gradients()
+    made.enable_input_require_grads()
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert all(torch.allclose(own, other, rtol=1e-4, atol=1e-7) for own, other in zip(gradients(), plain, strict=True))
