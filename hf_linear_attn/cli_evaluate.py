@@ -13,7 +13,8 @@ examples:
   hf-linear-attn evaluate gpt2 --text mine.txt --length 4096 --output report
   hf-linear-attn evaluate ./bert-sst2 --task sst2 --attention hedgehog window --seeds 0 1 2
   hf-linear-attn evaluate ./bert-sst2 --task sst2 --converted run0/model run1/model --baseline run0/control
-  hf-linear-attn evaluate ./encoder --sts glue --attention hedgehog
+  hf-linear-attn evaluate ./bert-sst2 --task sst2 rte=./bert-rte mrpc=./bert-mrpc --attention hedgehog
+  hf-linear-attn evaluate ./encoder --sts glue --text mine.txt --batch 32 --dtype bfloat16
   hf-linear-attn evaluate gpt2 --text mine.txt --attention gla --output report --append
 
 Every measurement is on disk at once. Ctrl-C stops; the same command with --append goes on.

@@ -62,6 +62,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
         lines = [f"{text}\t{index % 2}" for index, text in enumerate(part)]
         (made / "glue" / "SST-2" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n", encoding="utf-8")
+    (made / "glue" / "RTE").mkdir()
+    for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
+        labels = ("entailment", "not_entailment")
+        lines = [f"{index}\t{text}\t{rows[index]}\t{labels[index % 2]}" for index, text in enumerate(part)]
+        lines = ["index\tsentence1\tsentence2\tlabel", *lines]
+        (made / "glue" / "RTE" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name in ("sts-train.csv", "sts-dev.csv"):
         lines = [
             f"g\tf\t2030\t{index}\t{index % 5}.0\t{text}\t{rows[index // 2]}" for index, text in enumerate(rows[:20])
@@ -71,10 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _classifiers(made: Path) -> None:
-    """A fine-tuned classifier, two conversions that differ in their weights, and a tuned exact model."""
+    """Two tasks: a fine-tuned classifier, two conversions that differ in their weights, and a tuned exact model."""
     torch.manual_seed(0)
-    model = BertForSequenceClassification(bert_config(id2label={0: "negative", 1: "positive"}))
-    for name, attention in (("classifier", None), ("run0", "elu"), ("run1", "elu"), ("tuned", None)):
+    _save_conversions(made, "", {0: "negative", 1: "positive"})
+    _save_conversions(made, "rte-", {0: "entailment", 1: "not_entailment"})
+
+
+def _save_conversions(made: Path, task: str, labels: dict[int, str]) -> None:
+    model = BertForSequenceClassification(bert_config(id2label=labels))
+    for kind, attention in (("classifier", None), ("run0", "elu"), ("run1", "elu"), ("tuned", None)):
+        name = f"{task}{kind}"
         model.classifier.weight.data += 0.5 * torch.randn(model.classifier.weight.shape)
         if attention is not None:
             hla.patch_model(model, attention)
@@ -242,7 +254,7 @@ def test_a_killed_run_goes_on(
 def test_classifier_with_conversions_and_a_tuned_baseline(folder: Path, tmp_path: Path) -> None:
     report, screen = run(
         folder / "classifier",
-        task="sst2",
+        task=("sst2",),
         data=str(folder / "glue"),
         converted=(str(folder / "run0"), str(folder / "run1")),
         baseline=(str(folder / "tuned"),),
@@ -260,7 +272,7 @@ def test_classifier_with_conversions_and_a_tuned_baseline(folder: Path, tmp_path
     assert "elu (converted)" in screen
     more, _ = run(
         folder / "classifier",
-        task="sst2",
+        task=("sst2",),
         data=str(folder / "glue"),
         attention=("hedgehog",),
         seeds=(0, 1),
@@ -278,7 +290,7 @@ def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
     name = f"hub:{tmp_path / 'share'}"
     report, _ = run(
         folder / "classifier",
-        task="sst2",
+        task=("sst2",),
         data=str(folder / "glue"),
         metrics=(name, "accuracy"),
         attention=("elu",),
@@ -288,16 +300,66 @@ def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
     assert exact["score"] == exact[name] == pytest.approx(exact["accuracy"])
 
 
-def test_encoder_with_sentence_pairs(folder: Path, tmp_path: Path) -> None:
+def test_several_tasks_have_a_model_each(folder: Path, tmp_path: Path) -> None:
+    """The scores of the further task are those of its own model, exact and converted, seed by seed."""
+    settings: dict[str, Any] = {"data": str(folder / "glue"), "output": str(tmp_path / "out"), "batch": 1}
+    checkpoints = (("", "run0"), ("", "run1"), ("rte=", "rte-run1"), ("rte=", "rte-run0"))
+    report, screen = run(
+        folder / "classifier",
+        task=("sst2", f"rte={folder / 'rte-classifier'}"),
+        converted=tuple(f"{task}{folder / name}" for task, name in checkpoints),
+        baseline=(f"rte={folder / 'rte-tuned'}",),
+        **settings,
+    )
+    assert "throughput" not in report["speed"]
+    assert [held["task"] for held in report["tasks"]] == ["rte"]
+    (held,) = report["mechanisms"]
+    alone, _ = run(
+        folder / "rte-classifier",
+        task=("rte",),
+        converted=tuple(str(folder / f"rte-run{seed}") for seed in (1, 0)),
+        baseline=(str(folder / "rte-tuned"),),
+        **{**settings, "output": str(tmp_path / "alone")},
+    )
+    (other,) = alone["mechanisms"]
+    assert report["exact"]["task:rte"] == alone["exact"]["task"]
+    assert report["control"]["task:rte"] == alone["control"]["task"]
+    assert report["reference"]["quality"]["task:rte"] == alone["reference"]["quality"]["task"]
+    assert held["trained"]["task:rte"] == other["trained"]["task"]
+    assert [one["trained"]["task:rte"] for one in held["runs"]] == [one["trained"]["task"] for one in other["runs"]]
+    (axis,) = report["advice"]["others"]
+    assert axis["title"] == "rte accuracy"
+    assert axis["verdicts"][0]["kept"] == alone["advice"]["verdicts"][0]["kept"]
+    (mean,) = report["advice"]["recovered"]
+    assert mean["shares"] == [report["advice"]["verdicts"][0]["kept"], axis["verdicts"][0]["kept"]]
+    assert mean["mean"] == pytest.approx(sum(mean["shares"]) / 2)
+    assert mean["spread"] is not None
+    assert {"pareto-task-rte.png", "task-rte.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert "kept, mean" in " ".join(screen.split())
+    with pytest.raises(ValueError, match=r"of the task 'rte' with the model 'rte-classifier'\. Give the same"):
+        run(folder / "classifier", task=("sst2",), append=True, **settings)
+
+
+def test_encoder_with_sentence_pairs_and_a_task_timed_in_half_precision(folder: Path, tmp_path: Path) -> None:
     report, _ = run(
         folder / "bert",
         text=str(folder / "text.txt"),
         sts=str(folder / "glue"),
+        task=(f"rte={folder / 'rte-classifier'}",),
+        data=str(folder / "glue"),
         sequence_length=32,
         attention=("elu",),
+        dtype="bfloat16",
         output=str(tmp_path / "out"),
     )
     exact = report["exact"]
+    assert [one["title"] for one in report["advice"]["others"]] == ["rte accuracy", "sentence cosine"]
+    assert report["advice"]["recovered"] == []
+    timed = {one.key["device"]["dtype"] for one in Store(tmp_path / "out" / NAME) if "median" in one.value}
+    judged = {one.key["device"]["dtype"] for one in Store(tmp_path / "out" / NAME) if "median" not in one.value}
+    assert (timed, judged) == ({"bfloat16"}, {"float32"})
+    assert report["store"]["elsewhere"] == 0
+    assert "Times are those of bfloat16; quality was measured in float32." in report["verdicts"]
     assert exact["sts"]["pairs"] == 20
     assert -1 <= exact["sts"]["spearmanr"] <= 1
     assert report["advice"]["points"][0]["score"] == exact["sts"]["spearmanr"]
@@ -327,11 +389,23 @@ def test_encoder_with_sentence_pairs(folder: Path, tmp_path: Path) -> None:
         ("bert", {"baseline": ("RUN",)}, "is patched; a baseline has exact attention"),
         ("bert", {"converted": ("HERE",)}, "no config.json"),
         ("gpt2", {"text": "TEXT", "converted": ("RUN",)}, "not made from this model: its model_type is 'bert'"),
-        ("bert", {"task": "sst3"}, r"'sst3'.*Did you mean 'sst2'"),
-        ("bert", {"task": "sst2", "data": "nowhere"}, "no folder 'nowhere'"),
-        ("bert", {"task": "sst2", "data": "GLUE"}, "has no head for the task"),
-        ("classifier", {"task": "sst2", "data": "GLUE", "metrics": ("acuracy",)}, "Did you mean 'accuracy'"),
-        ("classifier", {"task": "sst2", "data": "GLUE", "metrics": ("hub:HERE/none",)}, "cannot be loaded"),
+        ("bert", {"task": ("sst3",)}, r"'sst3'.*Did you mean 'sst2'"),
+        ("bert", {"task": ("sst2",), "data": "nowhere"}, "no folder 'nowhere'"),
+        ("bert", {"task": ("sst2",), "data": "GLUE"}, "has no head for the task"),
+        ("bert", {"task": ("rte=nowhere",), "data": "GLUE"}, "no folder 'nowhere'.*--task"),
+        (
+            "gpt2",
+            {"text": "TEXT", "task": ("sst2=CLASSIFIER",), "data": "GLUE"},
+            "its model_type is 'bert', not 'gpt2'",
+        ),
+        ("classifier", {"task": ("sst2", "rte=CLASSIFIER"), "data": "GLUE"}, "trained with the labels negative"),
+        (
+            "bert",
+            {"task": ("sst2=CLASSIFIER",), "data": "GLUE", "converted": ("sst2=RUN",)},
+            "no converted checkpoint of",
+        ),
+        ("classifier", {"task": ("sst2",), "data": "GLUE", "metrics": ("acuracy",)}, "Did you mean 'accuracy'"),
+        ("classifier", {"task": ("sst2",), "data": "GLUE", "metrics": ("hub:HERE/none",)}, "cannot be loaded"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(
@@ -344,6 +418,10 @@ def test_bad_input_is_told_before_anything_is_written(
         "CLASSIFIER": str(folder / "classifier"),
         "HERE": str(folder),
     }
+    for held in ("task", "converted"):
+        if held in changes:
+            heads = [one.rpartition("=") for one in changes[held]]
+            changes = {**changes, held: tuple(f"{head}{sign}{places.get(end, end)}" for head, sign, end in heads)}
     given = {
         name: tuple(places.get(one, one) for one in value) if isinstance(value, tuple) else places.get(value, value)
         for name, value in changes.items()
@@ -382,8 +460,12 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
         {"stride": 8, "context": 8},
         {"data": "glue"},
         {"metrics": ("accuracy",)},
-        {"task": "sst2", "text": "a.txt"},
-        {"sts": "glue", "task": "stsb"},
+        {"task": ("sst2",), "text": "a.txt"},
+        {"task": ("sst2", "sst2=other")},
+        {"task": ("sst2", "rte")},
+        {"metrics": ("accuracy",), "task": ("sst2", "rte=folder")},
+        {"dtype": "int8"},
+        {"sts": "glue", "task": ("stsb",)},
         {"again": True},
         {"attention": ("elu", "elu")},
     ],
@@ -395,7 +477,10 @@ def test_bad_options_name_themselves(bad: dict[str, Any]) -> None:
 
 def test_flags_are_light_and_all_have_a_help_text() -> None:
     words = ["evaluate", "gpt2", "--text", "a.txt", "--lengths", "64", "128", "--seeds", "1", "2", "--backward"]
+    words += ["--task", "rte=a", "mrpc=b", "--dtype", "bfloat16", "--converted", "c", "rte=d", "x=y"]
     options = from_arguments(EvaluateOptions, build_parser().parse_args(words))
+    assert (options.own_task, options.other_tasks, options.dtype) == (None, {"rte": "a", "mrpc": "b"}, "bfloat16")
+    assert [options.for_task(task).converted for task in (None, "rte", "mrpc")] == [("c", "x=y"), ("d",), None]
     assert (options.lengths, options.seeds, options.backward) == ((64, 128), (1, 2), True)
     for field in fields(EvaluateOptions):
         assert len(field.metadata["help"]) > 10, field.name

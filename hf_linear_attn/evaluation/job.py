@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .measurements import NAME, Store, now, plain
 from .options import EvaluateOptions
 from .preparing import Data, Pairs, Plan, prepare, prepare_pairs, prepare_task
-from .subject import Group, Member, Subject, find_groups, named_apart
+from .scores import task_key
+from .several import same_names
+from .subject import Group, Member, Subject, check_same_model, find_groups, named_apart
 
 TOOL = "hf-linear-attn evaluate"
 
@@ -23,7 +25,7 @@ FIXED = ("model", "fingerprint", "kind", "data", "pairs", "steps", "sequence_len
 
 @dataclass
 class Job:
-    """A model with its data, its judges and what is compared with it."""
+    """A model with its data, its judges and what is compared with it. others: models of further tasks, by task."""
 
     subject: Subject
     options: EvaluateOptions
@@ -34,6 +36,7 @@ class Job:
     reference: Group | None
     pairs: Pairs | None
     model_facts: dict[str, Any]
+    others: dict[str, Job] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """What all measurements of a folder have in common (`FIXED`)."""
@@ -56,16 +59,24 @@ class Job:
             "seeds": None if self.plan.seeds is None else list(self.plan.seeds),
             "backward": self.plan.backward,
             "batch": self.plan.batch,
+            "dtype": self.plan.dtype,
             "groups": [_group_facts(group) for group in groups],
+            **({"tasks": {task: other.settings() for task, other in self.others.items()}} if self.others else {}),
         }
 
     def _judged(self) -> dict[str, Any]:
         """How long the inputs are that quality was measured on, by the part of the quality."""
         judged = {"sentences": self.plan.sequence_length, "task": self.data.facts.get("longest_row")}
         judged["perplexity"] = next((judge.context for judge in self.judges if hasattr(judge, "context")), None)
+        judged.update({task_key(task): other.data.facts["longest_row"] for task, other in self.others.items()})
         if self.pairs is None:
             return {"judged": judged}
         return {"judged": {**judged, "sts": self.pairs.longest}, "pairs": self.pairs.source}
+
+    def _tasks(self) -> dict[str, Any]:
+        """What the report says of further tasks."""
+        facts = [{**other.data.facts, "model": other.subject.name} for other in self.others.values()]
+        return {"tasks": facts} if facts else {}
 
     def facts(self, surroundings: Mapping[str, Any], store: Store) -> dict[str, Any]:
         """What the report says besides measurements."""
@@ -82,7 +93,8 @@ class Job:
             "backend": self.subject.place["device"]["backend"],
             "model": {"name": self.subject.name, "source": self.subject.name, **self.model_facts},
             "text": {**self.data.facts, **self._judged()},
-            "store": _store_facts(self.subject, store),
+            **self._tasks(),
+            "store": _store_facts([self.subject.place, self.subject.place_in(self.plan.dtype)], store),
         }
 
 
@@ -98,10 +110,10 @@ def _group_facts(group: Group) -> dict[str, Any]:
     return {"name": group.name, "attention": group.attention, "layers": dict(group.layers), "members": members}
 
 
-def _store_facts(subject: Subject, store: Store) -> dict[str, Any]:
-    """What the file holds: also of other machines and versions, which this report does not show."""
-    mine = plain({"device": subject.place["device"], "versions": subject.place["versions"]})
-    other = [held for held in store if {name: held.key[name] for name in mine} != mine]
+def _store_facts(places: Sequence[Mapping[str, Any]], store: Store) -> dict[str, Any]:
+    """What the file holds: also of other machines and versions than these, which this report does not show."""
+    mine = [plain({name: place[name] for name in ("device", "versions")}) for place in places]
+    other = [held for held in store if {name: held.key[name] for name in ("device", "versions")} not in mine]
     runs = [
         {"run": run.run, "at": run.at, "load": run.environment["hardware"]["load_average_at_start"]}
         for run in store.runs.values()
@@ -116,23 +128,42 @@ def user_length(job: Job) -> int | None:
 
 
 def prepare_job(source: str, name: str, options: EvaluateOptions, store: Store) -> Job:
-    """Load the model and its data; unite what is asked for with what the folder holds.
+    """Load the model and its data, and those of further tasks; unite what is asked for with what the folder holds.
 
     Raises:
         ValueError, OSError, ImportError: as `run_evaluate`.
     """
     import torch
+
+    from ..demo import torch_device
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = torch_device(options.device)
+    job = _prepare(source, name, options.for_task(None), device)
+    job.options = options
+    for task, folder in options.other_tasks.items():
+        job.others[task] = _prepare(folder, Path(folder).name, options.for_task(task), device)
+        check_same_model(folder, job.others[task].subject.model.config, job.subject.model.config)
+    _join_earlier(job, store)
+    _check_directions(job)
+    for task, other in job.others.items():
+        other.plan = replace(other.plan, attentions=job.plan.attentions, seeds=job.plan.seeds, lengths=job.plan.lengths)
+        other.groups = same_names(task, other.groups, job.groups)
+    return job
+
+
+def _prepare(source: str, name: str, options: EvaluateOptions, device: Any) -> Job:
+    """One model with its data and what is compared with it."""
     import transformers
 
-    from ..demo import is_decoder, model_facts, torch_device
+    from ..demo import is_decoder, model_facts
     from .judges import judges_for
     from .loading import config_and_tokenizer, load_backbone, load_classifier
 
     config, tokenizer = config_and_tokenizer(source)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    device = torch_device(options.device)
-    kind = "classifier" if options.task is not None else "decoder" if is_decoder(config) else "encoder"
+    task = options.own_task
+    kind = "classifier" if task is not None else "decoder" if is_decoder(config) else "encoder"
     _check_material(kind, options, source)
     auto = {"classifier": "AutoModelForSequenceClassification", "decoder": "AutoModelForCausalLM"}.get(
         kind, "AutoModel"
@@ -141,9 +172,9 @@ def prepare_job(source: str, name: str, options: EvaluateOptions, store: Store) 
     groups = find_groups(options.converted or (), auto_class, config, device, exact=False)
     tuned = find_groups(options.baseline or (), auto_class, config, device, exact=True)
     problem = None
-    if kind == "classifier":
+    if task is not None:
         problem = _problem(tokenizer, options, config)
-        model = load_classifier(source, str(options.task), problem, device)
+        model = load_classifier(source, task, problem, device)
     else:
         model = load_backbone(source, auto, device)
     plan = make_plan(options, model, kind)
@@ -151,12 +182,8 @@ def prepare_job(source: str, name: str, options: EvaluateOptions, store: Store) 
     pairs = None if options.sts is None else prepare_pairs(options.sts, tokenizer, plan, options.rows)
     subject = Subject.of(model, kind, name)
     facts = {**model_facts(model, kind == "decoder", auto), "kind": kind, "repr": repr(name)}
-    reference = tuned[0] if tuned else None
-    job = Job(subject, options, plan, data, [], groups, reference, pairs, facts)
-    _join_earlier(job, store)
-    _check_directions(job)
-    job.judges = judges_for(kind, model, data, job.plan, pairs, regression=bool(problem and problem.regression))
-    return job
+    judges = judges_for(kind, model, data, plan, pairs, regression=bool(problem and problem.regression))
+    return Job(subject, options, plan, data, judges, groups, tuned[0] if tuned else None, pairs, facts)
 
 
 def _check_material(kind: str, options: EvaluateOptions, source: str) -> None:
@@ -181,7 +208,7 @@ def _problem(tokenizer: Any, options: EvaluateOptions, config: Any) -> Any:
     length = _sequence_length(options, config)
     batch = max(1, min(32, 1024 // length))
     settings = DataSettings(
-        task=options.task,
+        task=options.own_task,
         folder=options.data,
         metrics=options.metrics,
         max_length=length,
@@ -232,6 +259,7 @@ def make_plan(options: EvaluateOptions, model: Any, kind: str) -> Plan:
         seeds=options.seeds,
         batch=options.batch or BATCH,
         own=own,
+        dtype=options.dtype or str(model.dtype).removeprefix("torch."),
         backward=options.backward,
         layer=False,
         resources=True,
@@ -243,7 +271,7 @@ def _data(options: EvaluateOptions, tokenizer: Any, plan: Plan, problem: Any) ->
     from .texts import read_text
 
     if problem is not None:
-        return prepare_task(problem, str(options.task), plan)
+        return prepare_task(problem, str(options.own_task), plan)
     data = prepare(read_text(options.text), tokenizer, plan)
     if options.text is not None:
         data.facts["source"] = Path(options.text).name
@@ -271,6 +299,7 @@ def _join_earlier(job: Job, store: Store) -> None:
             f"The folder {job.options.output!r} holds measurements of other settings ({told}). Give the same ones, or "
             "another folder with --output."
         )
+    _check_tasks(job, earlier.get("tasks", {}))
     plan = job.plan
     job.plan = replace(
         plan,
@@ -279,7 +308,26 @@ def _join_earlier(job: Job, store: Store) -> None:
         seeds=_united(earlier["seeds"] or [plan.seed], plan.seeds) if plan.seeds or earlier["seeds"] else None,
         backward=plan.backward or earlier["backward"],
         batch=job.options.batch or earlier.get("batch", plan.batch),
+        dtype=job.options.dtype or earlier.get("dtype", plan.dtype),
     )
+    _join_groups(job, earlier)
+    for task, other in job.others.items():
+        _join_groups(other, earlier.get("tasks", {}).get(task, {"groups": []}))
+
+
+def _check_tasks(job: Job, earlier: Mapping[str, Any]) -> None:
+    """Further tasks of earlier runs must be given again, with the same models and data; others may be new."""
+    for task, facts in earlier.items():
+        mine = plain(job.others[task].identity()) if task in job.others else None
+        if mine is None or any(mine[name] != facts["identity"].get(name) for name in FIXED):
+            raise ValueError(
+                f"The folder {job.options.output!r} holds measurements of the task {task!r} with the model "
+                f"{facts['identity']['model']!r}. Give the same again (--task {task}=FOLDER), or another folder with "
+                "--output."
+            )
+
+
+def _join_groups(job: Job, earlier: Mapping[str, Any]) -> None:
     before = [_group_of(facts) for facts in earlier["groups"]]
     job.groups = _united_groups([group for group in before if group.layers], job.groups)
     tuned = _united_groups([group for group in before if not group.layers], [job.reference] if job.reference else [])

@@ -22,20 +22,20 @@ from .drawing import (
 )
 from .formats import format_bytes, format_rate, format_seconds
 from .plots_quality import error_maps, fidelity, heat_map, heat_map_of, positions, score_bars, transfer, transferred
-from .scores import scores_of
+from .scores import Score, axes_of, scores_of
 from .speed import FREE
-
-#: Files of the measures of a whole model, by the part of the quality that they are read from.
-SCORE_FILES = {"perplexity": "perplexity.png", "sentences": "sentences.png", "sts": "sts.png", "task": "task.png"}
 
 
 def draw_plots(report: dict[str, Any]) -> dict[str, Drawing]:
     """File name -> figure, in the order in which they are shown."""
     drawings: dict[str, Callable[[dict[str, Any]], Any]] = {}
     if report.get("advice") and report["advice"]["points"]:
-        drawings["pareto.png"] = _pareto
+        first, *rest = axes_of(report)
+        drawings["pareto.png"] = partial(_pareto, advice=report["advice"], score=first)
+        for score, advice in zip(rest, report["advice"].get("others", ()), strict=False):  # old reports have none
+            drawings[f"pareto-{score.name}.png"] = partial(_pareto, advice=advice, score=score)
     for score in scores_of(report):
-        drawings[SCORE_FILES[score.path[0]]] = partial(score_bars, score=score)
+        drawings[f"{score.name}.png"] = partial(score_bars, score=score)
     drawings["fidelity.png"] = fidelity
     if "perplexity" in report["exact"]:
         drawings["positions.png"] = positions
@@ -70,9 +70,9 @@ def _speed_drawings(report: dict[str, Any]) -> dict[str, Callable[[dict[str, Any
 # Quality against speed
 
 
-def _pareto(report: dict[str, Any]) -> Any:
+def _pareto(report: dict[str, Any], advice: dict[str, Any], score: Score) -> Any:
     """Up is better, right is faster; the front is drawn as steps."""
-    points, score = report["advice"]["points"], scores_of(report)[0]
+    points = advice["points"]
     figure, axes = figure_of(4.5)
     values = [point["score"] for point in points]
     if not score.higher and min(values) > 0 and max(values) / min(values) > 4:
@@ -87,7 +87,7 @@ def _pareto(report: dict[str, Any]) -> Any:
         label = "Pareto front: nothing is both faster and better"
         axes.step(*zip(*front, strict=True), where="pre", color="#999999", linewidth=3, alpha=0.6, label=label)
     for point in points:
-        _draw_point(axes, report, point)
+        _draw_point(axes, report, point, points)
     axes.axvline(1.0, color=BASELINE_COLOR, linewidth=0.8)
     ends = [point["speedup"] for point in points]
     if max(ends) / min(ends) > 3:
@@ -101,7 +101,7 @@ def _pareto(report: dict[str, Any]) -> Any:
     return figure
 
 
-def _draw_point(axes: Any, report: dict[str, Any], point: dict[str, Any]) -> None:
+def _draw_point(axes: Any, report: dict[str, Any], point: dict[str, Any], points: Sequence[dict[str, Any]]) -> None:
     """Filled where it ended, hollow where it began and was trained afterwards, with a line between the two."""
     place = ([point["speedup"]], [point["score"]])
     if point["state"] == "control":
@@ -109,7 +109,7 @@ def _draw_point(axes: Any, report: dict[str, Any], point: dict[str, Any]) -> Non
         axes.plot(*place, marker="x", markersize=8, linestyle="none", color=FREE_COLOR, label="attention off")
         return
     looks = {**looks_of(report, point["name"]), "linestyle": "none", "markersize": 9}
-    trained = [held for held in report["advice"]["points"] if held["name"] == point["name"]]
+    trained = [held for held in points if held["name"] == point["name"]]
     if point["state"] == "untrained" and len(trained) > 1:
         axes.plot(*place, **{**looks, "markersize": 7}, markerfacecolor="white")
         track = [held["score"] for held in trained]

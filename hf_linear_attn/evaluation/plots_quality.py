@@ -57,7 +57,7 @@ def score_bars(report: dict[str, Any], score: Score) -> Any:
     if score.relative:
         lines.insert(0, ("exact attention", score.of(report["exact"]), BASELINE_COLOR, "solid"))
         if report.get("reference"):
-            own = score.of(report["reference"]["quality"])
+            own = score.of(report["reference"]["quality"])  # None where there is none for this score
             lines.insert(1, (report["reference"]["name"], own, COLORS[4], (0, (6, 2))))
     else:
         lines.append(("unrelated passages", report["exact"].get("unrelated_cosine"), COLORS[1], (0, (1, 1.5))))

@@ -24,8 +24,9 @@ class Plan:
 
     context, stride: windows of the perplexity (None: the sequence length, half of it). seeds: of everything random;
     each gives a conversion of its own. batch: sequences at once where throughput is timed (1: it is not). own: the
-    length of the user's inputs. layer, backward, resources, prefill, decoding: also time one layer's attention by
-    itself, a pass with gradients, operations and peak memory, the prompt of a decoder with its cache, single tokens.
+    length of the user's inputs. dtype: of what is timed (None: the model's). layer, backward, resources, prefill,
+    decoding: also time one layer's attention by itself, a pass with gradients, operations and peak memory, the prompt
+    of a decoder with its cache, single tokens.
     """
 
     attentions: tuple[str, ...]
@@ -46,6 +47,7 @@ class Plan:
     seeds: tuple[int, ...] | None = None
     batch: int = 1
     own: int | None = None
+    dtype: str | None = None
     layer: bool = True
     backward: bool = False
     resources: bool = False

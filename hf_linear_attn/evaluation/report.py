@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +20,7 @@ from .measurements import Store, write_csv
 from .plots import draw_plots
 from .plots_quality import heat_map_of
 from .pointers import joined, resolve
-from .scores import scores_of
+from .scores import axes_of, scores_of, task_scores
 from .speed import FREE
 from .summary import crossover_words, summarise_report
 from .verdicts import best
@@ -62,6 +63,9 @@ PLOTS = {
 
 #: Every name that a report may write. Nothing else in its folder is touched.
 CSV = "measurements.csv"
+
+#: Plots that a report has one of for each further score: the end of their name is the score's.
+REPEATED = re.compile(r"(pareto|task)-[\w.-]+\.png")
 FILES = ("report.json", "report.html", CSV, *PLOTS)
 
 
@@ -114,7 +118,9 @@ def render_page(report: dict[str, Any], plots: Mapping[str, Drawing]) -> str:
         heat=heat_map_of(report),
         free=FREE,
         figures=plots,
-        captions=PLOTS,
+        captions={name: PLOTS.get(name) or PLOTS[f"{name.partition('-')[0]}.png"] for name in plots},
+        axes=axes_of(report),
+        tasks=task_scores(report),
         num=partial(_number, report, templates.filters),
         cell=_cell,
     )
@@ -163,6 +169,7 @@ def page_templates() -> Any:
         flops=format_flops,
         rate=format_rate,
         several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
+        share=lambda value: "–" if value is None else f"{value:.1%}",
         percent=lambda value: "–" if value is None else f"{value:.0%}",
     )
     return environment
@@ -222,7 +229,8 @@ def _earlier_plots(folder: Path) -> list[str]:
         return []
     if not isinstance(earlier, dict) or earlier.get("tool") not in TOOLS:
         return []
-    return [name for name in PLOTS if (folder / name).is_file()]
+    again = [path.name for path in folder.glob("*.png") if REPEATED.fullmatch(path.name)]
+    return [name for name in PLOTS if (folder / name).is_file()] + again
 
 
 def write_aside(path: Path, content: bytes) -> None:

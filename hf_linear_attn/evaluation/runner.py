@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .measurements import NAME, Store, plain
-from .options import EvaluateOptions
+from .options import EvaluateOptions, task_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,8 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
 
     Args:
         source: a local folder or a repository on the Hub: a causal language model, an encoder, or (with a task) a
-            fine-tuned classifier.
+            fine-tuned classifier. Further tasks have fine-tuned models of their own (`--task NAME=FOLDER`): what is
+            patched into `source` is patched into each of them, and judged on its task.
 
     Raises:
         ValueError, OSError: settings, a model or data that cannot be served; nothing has been measured then.
@@ -63,23 +64,33 @@ def run_evaluate(source: str, options: EvaluateOptions, *, console: Console | No
 def _measure(job: Job, store: Store, folder: Path, console: Console) -> dict[str, Any]:
     """All that is not known yet, with progress on the screen."""
     from .screen import Screen
-    from .study import Study
+    from .several import add_task
 
     with Screen(console) as screen:
         if len(store):
             screen.say(f"taken up: {len(store)} measurements of earlier runs")
-        study = Study(
-            job.subject,
-            data=job.data,
-            plan=job.plan,
-            judges=job.judges,
-            progress=screen,
-            store=store,
-            folder=folder,
-            groups=job.groups,
-            reference=job.reference,
-        )
-        return study.run()
+        found = _study(job, store, folder, screen).run()
+        for task, other in job.others.items():
+            add_task(found, task, _study(other, store, folder, screen, task).judge())
+        return found
+
+
+def _study(job: Job, store: Store, folder: Path, screen: Any, task: str | None = None) -> Any:
+    """Of the model, or of that of a further task: there only the task's score is of interest."""
+    from .study import Study
+
+    return Study(
+        job.subject,
+        data=job.data,
+        plan=job.plan,
+        judges=job.judges,
+        progress=screen,
+        store=store,
+        folder=folder,
+        groups=job.groups,
+        reference=job.reference,
+        task=task,
+    )
 
 
 def _tell_what_is_kept(console: Console, store: Store, folder: Path) -> None:
@@ -118,8 +129,10 @@ def _check_names(options: EvaluateOptions) -> None:
     if options.task is not None:
         from ..data.tasks import get_task
 
-        get_task(options.task)
-    for given, flag in ((options.data, "data"), (options.sts, "sts")):
+        for task in options.task:
+            get_task(task_of(task)[0])
+    models = [(folder, "task") for folder in options.other_tasks.values()]
+    for given, flag in ((options.data, "data"), (options.sts, "sts"), *models):
         if given is not None and not Path(given).is_dir():
             raise FileNotFoundError(f"There is no folder {given!r}. Give another with --{flag}.")
     if options.text is not None and not Path(options.text).is_file():

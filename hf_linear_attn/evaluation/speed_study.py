@@ -54,6 +54,7 @@ class SpeedStudy:
         progress: Progress,
         groups: Sequence[Group] = (),
     ) -> None:
+        subject = subject.cast(plan.dtype)
         self.subject, self.plan, self.tokens, self.store, self.progress = subject, plan, tokens, store, progress
         self.baseline, self.limit = subject.baseline, longest_input(subject.model)
         self._models: dict[str, Callable[[], PreTrainedModel]] = {}

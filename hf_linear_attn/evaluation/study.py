@@ -52,7 +52,8 @@ class Study:
     """Runs the measurements of one model, and returns them as parts of a report.
 
     judges: what a model as a whole is worth. groups: converted checkpoints. reference: tuned exact ones, which the
-    quality is compared with. folder: where learned parts are kept (None: nowhere).
+    quality is compared with. folder: where learned parts are kept (None: nowhere). task: a further one that this model
+    is for; only its score is measured then, not the fidelity.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Study:
         folder: Path | None = None,
         groups: Sequence[Group] = (),
         reference: Group | None = None,
+        task: str | None = None,
     ) -> None:
         self.subject, self.model = subject, subject.model
         self.data, self.plan, self.judges, self.progress = data, plan, list(judges), progress
@@ -74,21 +76,27 @@ class Study:
         if store is None:
             self.store.begin("study", {}, {})
         self.folder, self.groups, self.reference = folder, list(groups), reference
-        self.fidelity = FidelityJudge(data)
+        self.patched_judges = [*([FidelityJudge(data)] if task is None else []), *self.judges]
+        self.label = "" if task is None else f"{task}, "
 
     def run(self) -> dict[str, Any]:
         """Everything, as the parts of the report that follow from measurements."""
+        found = self.judge()
+        timing = SpeedStudy(self.subject, self.plan, self.data.tokens, self.store, self.progress, self.groups)
+        found["speed"] = timing.speed()
+        found["decode"] = timing.decode() if self.subject.kind == "decoder" and self.plan.decoding else None
+        return found
+
+    def judge(self) -> dict[str, Any]:
+        """The quality, without times."""
         exact, control = self.references()
         found: dict[str, Any] = {"exact": exact, "control": control, "reference": None}
         if self.reference is not None:
-            self.progress.start(f"{self.reference.name}: {len(self.reference.members)} checkpoints")
+            self.progress.start(f"{self.label}{self.reference.name}: {len(self.reference.members)} checkpoints")
             held = [self.quality(*self._member(self.reference, member)) for member in self.reference.members]
             found["reference"] = {"name": self.reference.name, **_over_seeds("quality", held)}
         found["mechanisms"] = [self.mechanism(name) for name in self.plan.attentions]
         found["mechanisms"] += [self.converted(group) for group in self.groups]
-        timing = SpeedStudy(self.subject, self.plan, self.data.tokens, self.store, self.progress, self.groups)
-        found["speed"] = timing.speed()
-        found["decode"] = timing.decode() if self.subject.kind == "decoder" and self.plan.decoding else None
         return found
 
     # ---------------------------------------------------------------------------------------------- quality
@@ -108,7 +116,7 @@ class Study:
 
     def references(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The exact model, and the control: the same model with its attention switched off."""
-        self.progress.start("exact model and control")
+        self.progress.start(f"{self.label}exact model and control")
         exact = self.quality({"name": EXACT}, lambda: self.model)
         return exact, self.quality({"name": FREE}, cache(lambda: without_attention(self.model)))
 
@@ -139,7 +147,7 @@ class Study:
         }
         if len(runs) > 1:
             result["runs"] = runs
-        self.progress.say(quality_line(result))
+        self.progress.say(quality_line(result, self.label))
         return result
 
     def _conversion(self, name: str, seed: int, trains: bool) -> dict[str, Any]:
@@ -148,8 +156,8 @@ class Study:
         options = default_options(entry, seed)
         patched = cache(lambda: patch_model(shared_copy(self.model), name, **options))
         identity = {"name": name, "options": options, "state": "untrained"}
-        self.progress.start(f"{name}: untrained")
-        judges = [self.fidelity, *self.judges]
+        self.progress.start(f"{self.label}{name}: untrained")
+        judges = self.patched_judges
         run: dict[str, Any] = {"seed": seed, "untrained": self.quality(identity, patched, judges)}
         run.update(transfer=None, trained=None)
         if not trains:
@@ -162,7 +170,7 @@ class Study:
         held = self.store.newest(key)
         assert held is not None
         run["transfer"] = {**held.value, "measurement": held.id}
-        self.progress.start(f"{name}: trained")
+        self.progress.start(f"{self.label}{name}: trained")
         run["trained"] = self.quality(identity, trained, judges)
         return run
 
@@ -186,7 +194,7 @@ class Study:
         if path is not None and path.is_file() and self.store.known(key) is not None:
             model.load_state_dict(load_file(path), strict=False)
             return model
-        self.progress.start(f"{name}: attention transfer", self.plan.steps)
+        self.progress.start(f"{self.label}{name}: attention transfer", self.plan.steps)
         torch.manual_seed(seed)
         batches = list(self.data.train)
         if seed != self.plan.seed:  # or else seeds would differ in nothing where nothing is drawn
@@ -214,9 +222,9 @@ class Study:
 
     def converted(self, group: Group) -> dict[str, Any]:
         """Checkpoints that were converted before: each is measured as it is."""
-        self.progress.start(f"{group.name}: {len(group.members)} checkpoints")
+        self.progress.start(f"{self.label}{group.name}: {len(group.members)} checkpoints")
         entry = ATTENTIONS.get(group.attention)
-        runs = [self.quality(*self._member(group, member), [self.fidelity, *self.judges]) for member in group.members]
+        runs = [self.quality(*self._member(group, member), self.patched_judges) for member in group.members]
         result: dict[str, Any] = {
             "name": group.name,
             "attention": group.attention,
@@ -236,7 +244,7 @@ class Study:
             result["runs"] = [
                 {"folder": member.folder, "trained": run} for member, run in zip(group.members, runs, strict=True)
             ]
-        self.progress.say(quality_line(result))
+        self.progress.say(quality_line(result, self.label))
         return result
 
 
@@ -251,7 +259,7 @@ def _over_seeds(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: mean_of(found), **({} if spread is None else {f"{name}_spread": spread})}
 
 
-def quality_line(result: Mapping[str, Any]) -> str:
+def quality_line(result: Mapping[str, Any], label: str = "") -> str:
     """One line of result for the screen."""
     before, after = result["untrained"] or result["trained"], result["trained"] or result["untrained"]
     single = result["trained"] is None or result["untrained"] is None
@@ -260,8 +268,9 @@ def quality_line(result: Mapping[str, Any]) -> str:
         old, new = (round(read(quality), digits) + 0.0 for quality in (before, after))
         return f"{new:.{digits}f}" if single else f"{old:.{digits}f} -> {new:.{digits}f}"
 
-    parts = [f"KL {change(lambda held: held['kl'], 2)} nats"] if before["kl"] is not None else []
-    parts.append(f"output error {change(lambda held: held['output_error'], 2)}")
+    parts = [f"KL {change(lambda held: held['kl'], 2)} nats"] if before.get("kl") is not None else []
+    if "output_error" in before:
+        parts.append(f"output error {change(lambda held: held['output_error'], 2)}")
     if "perplexity" in before:
         parts.append(f"perplexity {change(lambda held: held['perplexity']['perplexity'], 2)}")
     elif "task" in before:
@@ -272,4 +281,4 @@ def quality_line(result: Mapping[str, Any]) -> str:
         parts.append(f"{result['transfer']['steps']} steps in {result['transfer']['seconds']:.0f} s")
     if len(result["seeds"]) > 1:
         parts.append(f"mean of {len(result['seeds'])}")
-    return f"{result['name']}: " + ", ".join(parts)
+    return f"{label}{result['name']}: " + ", ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..patching import CONFIG_FIELD, patch_model
@@ -39,6 +41,18 @@ class Subject:
         place = place_of(environment(model.device))
         place["device"].update(dtype=str(model.dtype).removeprefix("torch."), backend=backend_in_use(model.device))
         return cls(model.eval(), kind, name, fingerprint(model), str(model.config._attn_implementation), place)
+
+    def cast(self, dtype: str | None) -> Subject:
+        """The same model in another precision, as its keys say: a copy. None: as it is."""
+        if dtype in (None, self.place["device"]["dtype"]):
+            return self
+        model: Any = copy.deepcopy(self.model)
+        return replace(self, model=model.to(getattr(torch, str(dtype))), place=self.place_in(dtype))
+
+    def place_in(self, dtype: str | None) -> dict[str, Any]:
+        """The place of measurements in this precision (None: the model's)."""
+        device = self.place["device"]
+        return {**self.place, "device": {**device, "dtype": dtype or device["dtype"]}}
 
     def key(self, mechanism: Mapping[str, Any], measure: Mapping[str, Any]) -> Key:
         model = {"name": self.name, "fingerprint": self.fingerprint}
@@ -118,7 +132,7 @@ def find_groups(folders: Sequence[str], auto_class: Any, subject: Any, device: A
             raise ValueError(f"{folder!r} is patched; a baseline has exact attention. Give it with --converted.")
         if not exact and saved is None:
             raise ValueError(f"{folder!r} has exact attention: nothing was converted. Give it with --baseline.")
-        _check_same_model(folder, config, subject)
+        check_same_model(folder, config, subject)
         layers = {} if saved is None else {str(index): held for index, held in saved["layers"].items()}
         member = Member(Path(folder).name, folder_fingerprint(Path(folder)), _loader(folder, auto_class, exact, device))
         kinds = [held["attention"] for held in layers.values()]
@@ -151,7 +165,8 @@ def _config_of(folder: str) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _check_same_model(folder: str, config: Any, subject: Any) -> None:
+def check_same_model(folder: str, config: Any, subject: Any) -> None:
+    """Whether a checkpoint has the shape of the model. Raises a ValueError that names the difference."""
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         own, wanted = getattr(config, name, None), getattr(subject, name, None)
         if own != wanted:

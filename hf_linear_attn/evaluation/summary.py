@@ -8,7 +8,7 @@ from typing import Any
 
 from .formats import fixed, format_bytes, format_rate, format_seconds
 from .pointers import Sourced, joined
-from .scores import Score, kept, scores_of
+from .scores import Score, kept, recovered, scores_of, task_scores
 from .speed import FREE
 
 #: The lengths that the table shows, where they were measured.
@@ -107,6 +107,7 @@ class _Table:
         self.places = shown_places(self.whole["lengths"], own)
         self.scores = scores_of(report)
         self.shares = self.scores[0].relative and "advice" in report
+        self.tasks = len(task_scores(report))
         memory = self._place("model", own)
         known = memory is not None and self.whole["rows"][self.baseline][memory].get("memory")
         self.memory = memory if known else None
@@ -125,6 +126,8 @@ class _Table:
         found += [Column(score.title, "quality") for score in self.scores]
         if self.shares:
             found.append(Column("kept" if self.scores[0].higher else "change", "quality"))
+        if self.tasks > 1:
+            found.append(Column(f"kept, mean of {self.tasks} tasks", "quality"))
         found += [Column(f"speed at {self.whole['lengths'][place]:,}", "speed") for place in self.places]
         found.append(Column("faster from", "speed"))
         if self.memory is not None:
@@ -144,7 +147,8 @@ class _Table:
     def exact(self) -> list[Sourced]:
         row = [Sourced(f"{self.baseline} (exact)"), Sourced("–"), *(Sourced(value) for _, _, _, value in FIDELITY)]
         row += [self._score(score, "exact", self.report["exact"]) for score in self.scores]
-        row += self._share(self.report["exact"]) if self.report.get("reference") else [Sourced("–")] * self.shares
+        shares = self._share(self.report["exact"])
+        row += shares if self.report.get("reference") else [Sourced("–") for _ in shares]
         row += [self._row_cell("model", self.baseline, place, "median") for place in self.places] + [Sourced("–")]
         return [*row, *self._costs(self.baseline, "median"), *self._decode(self.baseline, "median")]
 
@@ -169,7 +173,7 @@ class _Table:
             text = change(score.of(before), score.of(after), score.digits)
             spread = _spread_of(held, state, score)
             row.append(Sourced(text + spread, None if text == "–" else joined(*start, state, *score.path)))
-        row += self._share(after or before)
+        row += self._share(after or before, index)
         row += [self._row_cell("model", name, place, "speedup") for place in self.places]
         crossing = joined("speed", "model", "crossover", name, "length")
         row.append(Sourced(crossover_words(self.whole["crossover"][name]), crossing) if self.places else Sourced("–"))
@@ -191,14 +195,22 @@ class _Table:
         value = score.of(quality)
         return Sourced(score.show(value), None if value is None else "/".join(("", place, *score.path)))
 
-    def _share(self, quality: dict[str, Any]) -> list[Sourced]:
-        """Of the reference's score; of perplexities the change."""
-        if not self.shares:
-            return []
-        share = kept(self.report, quality)
-        if share is None:
-            return [Sourced("–")]
-        return [Sourced(f"{share:.1%}" if self.scores[0].higher else f"{1 / share - 1:+.1%}")]
+    def _share(self, quality: dict[str, Any], index: int | None = None) -> list[Sourced]:
+        """Of the reference's score; of perplexities the change; of several tasks the mean. index: of the mechanism."""
+        cells = []
+        if self.shares:
+            share = kept(self.report, quality)
+            higher = self.scores[0].higher
+            text = "–" if share is None else f"{share:.1%}" if higher else f"{1 / share - 1:+.1%}"
+            cells.append(Sourced(text))
+        if self.tasks > 1:
+            mean = recovered(self.report, quality)
+            found = (self.report.get("advice") or {}).get("recovered")
+            known = found[index] if found and index is not None else None
+            spread = known and known["spread"]
+            text = "–" if mean is None else f"{mean:.1%}" + ("" if spread is None else f" ± {spread:.1%}")
+            cells.append(Sourced(text, joined("advice", "recovered", index, "mean") if known and mean else None))
+        return cells
 
     def _costs(self, name: str, key: str) -> list[Sourced]:
         """Memory, throughput and prefill, those that were measured. key: what stands for the prefill."""

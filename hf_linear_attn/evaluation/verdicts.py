@@ -8,7 +8,7 @@ from typing import Any
 from .advice import advise, final, is_trivial
 from .formats import format_rate
 from .measurements import plain
-from .scores import reference_quality, score_of
+from .scores import recovered, reference_value, score_of, task_scores
 from .speed import FREE
 
 #: p80 / p20 of the baseline's times from which on the report warns.
@@ -27,12 +27,16 @@ def conclude(report: dict[str, Any]) -> None:
 def verdicts(report: dict[str, Any]) -> list[str]:
     """Sentences, the most important first."""
     found = [_best(report), _control(report), _harmful(report), _exact_here(report), *_transfers(report)]
-    found += [*_speed(report), _short(report), _throughput(report), _decode(report), _noise(report)]
+    found += [_precision(report), *_speed(report), _short(report), _throughput(report), _decode(report), _noise(report)]
     return [text for text in found if text]
 
 
 def task_score(report: dict[str, Any], quality: dict[str, Any]) -> float:
-    """What mechanisms are ranked by, more is better: minus the loss of a decoder, else the headline of the scores."""
+    """What mechanisms are ranked by, more is better: of several tasks the mean share that is kept, of a decoder minus
+    its loss, else the headline of the scores."""
+    mean = recovered(report, quality)
+    if mean is not None and "perplexity" not in quality:
+        return mean
     if "perplexity" in quality:
         return -quality["perplexity"]["loss"]
     value = score_of(report).of(quality)
@@ -57,9 +61,11 @@ def default_mechanism(report: dict[str, Any]) -> str:
 def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:
     score = score_of(report)
     if score.relative:
-        own, exact = score.show(score.of(quality)), score.show(score.of(reference_quality(report)))
+        own, exact = score.show(score.of(quality)), score.show(reference_value(report, score))
         name = report["reference"]["name"] if report.get("reference") else "exact attention"
-        return f"{score.title} {own} ({name}: {exact})"
+        mean = recovered(report, quality)
+        average = "" if mean is None else f", {mean:.1%} kept on average of {len(task_scores(report))} tasks"
+        return f"{score.title} {own} ({name}: {exact}){average}"
     sentences = quality["sentences"]
     return (
         f"sentence embeddings with cosine {sentences['cosine']:.3f} to the exact ones, and the same nearest neighbour "
@@ -112,6 +118,12 @@ def _transfers(report: dict[str, Any]) -> list[str]:
             words = "made it worse" if after - before < -0.001 else "changed next to nothing"
             found.append(f"{held['name']}: {held['transfer']['steps']} steps of transfer {words} on held-out text.")
     return found
+
+
+def _precision(report: dict[str, Any]) -> str:
+    """Where times and quality are of different models."""
+    timed, own = report["settings"].get("dtype"), report["model"]["dtype"]
+    return f"Times are those of {timed}; quality was measured in {own}." if timed and timed != own else ""
 
 
 def _speed(report: dict[str, Any]) -> list[str]:

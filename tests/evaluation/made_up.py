@@ -198,6 +198,31 @@ def made_up_evaluation(kind: str = "classifier") -> dict[str, Any]:
     return report
 
 
+def made_up_tasks() -> dict[str, Any]:
+    """A classifier's report with a further task, whose model keeps a tenth less."""
+    report = made_up_evaluation("classifier")
+    report["settings"]["dtype"] = "bfloat16"
+    facts = {name: report["text"][name] for name in ("sequence_length", "train_sequences")}
+    facts |= {"task": "rte", "metrics": ["accuracy"], "rows": {"": 20}, "sha256": "01", "model": "a model for rte"}
+    report["tasks"] = [facts]
+
+    def add(held: Any, part: float) -> None:
+        if held and "task" in held:
+            held["task:rte"] = {**held["task"], "score": part * held["task"]["score"]}
+
+    add(report["exact"], 1.0)
+    add(report["control"], 1.0)
+    add(report["reference"]["quality"], 1.0)
+    for held in report["mechanisms"]:
+        for state in ("untrained", "trained"):
+            add(held[state], 0.9)
+            add(held.get(f"{state}_spread"), 0.9)
+            for run in held.get("runs", ()):
+                add(run.get(state), 0.9)
+    conclude(report)
+    return report
+
+
 def _judged(held: dict[str, Any], kind: str) -> dict[str, Any]:
     """With the measures of a kind: the sentence cosine becomes the score of a task, or a correlation beside it."""
     if kind == "decoder":

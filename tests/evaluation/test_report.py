@@ -18,12 +18,12 @@ from hf_linear_attn.evaluation.measurements import plain
 from hf_linear_attn.evaluation.plots import draw_plots
 from hf_linear_attn.evaluation.plots_quality import heat_map_of
 from hf_linear_attn.evaluation.pointers import resolve
-from hf_linear_attn.evaluation.report import PLOTS, render_page, write_report
+from hf_linear_attn.evaluation.report import PLOTS, REPEATED, render_page, write_report
 from hf_linear_attn.evaluation.screen import show
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
 from hf_linear_attn.evaluation.verdicts import conclude, verdicts
 
-from .made_up import made_up_evaluation, made_up_report
+from .made_up import made_up_evaluation, made_up_report, made_up_tasks
 
 kinds = pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
 
@@ -63,11 +63,13 @@ class Page(HTMLParser):
 
 
 def made_up(kind: str) -> dict[str, Any]:
+    if kind == "several tasks":
+        return made_up_tasks()
     return made_up_report(kind == "demo of a decoder") if kind.startswith("demo") else made_up_evaluation(kind)
 
 
 every_report = pytest.mark.parametrize(
-    "kind", ["demo of an encoder", "demo of a decoder", "classifier", "decoder", "encoder"]
+    "kind", ["demo of an encoder", "demo of a decoder", "classifier", "decoder", "encoder", "several tasks"]
 )
 
 
@@ -141,6 +143,33 @@ def test_page_of_an_evaluation_shows_all_that_was_measured() -> None:
     assert "Tokens a second with 8 sequences of 2,048 at once: sdpa 64,000, elu 384,000 (6.00×)" in text
 
 
+def test_page_of_several_tasks_shows_each_and_their_mean() -> None:
+    report = made_up_tasks()
+    text = Page(render_page(report, draw_plots(report))).text
+    for told in (
+        "By sst2 accuracy",
+        "By rte accuracy",
+        "kept, mean of 2 tasks",
+        "a model for rte",
+        "bfloat16 (quality",
+    ):
+        assert told in text, told
+    share = 0.71 / 0.8
+    assert f"{share:.1%}" in text
+    assert f"{0.9 * share:.1%}" in text
+    (row,) = [row for row in summarise_report(report).rows if row[0] == "hedgehog (converted)"]
+    assert f"{0.95 * share:.1%} ± {0.95 * 0.01 / 0.8:.1%}" in row
+    assert f"{0.95 * 0.95 / 0.8:.1%} kept on average of 2 tasks" in report["verdicts"][0]  # of hedgehog, the best
+
+
+def test_a_report_without_the_further_task_removes_its_plots(tmp_path: Path) -> None:
+    (tmp_path / "task-of-mine.txt").write_text("kept", encoding="utf-8")
+    write_report(made_up_tasks(), tmp_path)
+    assert (tmp_path / "pareto-task-rte.png").exists()
+    written = write_report(made_up_evaluation("classifier"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*written, "task-of-mine.txt"])
+
+
 def test_page_of_a_decoder_shows_prefill_and_streams() -> None:
     report = made_up_evaluation("decoder")
     text = Page(render_page(report, {})).text
@@ -175,7 +204,7 @@ def test_page_escapes_what_comes_from_outside(kind: str) -> None:
 @every_report
 def test_plots_are_png_of_the_width_of_a_phone_at_double_density(kind: str) -> None:
     plots = draw_plots(made_up(kind))
-    assert set(plots) <= set(PLOTS)
+    assert {name for name in plots if not REPEATED.fullmatch(name)} <= set(PLOTS)
     assert {"fidelity.png", "heatmap.png", "errors.png", "transfer.png", "time.png", "speedup.png"} <= set(plots)
     extra = {
         "demo of an encoder": {"sentences.png", "layer.png"},
@@ -183,6 +212,7 @@ def test_plots_are_png_of_the_width_of_a_phone_at_double_density(kind: str) -> N
         "classifier": {"task.png", "pareto.png", "memory.png", "training.png", "throughput.png"},
         "decoder": {"perplexity.png", "positions.png", "decode.png", "cache.png", "pareto.png", "prefill.png"},
         "encoder": {"sts.png", "sentences.png", "pareto.png", "memory.png"},
+        "several tasks": {"task.png", "pareto.png", "task-rte.png", "pareto-task-rte.png"},
     }
     assert extra[kind] <= set(plots)
     for name, drawing in plots.items():
