@@ -80,7 +80,7 @@ class HedgehogFeatureMap(FeatureMap):
 
     def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Features:
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
-        y = (x @ weight.to(x.dtype) + bias.to(x.dtype).unsqueeze(-2)) * temperature
+        y = (x @ weight.to(x.dtype)).add_(bias.to(x.dtype).unsqueeze(-2)).mul_(temperature)
         if self.options.activation == "softmax":
             return Features(torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1))
         if self.options.activation == "joint":

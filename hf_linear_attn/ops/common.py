@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SIGNED_NORMALISER_EPS = 0.3
 #: Largest number of float elements of one block of features, per batch of heads (about 1 MB in float32: the
 #: temporaries then stay in a core's own cache at any sequence length).
 BLOCK_ELEMENTS = 1 << 18
+
+LOG2_E = 1 / math.log(2)
 
 #: Block lengths are multiples of this.
 BLOCK_QUANTUM = 128
@@ -80,12 +83,33 @@ class OutputBlocks:
         self.whole[:, :, self.filled : self.filled + block.shape[2]] = block
         self.filled += block.shape[2]
 
+    def add_quotient(self, numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> None:
+        """`add(divide(numerator, denominator))` in one pass where that can be; numerator `[B, H, l, e]`."""
+        if self.whole is None or signed or self.whole.dtype != numerator.dtype:
+            return self.add(divide(numerator, denominator, signed=signed))
+        room = self.whole[:, :, self.filled : self.filled + numerator.shape[2]]
+        torch.div(numerator, denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1), out=room)
+        self.filled += numerator.shape[2]
+        return None
+
     def joined(self) -> Tensor:
         if self.whole is not None:
             return self.whole
         if len(self.parts) == 1:
             return self.parts[0]
         return torch.cat(self.parts, dim=2) if self.parts else self.empty
+
+
+def exponential(x: Tensor) -> Tensor:
+    """e^x. May overwrite x, which must be the caller's own.
+
+    Without a gradient a CPU takes 2^(x log₂ e), in torch three times as fast as its e^x. The relative error grows by
+    |x| roundings, and so stays below one rounding of 1 for negative x.
+    """
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if recorded or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.exp(x)
+    return x.mul_(LOG2_E).exp2_()
 
 
 def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tensor:
