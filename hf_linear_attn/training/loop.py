@@ -141,7 +141,7 @@ class Loop:
     def _step(self, batches: Iterator[Mapping[str, Tensor]]) -> None:
         began = time.perf_counter()
         accelerator, step = self.accelerator, self.progress.step
-        self.model.train()
+        self._training_mode()
         torch.manual_seed(hash_seed(self.run_settings.seed, step, accelerator.process_index))
         group = [to_device(next(batches), accelerator.device) for _ in range(self.train.accumulation)]
         sums = self._backward(group)
@@ -159,6 +159,14 @@ class Loop:
         seconds = time.perf_counter() - began
         self.progress.seconds += seconds
         self._report(sums, tokens / max(seconds, 1e-9))
+
+    def _training_mode(self) -> None:
+        """Training mode; without dropout only for the layers that recompute their activations, which ask for it."""
+        self.model.train(self.train.dropout)
+        if not self.train.dropout:
+            for module in self.model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.training = True
 
     def _backward(self, group: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Gradients of the loss over all targets of the step, on all processes, however they are spread; its parts."""

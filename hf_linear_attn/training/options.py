@@ -131,6 +131,7 @@ class TrainSettings:
         default="linear", metadata=about("how the learning rate falls afterwards")
     )
     clip: float | None = field(default=1.0, metadata=about("largest norm of the gradient; null: none"))
+    dropout: bool = field(default=True, metadata=about("the model's own dropout while it trains"))
     evaluations: int = field(default=4, metadata=about("how often to evaluate, the end included; 0: never"))
     patience: int | None = field(default=None, metadata=about("stop after so many evaluations without a better one"))
 
@@ -168,6 +169,10 @@ class TransferSettings:
 class DistillSettings(TrainSettings):
     """Stages 2 and 3 in one: the model learns from its teacher and from the labels. `epochs: 0` leaves it out."""
 
+    dropout: bool = field(
+        default=False,
+        metadata=about("the model's own dropout while it trains: noise beside a teacher that has none"),
+    )
     logits: float = field(default=1.0, metadata=about("weight of KL(teacher || student) of the outputs"))
     temperature: float = field(default=2.0, metadata=about("softens the outputs of that loss"))
     task: float = field(default=1.0, metadata=about("weight of the task's own loss"))

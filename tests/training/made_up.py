@@ -81,13 +81,13 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_settings(model: Path, data: Path, output: Path, **changes: Any) -> ConvertSettings:
-    """Seconds for all stages. Changes are given with `__` for the dot."""
+    """Seconds for all stages, with dropout in all. Changes are given with `__` for the dot."""
     base = {
         "model": {"source": str(model)},
         "data": {"source": str(data), "text": ["sentence"], "max_length": 16},
         "teacher": {"steps": 8, "batch_size": 8, "lr": 3e-3, "evaluations": 2},
         "transfer": {"steps": 4, "batch_size": 8, "evaluate_every": 2},
-        "distill": {"steps": 6, "batch_size": 8, "lr": 3e-3, "evaluations": 2},
+        "distill": {"steps": 6, "batch_size": 8, "lr": 3e-3, "evaluations": 2, "dropout": True},
         "run": {
             "output": str(output),
             "checkpoint_every": 2,

@@ -420,3 +420,27 @@ def test_memory_settings(changes: dict[str, Any], folder: Path, tmp_path: Path) 
         convert(convert_settings(folder / "encoder", folder / "task", out, distill__lr=1e-4, **given), console=quiet())
         losses.append([line["train/loss"] for line in lines(out, "distill") if "train/loss" in line])
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_distillation_without_dropout(gradient_checkpointing: bool, folder: Path, tmp_path: Path) -> None:
+    """The default of the stage: the same losses as of a model that has none."""
+    assert not DistillSettings().dropout
+    losses = []
+    for name, changes in (("without", {}), ("switched off", {"distill__dropout": False}), ("with", {})):
+        source = save_encoder(tmp_path / name, hidden_dropout_prob=0.0 if name == "without" else 0.1)
+        settings = convert_settings(
+            source,
+            folder / "task",
+            tmp_path / f"out {name}",
+            teacher__steps=1,
+            teacher__dropout=False,
+            run__gradient_checkpointing=gradient_checkpointing,
+            **changes,
+        )
+        convert(settings, console=quiet())
+        losses.append(
+            [line["train/loss"] for line in lines(tmp_path / f"out {name}", "distill") if "train/loss" in line]
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
