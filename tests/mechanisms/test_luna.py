@@ -1,5 +1,7 @@
 """Luna: the packed sequence, both directions, its state, its start."""
 
+import copy
+
 import pytest
 import torch
 
@@ -35,6 +37,25 @@ def test_equals_the_definition(length, causal):
 @pytest.mark.parametrize("options", [{"activation": "softplus"}, {"scale_query": True}, {"num_packed": 1}])
 def test_causal_options(options):
     checks.check_output(build(True, **options), definition, 140)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "softplus"}, {"scale_query": True}], ids=str)
+@torch.no_grad()
+def test_causal_weights_times_values_are_the_output(options):
+    module, (q, k, v) = build(True, **options), qkv(40)
+    out, _ = module(q, k, v, scaling=checks.SCALING, causal=True)
+    weights = module.attention_weights(q, k, scaling=checks.SCALING, causal=True)
+    assert_close(weights @ v.repeat_interleave(2, dim=1), out)
+
+
+@DIRECTIONS
+@torch.no_grad()
+def test_half_models_work_in_single_precision(causal):
+    """Parameters in half precision are rounded, and what is made of them is not."""
+    module, inputs = build(causal).bfloat16(), [x.bfloat16() for x in qkv(40)]
+    out, _ = module(*inputs, scaling=checks.SCALING, causal=causal)
+    expected, _ = copy.deepcopy(module).double()(*(x.double() for x in inputs), scaling=checks.SCALING, causal=causal)
+    assert_close(out, expected, torch.bfloat16)
 
 
 @DIRECTIONS

@@ -99,6 +99,33 @@ def test_large_queries_and_keys_share_one_stabiliser(causal):
     Case("favor+", 30, causal, size=4.0).check()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_does_not_set_the_scale_of_far_keys(causal):
+    """A zeroed key has the log scale 0, far above that of large keys: relative to it they would all underflow."""
+    token, length = 20, 26
+    q, k, v = qkv(length + 4)
+    direction = torch.nn.functional.normalize(q[:1, :1, :1], dim=-1)
+    q, k = 60 * (direction + 0.1 * q), 60 * (direction + 0.1 * k)
+    k[:, :, token] = -240 * direction[:, :, 0]  # the key in the window is the last that the query would choose
+    phi = feature_map("favor+")
+    features = [lambda x, start: phi.query(x, 0.4), lambda x, start: phi.key(x, 0.4)]
+    settings = {"window": 1, "scaling": 0.4, "log_mix": torch.zeros(4)}
+    mask = padding_mask([length] * 2, length + 4, "right")
+
+    def attend(values, *, padded):
+        real = slice(None) if padded else slice(length)
+        given = (x[:, :, real] for x in (q, k, values))
+        out = FORMS[causal](*given, *features, **settings, mask=mask if padded else None)
+        return (out[0] if causal else out)[:, :, :length]
+
+    own = v[:, :, token].repeat_interleave(2, dim=1)
+    assert float((attend(v, padded=False)[:, :, token] - own).abs().max()) > 0.1, "this row is of far keys"
+    assert_close(attend(v, padded=True), attend(v, padded=False))
+    for padded in (False, True):  # blocks are filled up with zeros in any case
+        ones = attend(torch.ones_like(v), padded=padded)
+        assert_close(ones, torch.ones_like(ones))
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_default_blocks(name, monkeypatch):
     monkeypatch.undo()
