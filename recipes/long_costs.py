@@ -5,7 +5,7 @@
 
 Needs the folder that `long_table.py` left: its short model and its held-out inputs. A sample of those that are long by
 their own measure is cut to each length and goes through the model one by one (no padding), forward, and forward and
-backward; all mechanisms in turns, in one run. Seconds are processor time of the process, so that others on the machine
+backward; all variants in turns, in one run. Seconds are processor time of the process, so that others on the machine
 disturb little; medians over rounds, for 1,000 inputs. Memory: what one forward and backward pass adds to the resident
 set at its peak, for the longest input cut to the length. At last the longest input as a whole, once. `--out` is written
 after each length.
@@ -14,17 +14,17 @@ after each length.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from long_data import read_scored
+from long_table import EXACT, PARTS, Part
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -33,29 +33,26 @@ from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.resources import peak_memory
 from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.integration.positions import position_limit
-from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.options import ConvertSettings
 from hf_linear_attn.training.saving import write_json
 from hf_linear_attn.training.settings import read_settings
 
 HERE = Path(__file__).parent
-EXACT = "softmax"
 #: Inputs beyond so many tokens are drawn from.
 LONG = {"proteins": 1024, "reviews": 512}
 LENGTHS = {"proteins": (512, 1024, 4096), "reviews": (512, 2048, 4096)}
 CPU = torch.device("cpu")
 
 
-def variants(exact: Any, mechanisms: Sequence[str], given: dict[str, Any], longest: int) -> dict[str, Any]:
-    """The model with each mechanism, weights shared, for inputs of any length asked for."""
+def variants(exact: Any, part: Part, longest: int) -> dict[str, Any]:
+    """The model with each variant of its layers, weights shared, for inputs of any length asked for."""
     limit = position_limit(exact)
     if limit is not None and limit < longest:
         hla.extend_positions(exact, longest)
-    found = {EXACT: exact}
-    for name in mechanisms:
-        known = {field.name for field in fields(ATTENTIONS.get(name).options)}
-        found[name] = hla.patch_model(shared_copy(exact), name, **{key: given[key] for key in given.keys() & known})
-    return found
+    return {
+        name: exact if layers is None else hla.patch_model(shared_copy(exact), layers)
+        for name, layers in part.variants.items()
+    }
 
 
 def one_pass(model: Any, inputs: Sequence[list[int]], bf16: bool, backward: bool) -> Callable[[], None]:
@@ -123,7 +120,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("part", choices=list(LONG))
     parser.add_argument("--work", type=Path, required=True, help="the folder of long_table.py")
     parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument("--mechanisms", nargs="+", default=["window", "hedgehog", "elu"])
     parser.add_argument("--inputs", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="default: recipes/results/long/PART-costs.json")
@@ -136,8 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     drawn = [tokenizer(row, verbose=False)["input_ids"] for row in rows[: arguments.inputs]]
     longest = max((tokenizer(row, verbose=False)["input_ids"] for row in rows), key=len)
-    exact = AutoModelForSequenceClassification.from_pretrained(folder / "seed0" / "short" / "model").train()
-    models = variants(exact, arguments.mechanisms, base.model.options, max(*lengths, len(longest)))
+    exact = AutoModelForSequenceClassification.from_pretrained(folder / "seed0" / "softmax-short" / "model").train()
+    models = variants(exact, PARTS[arguments.part], max(*lengths, len(longest)))
     bf16 = base.run.precision == "bf16"
     held: dict[str, Any] = {
         "format_version": 1,
@@ -147,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             "inputs": len(drawn),
             "mean_tokens": statistics.mean(map(len, drawn)),
             "rounds": arguments.rounds,
-            "options": base.model.options,
+            "variants": PARTS[arguments.part].variants,
             "precision": base.run.precision,
         },
         "parameters": sum(parameter.numel() for parameter in exact.parameters()),
@@ -166,9 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_long(folder: Path, beyond: int) -> list[str]:
     """Held-out texts that are longer, in a drawn order."""
-
-    with (folder / "scored.csv").open(encoding="utf-8", newline="") as file:
-        found = [row["text"] for row in csv.DictReader(file) if int(row["length"]) > beyond]
+    found = [row["text"] for row in read_scored(folder) if int(row["length"]) > beyond]
     random.Random(0).shuffle(found)
     return found
 

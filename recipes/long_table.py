@@ -8,37 +8,33 @@ token a residue) is trained from random weights. The csv has the columns `sequen
 (homologous proteins share one); the last two partitions are held out. Reviews: IMDB, with an encoder whose learned
 positions are extended.
 
-For each seed the exact model is trained once on short inputs (settings `teacher`), converted to each mechanism by
-attention transfer (`transfer`), and each of these goes through the same steps (`distill`, the task's loss alone) at
-each length; inputs are cut to it. Held-out inputs are scored once, after the last step: nothing is chosen by them.
-`--pieces` scores the exact model of the shortest length once more, on pieces of that length, by its largest score. A
-finished row is in `--out` at once, and is not repeated. Settings: `recipes/configs/long-table-*.yaml`, with
-`--section.name value` over it. What a step costs is measured by `long_costs.py`.
+For each seed and variant a model is trained on short inputs (settings `teacher`); a pretrained one with exact
+attention, and then converted by attention transfer (`transfer`). It goes through the same steps (`distill`, the task's
+loss alone) at each length; inputs are cut to it. Held-out inputs are scored once, after the last step: nothing is
+chosen by them. `--pieces` scores the exact model of the shortest length once more, on pieces of that length, by its
+largest score. A finished row is in `--out` at once, and is not repeated. Settings: `recipes/configs/long-table-*.yaml`,
+with `--section.name value` over it. What a step costs is measured by `long_costs.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from long_data import Row, read_scored, write_proteins, write_reviews
 from rich.console import Console
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.files import read_text
-from hf_linear_attn.data.tasks import load_task
 from hf_linear_attn.evaluation.report import environment
-from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings, ModelSettings, TrainSettings
 from hf_linear_attn.training.saving import write_json
@@ -46,15 +42,12 @@ from hf_linear_attn.training.settings import as_mapping, read_arguments, read_se
 
 HERE = Path(__file__).parent
 EXACT = "softmax"
-#: ESM's tokens: one a residue, with the special ones in their places.
-VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
-HELD_OUT_PARTITIONS = 2
-LONG_PROTEIN, LONG_REVIEW = 1024, 512
+#: A segment in a membrane has some 20 residues. Local: exact attention to the neighbours, and nothing else.
+WINDOW = {"attention": "window", "window_size": 16}
+LOCAL = {**WINDOW, "mix_init": -30.0}
 #: Padded tokens of a batch that is scored; a longer input is a batch of its own.
 SCORED_TOKENS = 8192
 BOOTSTRAP = 1000
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,84 +58,13 @@ class Part:
         write: makes the files of a folder from the command line's arguments.
         strata: name -> inputs longer than the first and not longer than the second number.
         lengths: to train and score at.
-        mechanisms: to compare.
+        variants: what is compared, name -> layers as `patch_model` takes them; None: exact attention.
     """
 
     write: Callable[[argparse.Namespace, Path, int], None]
     strata: dict[str, tuple[int, float]]
     lengths: tuple[int, ...]
-    mechanisms: tuple[str, ...]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Data
-
-
-def write_rows(path: Path, rows: Iterable[tuple[str, str, int]]) -> None:
-    """A csv file of text, label and length."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "label", "length"])
-        writer.writerows(rows)
-
-
-def write_parts(folder: Path, short: Sequence[Any], long: Sequence[Any], held_out: Sequence[Any]) -> None:
-    """Short inputs to begin with, inputs to go on with, and what is scored. A validation split must exist: it decides
-    nothing."""
-    for name, rows in (("short", short), ("long", long)):
-        write_rows(folder / name / "train.csv", rows)
-        write_rows(folder / name / "validation.csv", [*held_out[:8], *held_out[-8:]])
-    write_rows(folder / "scored.csv", held_out)
-
-
-def write_proteins(arguments: argparse.Namespace, folder: Path, short_length: int) -> None:
-    """Short: whole proteins of the training partitions. Long: all beyond 1,024 residues and as many others. Scored: all
-    held-out proteins beyond 1,024 residues, and `--scored` others."""
-    from transformers import EsmTokenizer
-
-    held = [
-        (row["sequence"], "membrane" if float(row["membrane"]) else "soluble", int(row["partition"]))
-        for row in csv.DictReader(read_text(Path(arguments.source)).splitlines())
-    ]
-    random.Random(0).shuffle(held)
-    kept = sorted({row[2] for row in held})[:-HELD_OUT_PARTITIONS]
-    train = [(text, label, len(text)) for text, label, partition in held if partition in kept]
-    rest = [(text, label, len(text)) for text, label, partition in held if partition not in kept]
-    short = [row for row in train if row[2] <= short_length]
-    long = [row for row in train if row[2] > LONG_PROTEIN]
-    others = [row for row in train if row[2] <= LONG_PROTEIN][: len(long)]
-    scored = [row for row in rest if row[2] <= LONG_PROTEIN][: arguments.scored]
-    scored += [row for row in rest if row[2] > LONG_PROTEIN]
-    write_parts(folder, short, [*long, *others], scored)
-    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
-    EsmTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
-
-
-def write_reviews(arguments: argparse.Namespace, folder: Path, short_length: int) -> None:
-    """Short: any reviews. Long and scored: reviews beyond 512 tokens, of the training and of the test part."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    loaded = load_task("imdb", folder=arguments.source)
-
-    def draw(split: str, wanted: int, above: int, skip: int = 0) -> list[tuple[str, str, int]]:
-        order = list(range(len(loaded[split])))
-        random.Random(0).shuffle(order)
-        found: list[tuple[str, str, int]] = []
-        for index in order[skip:]:
-            row = loaded[split][index]
-            length = len(tokenizer(row["text"], verbose=False)["input_ids"])
-            if length > above:
-                found.append((row["text"], ("negative", "positive")[row["label"]], length))
-            if len(found) == wanted:
-                break
-        return found
-
-    short = draw("train", arguments.short, 0)
-    long = draw("train", arguments.long, LONG_REVIEW, skip=arguments.short)
-    write_parts(folder, short, long, draw("validation", arguments.scored, LONG_REVIEW))
+    variants: dict[str, dict[str, Any] | None]
 
 
 PARTS = {
@@ -150,13 +72,19 @@ PARTS = {
         write_proteins,
         {"<= 1,024": (0, 1024), "> 1,024": (1024, np.inf), "> 2,048": (2048, np.inf)},
         (512, 1024, 4096),
-        (EXACT, "window", "hedgehog"),
+        {
+            EXACT: None,
+            "local + softmax": {"default": EXACT, "0": LOCAL, "1": LOCAL},
+            "window": {"default": WINDOW},
+            "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
+            "hedgehog": {"default": "hedgehog"},
+        },
     ),
     "reviews": Part(
         write_reviews,
         {"> 512": (512, np.inf), "> 1,024": (1024, np.inf)},
         (512, 2048),
-        (EXACT, "hedgehog", "window"),
+        {EXACT: None, "hedgehog": {"default": "hedgehog"}, "window": {"default": "window"}},
     ),
 }
 
@@ -165,12 +93,11 @@ PARTS = {
 # Training
 
 
-def train_short(base: ConvertSettings, folder: Path, out: Path) -> Path:
-    """The exact model, trained on short inputs."""
+def train_short(base: ConvertSettings, plan: Path | None, folder: Path, out: Path) -> Path:
+    """A model, exact or with a plan's mechanisms from the start, trained on short inputs."""
     if not (out / "results.json").exists():
-        model = replace(base.model, attention=None, options={}, tokenizer=str(folder / "tokenizer"))
         settings = FinetuneSettings(
-            model=model,
+            model=replace(base.model, tokenizer=str(folder / "tokenizer"), attention=None, plan=plan and str(plan)),
             data=replace(base.data, source=str(folder / "short")),
             train=only_training(base.teacher),
             run=replace(base.run, output=str(out), resume=out.exists()),
@@ -183,16 +110,22 @@ def only_training(section: TrainSettings) -> TrainSettings:
     return TrainSettings(**{field.name: getattr(section, field.name) for field in fields(TrainSettings)})
 
 
-def convert_short(base: ConvertSettings, mechanism: str, teacher: Path, folder: Path, out: Path) -> Path:
-    """The same with linear attention, after attention transfer on the same inputs."""
-    if mechanism == EXACT:
-        return teacher
+def short_model(base: ConvertSettings, name: str, part: Part, folder: Path, place: Path) -> Path:
+    """The model that goes on at each length. Pretrained: the exact one is trained, and converted by attention transfer
+    on the same inputs. From random weights: there is nothing to convert."""
+    layers, out = part.variants[name], place / f"{slug(name)}-short"
+    plan = None
+    if layers is not None:
+        plan = place / f"{slug(name)}-plan.json"
+        place.mkdir(parents=True, exist_ok=True)
+        write_json(plan, layers)
+    if plan is None or base.model.type is not None:
+        return train_short(base, plan, folder, out)
+    teacher = train_short(base, None, folder, place / f"{EXACT}-short")
     if not (out / "results.json").exists():
-        known = {field.name for field in fields(ATTENTIONS.get(mechanism).options)}
-        options = {name: value for name, value in base.model.options.items() if name in known}
         settings = replace(
             base,
-            model=ModelSettings(source=str(teacher), attention=mechanism, options=options),
+            model=ModelSettings(source=str(teacher), attention=None, plan=str(plan)),
             data=replace(base.data, source=str(folder / "short")),
             teacher=replace(base.teacher, epochs=0.0, steps=None),
             distill=replace(base.distill, epochs=0.0, steps=None),
@@ -200,6 +133,10 @@ def convert_short(base: ConvertSettings, mechanism: str, teacher: Path, folder: 
         )
         stages.convert(settings, console=Console(stderr=True))
     return out / "model"
+
+
+def slug(name: str) -> str:
+    return name.replace(" + ", "-")
 
 
 def train_long(base: ConvertSettings, source: Path, folder: Path, length: int, out: Path) -> dict[str, Any]:
@@ -224,12 +161,6 @@ def train_long(base: ConvertSettings, source: Path, folder: Path, length: int, o
 
 # --------------------------------------------------------------------------------------------------------------------
 # Scores
-
-
-def read_scored(folder: Path) -> list[Row]:
-    """Held-out inputs in order of length, so that batches hold little padding."""
-    with (folder / "scored.csv").open(encoding="utf-8", newline="") as file:
-        return sorted(csv.DictReader(file), key=lambda row: int(row["length"]))
 
 
 def encode(tokenizer: Any, text: str, length: int) -> list[int]:
@@ -332,17 +263,17 @@ def measure(arguments: argparse.Namespace, base: ConvertSettings, key: Row, part
     """One row: train at its length unless its model is there already, and score."""
     seeded = replace(base, run=replace(base.run, seed=key["seed"]))
     folder, place = arguments.work / arguments.part, arguments.work / arguments.part / f"seed{key['seed']}"
-    out = place / f"{key['mechanism']}-{key['length']}-{key['steps']}"
+    out = place / f"{slug(key['variant'])}-{key['length']}-{key['steps']}"
     trained = out / "trained.json"
     if not trained.exists():
-        teacher = train_short(seeded, folder, place / "short")
-        source = convert_short(seeded, key["mechanism"], teacher, folder, place / f"{key['mechanism']}-short")
+        source = short_model(seeded, key["variant"], part, folder, place)
         spent = train_long(seeded, source, folder, key["length"], out)
         write_json(trained, spent)
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    model = hla.load_pretrained(str(out / "model")) if key["mechanism"] != EXACT else exact_model(out / "model")
+    model = hla.load_pretrained(str(out / "model")) if part.variants[key["variant"]] else exact_model(out / "model")
     row = {
         **key,
+        "layers": part.variants[key["variant"]],
         **score(model, folder, part, key["length"], key["pieces"], base.run.precision),
         "training": json.loads(trained.read_text(encoding="utf-8")),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -366,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder for data and checkpoints")
     parser.add_argument("--out", type=Path, help="the result (default: recipes/results/long/PART.json)")
     parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument("--mechanisms", nargs="+")
+    parser.add_argument("--variants", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--pieces", action="store_true", help="score the exact model of the shortest length in pieces")
     parser.add_argument("--scored", type=int, default=1000, help="held-out proteins up to 1,024, or reviews")
@@ -377,20 +308,19 @@ def main(argv: list[str] | None = None) -> int:
     given = read_arguments(rest)
     if arguments.model is not None:
         given["model.source"] = arguments.model
-    part, name = PARTS[arguments.part], arguments.part
-    arguments.out = arguments.out or HERE / "results" / "long" / f"{name}.json"
-    base = read_settings(ConvertSettings, arguments.config or str(HERE / "configs" / f"long-table-{name}.yaml"), given)
-    if not (arguments.work / name / "scored.csv").exists():
-        part.write(arguments, arguments.work / name, base.data.max_length - 2)
+    part = PARTS[arguments.part]
+    arguments.out = arguments.out or HERE / "results" / "long" / f"{arguments.part}.json"
+    config = arguments.config or str(HERE / "configs" / f"long-table-{arguments.part}.yaml")
+    base = read_settings(ConvertSettings, config, given)
+    if not (arguments.work / arguments.part / "scored.csv").exists():
+        part.write(arguments, arguments.work / arguments.part, base.data.max_length - 2)
     lengths = arguments.lengths or part.lengths
-    wanted = [(mechanism, length) for length in lengths for mechanism in arguments.mechanisms or part.mechanisms]
-    jobs = [(*pair, False) for pair in wanted]
+    jobs = [(name, length, False) for length in lengths for name in arguments.variants or part.variants]
     if arguments.pieces:
         jobs = [(EXACT, min(lengths), True)]
     for seed in arguments.seeds:
-        for mechanism, length, pieces in jobs:
-            steps = base.distill.steps
-            key = {"mechanism": mechanism, "length": length, "steps": steps, "seed": seed, "pieces": pieces}
+        for name, length, pieces in jobs:
+            key = {"variant": name, "length": length, "steps": base.distill.steps, "seed": seed, "pieces": pieces}
             if not is_done(arguments.out, key):
                 measure(arguments, base, key, part)
     return 0

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="needs the reposito
 
 
 def load(name):
+    if str(RECIPES) not in sys.path:  # as for a script, whose own folder comes first
+        sys.path.insert(0, str(RECIPES))
     found = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # where a dataclass looks its annotations up
@@ -61,7 +63,7 @@ def proteins(table, tmp_path_factory):
     save_proteins(place / "proteins.csv")
     words = ["proteins", "--source", str(place / "proteins.csv"), "--work", str(place / "work"), "--scored", "8"]
     words += ["--out", str(place / "out.json"), "--data.max_length", "60", *SMALL, *ESM]
-    assert table.main([*words, "--lengths", "40", "1200", "--mechanisms", "softmax", "window"]) == 0
+    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
     return place, words
 
 
@@ -79,7 +81,7 @@ def test_proteins_of_one_partition_stay_together(proteins):
 def test_a_row_a_mechanism_and_length(proteins):
     place, _ = proteins
     rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
-    assert [(row["mechanism"], row["length"]) for row in rows] == [
+    assert [(row["variant"], row["length"]) for row in rows] == [
         *(("softmax", 40), ("window", 40)),
         *(("softmax", 1200), ("window", 1200)),
     ]
@@ -95,7 +97,7 @@ def test_a_row_a_mechanism_and_length(proteins):
 def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(table, proteins, monkeypatch):
     place, words = proteins
     monkeypatch.setattr(table, "train_long", None)
-    assert table.main([*words, "--lengths", "40", "1200", "--mechanisms", "softmax", "window"]) == 0
+    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
     assert table.main([*words, "--lengths", "40", "1200", "--pieces"]) == 0
     rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 5
@@ -107,11 +109,11 @@ def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(
 def test_costs_of_every_mechanism(proteins):
     place, _ = proteins
     words = ["proteins", "--work", str(place / "work"), "--lengths", "32", "64", "--inputs", "2", "--rounds", "2"]
-    assert load("long_costs").main([*words, "--mechanisms", "elu", "--out", str(place / "costs.json")]) == 0
+    assert load("long_costs").main([*words, "--out", str(place / "costs.json")]) == 0
     held = json.loads((place / "costs.json").read_text(encoding="utf-8"))
     assert set(held["lengths"]) == {"32", "64"}
     for found in held["lengths"].values():
-        assert set(found) == {"softmax", "elu"}
+        assert set(found) == {"softmax", "local + softmax", "window", "local + hedgehog", "hedgehog"}
         assert found["softmax"]["training"]["speedup"] == 1
         assert all(costs["training"]["seconds_per_1000"] > 0 for costs in found.values())
     assert held["longest"]["tokens"] == 1103
@@ -125,12 +127,16 @@ def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
             for number in range(24):
                 words = WORDS[24:48] * (1 if number % 2 else 6)
                 file.write(json.dumps({"text": " ".join(words[number:]), "label": number // 2 % 2}) + "\n")
-    monkeypatch.setattr(table, "LONG_REVIEW", 90)
+    monkeypatch.setattr(sys.modules["long_data"], "LONG_REVIEW", 90)
     part = table.PARTS["reviews"]
-    monkeypatch.setitem(table.PARTS, "reviews", table.Part(part.write, {"all": (0, np.inf)}, (96, 150), ("softmax",)))
+    monkeypatch.setitem(
+        table.PARTS,
+        "reviews",
+        table.Part(part.write, {"all": (0, np.inf)}, (96, 150), {"softmax": None, "elu": {"default": "elu"}}),
+    )
     words = ["reviews", "--source", str(tmp_path / "imdb"), "--model", str(tmp_path / "encoder"), "--short", "8"]
     words += ["--long", "6", "--scored", "6", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]
-    assert table.main([*words, *SMALL, "--data.max_length", "96", "--mechanisms", "softmax", "elu"]) == 0
+    assert table.main([*words, *SMALL, "--data.max_length", "96"]) == 0
     rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     assert [row["length"] for row in rows] == [96, 96, 150, 150]
     config = json.loads((tmp_path / "work/reviews/seed0/elu-150-2/model/config.json").read_text(encoding="utf-8"))
