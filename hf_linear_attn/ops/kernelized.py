@@ -109,10 +109,15 @@ def bidirectional(
         block = query_features(query[:, :, start : start + step].to(dtype), start).values
         rows = block.shape[2]
         folded = block.reshape(batch, groups, -1, block.shape[-1])
-        normaliser = folded @ state["k_sum"].unsqueeze(-1)
+        normaliser = _row_products(folded, state["k_sum"])
         numerator = (folded @ state["kv"]).view(batch, heads, rows, -1)
         outputs.add_quotient(numerator, normaliser.view(batch, heads, rows), signed=signed)
     return outputs.joined()
+
+
+def _row_products(rows: Tensor, vector: Tensor) -> Tensor:
+    """`[…, n, m]`, `[…, m]` -> `[…, n]`: the vector from the left, which takes torch a third of the time."""
+    return (vector.unsqueeze(-2) @ rows.transpose(-1, -2)).squeeze(-2)
 
 
 def _explicit_is_less(length: int, keys: int, features: int, width: int) -> bool:
@@ -243,7 +248,7 @@ def _step(
     queries = query_features(query.to(dtype), 0).values.reshape(batch, groups, heads // groups, -1)
     keys = masked_key_features(key_features, key, 0, mask, dtype)
     after = merge_keys(state, keys, mask_tokens(value.to(dtype), mask), signed=signed)
-    normaliser = (queries @ after["k_sum"].unsqueeze(-1)).squeeze(-1)
+    normaliser = _row_products(queries, after["k_sum"])
     out = divide(queries @ after["kv"], normaliser, signed=signed)
     return out.view(batch, heads, 1, -1).to(value.dtype), after
 
@@ -275,11 +280,11 @@ def _chunk_without_scale(query: Tensor, key: Tensor, value: Tensor, state: State
     # In place, since no gradient reads a product itself: the lower triangle, and sums onto a product.
     weights = torch.bmm(rows, columns.transpose(1, 2)).view(-1, length, length).tril_()
     weights = weights.view(batch * groups, repeats * length, length)
-    denominator = weights.sum(dim=-1, keepdim=True)
+    denominator = weights.sum(dim=-1)
     numerator = torch.bmm(weights, value.flatten(0, 1))
     if state is not None:
         numerator = torch.baddbmm(numerator, rows, state["kv"].flatten(0, 1))
-        denominator = torch.baddbmm(denominator, rows, state["k_sum"].flatten(0, 1).unsqueeze(-1))
+        denominator = denominator + _row_products(rows, state["k_sum"].flatten(0, 1))
     return numerator, denominator
 
 
@@ -288,7 +293,7 @@ def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
     batch, groups, repeats, length, width = query.shape
     folded = query.reshape(batch, groups, repeats * length, width)
     numerator = (folded @ state["kv"]).view(batch, groups, repeats, length, -1)
-    denominator = (folded @ state["k_sum"].unsqueeze(-1)).view(batch, groups, repeats, length)
+    denominator = _row_products(folded, state["k_sum"]).view(batch, groups, repeats, length)
     return numerator, denominator
 
 
