@@ -1,5 +1,7 @@
 """What every feature map owes: sizes, dtype; and the formulas of single maps."""
 
+import copy
+
 import pytest
 import torch
 
@@ -34,6 +36,29 @@ def test_a_token_is_mapped_by_itself(name):
     built, (q, _, _) = feature_map(name), qkv(7)
     whole, part = built.query(q, SCALING), built.query(q[:, :, 2:4], SCALING)
     assert_close(part.values, whole.values[:, :, 2:4])
+
+
+@every_feature_map()
+def test_half_parameters_are_rounded_and_what_is_made_of_them_is_not(name):
+    built, (q, _, _) = feature_map(name).bfloat16(), qkv(7)
+    expected = copy.deepcopy(built).double().query(q.double(), SCALING)
+    actual = built.query(q, SCALING)
+    assert actual.values.dtype == torch.float32
+    assert_close(actual.values, expected.values, factor=10)
+
+
+@every_feature_map()
+def test_made_on_the_meta_device_a_map_has_its_values(name):
+    """Transformers builds models there; what a checkpoint lacks would be left as raw memory."""
+    before = {key: tensor.clone() for key, tensor in fresh(name).state_dict().items()}
+    with torch.device("meta"):
+        made = fresh(name)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in made.state_dict().items())
+
+
+def fresh(name):
+    built = feature_map(name)
+    return type(built)(built.shape, built.options)
 
 
 def test_elu_formula():
@@ -76,6 +101,7 @@ def test_hedgehog_starts_at_the_identity_continued_by_unit_rows(rows):
     ("name", "options", "message"),
     [
         ("elu", {"alpha": 0}, r"alpha must lie in \(0, 1\].*got 0"),
+        ("elu", {"alpha": 1.5}, r"alpha must lie in \(0, 1\].*got 1.5"),
         ("favor+", {"num_features": 0}, "num_features must be a positive integer, got 0"),
         ("favor+", {"num_features": 2.5}, "num_features must be a positive integer, got 2.5"),
         ("favor+", {"seed": -1}, "seed must be a non-negative integer, got -1"),
@@ -83,6 +109,7 @@ def test_hedgehog_starts_at_the_identity_continued_by_unit_rows(rows):
         ("hedgehog", {"feature_dim": 0}, "feature_dim must be a positive integer or None, got 0"),
         ("hedgehog", {"activation": "relu"}, "activation must be .* got 'relu'"),
         ("hedgehog", {"temperature": -1.0}, "temperature must be positive or None, got -1.0"),
+        ("hedgehog", {"temperature": 0}, "temperature must be positive or None, got 0"),
     ],
 )
 def test_bad_options(name, options, message):

@@ -9,7 +9,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.performer_relu import POSITIVE, SIGNED, PerformerReluFeatureMap, PerformerReluOptions
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
-from tests.helpers import GPT2, qkv
+from tests.helpers import GPT2, feature_map, qkv
 
 
 def build(dim=6, **options):
@@ -50,6 +50,13 @@ def test_exp_does_not_overflow(causal):
     out, _ = module(300 * q, 300 * k, v, scaling=0.4, causal=causal)
     assert bool(torch.isfinite(out).all())
     assert float(out.abs().max()) <= float(v.abs().max()) * 1.001
+
+
+@pytest.mark.parametrize("scaling", ["chi", "constant"])
+def test_lengths_of_the_rows(scaling):
+    lengths = feature_map("performer-relu", num_features=30, scaling=scaling).weight.norm(dim=1)
+    same = torch.allclose(lengths, torch.full((30,), 6**0.5))
+    assert same is (scaling == "constant")
 
 
 def test_a_window_takes_positive_kernels_only():

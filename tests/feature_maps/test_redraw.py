@@ -47,6 +47,17 @@ def test_every_nth_training_pass_is_followed_by_a_new_draw(name):
     assert not torch.equal(*rows(model))
 
 
+def test_a_draw_by_hand_holds_until_the_next_that_is_due():
+    model = patched(3).train()
+    draws(model, 1)
+    maps(model)[0].redraw(99)
+    by_hand = rows(model)[0].clone()
+    draws(model, 2)
+    assert torch.equal(rows(model)[0], by_hand)
+    draws(model, 1)
+    assert not torch.equal(rows(model)[0], by_hand)
+
+
 def test_never_in_eval():
     model = patched(1)
     assert draws(model, 4) == [0, 0, 0]

@@ -182,6 +182,18 @@ def test_a_query_without_a_shared_feature_sees_the_average():
 # Lengths and errors
 
 
+def test_features_without_positions_begin_at_the_first():
+    phi, x = build().feature_map, qkv(7, batch=3)[0]
+    given = phi.query(x, SCALING, torch.arange(7).unsqueeze(0))
+    assert torch.equal(phi.query(x, SCALING).values, given.values)
+    assert not torch.equal(phi.query(x, SCALING, torch.arange(1, 8).unsqueeze(0)).values, given.values)
+
+
+def test_one_token_is_a_possible_limit():
+    q, k, v = qkv(1)
+    assert_close(run(build(max_length=1), q, k, v, causal=True)[0], v.repeat_interleave(2, dim=1))
+
+
 def test_too_long_an_input_raises():
     module = build(max_length=10)
     with pytest.raises(ValueError, match=r"11 tokens.*max_length=10.*max_length=11 or more"):
