@@ -7,6 +7,7 @@ python recipes/update_readme.py --check    # writes nothing; exit code 1 where a
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import statistics
@@ -297,47 +298,6 @@ def packing_results(path: Path = RESULTS / "packing.json") -> str:
     )
 
 
-def stream_results(path: Path = RESULTS / "stream-book.json") -> str:
-    """Losses by position, and the memory of the longest run and of the one token by token."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    compared = [row for row in rows if row["settings"]["tokens"] and row["settings"]["chunk_length"] > 1]
-    settings = compared[0]["settings"]
-    ranges = [f"{held['from']:,} to {min(held['to'], settings['tokens']):,}" for held in compared[0]["ranges"]]
-    lines = [
-        f"{settings['model']} reads {settings['text']}, mechanisms after {settings['steps']} steps of attention "
-        f"transfer on {settings['train_text']}. Loss a token, in nats, by position in the stream (a part of the text "
-        "each: compare within a column), and bytes of all states:",
-        "",
-        _row(["attention", "positions", *ranges, "states"]),
-        _row(["---", "---", *("---:" for _ in ranges), "---:"]),
-    ]
-    for row in compared:
-        attention = "exact" if row["attention"] == ["softmax"] else ", ".join(f"`{name}`" for name in row["attention"])
-        losses = [f"{held['loss']:.2f}" for held in row["ranges"]]
-        held = max(line["state_bytes"] for line in row["lines"])
-        lines.append(_row([attention, row["settings"]["positions"], *losses, f"{held:,}"]))
-    losses = {(row["settings"]["attention"], row["settings"]["positions"]): row["loss"] for row in compared}
-    names = [name for name, positions in losses if positions == "wrap"]
-    gains = [f"{losses[name, 'wrap'] - losses[name, 'restart']:+.2f} with `{name}`" for name in names]
-    lines += ["", f"What keeping the state costs against dropping it, in nats a token: {', '.join(gains)}."]
-    longest = max(rows, key=lambda row: row["tokens"])
-    single = next(row for row in rows if row["settings"]["chunk_length"] == 1)
-    lines += ["", f"- {_memory(longest)}", f"- {_memory(single)}"]
-    return "\n".join(lines)
-
-
-def _memory(row: dict[str, Any]) -> str:
-    settings, growth, lines = row["settings"], row["growth"], row["lines"]
-    size = "token by token" if settings["chunk_length"] == 1 else f"in pieces of {settings['chunk_length']}"
-    whole = "the whole book" if settings["tokens"] is None else "a part of it"
-    return (
-        f"{whole.capitalize()}, `{row['attention'][0]}`, `{settings['positions']}`, {row['tokens']:,} tokens {size}: "
-        f"states of {lines[-1]['state_bytes']:,} bytes throughout; resident memory "
-        f"{lines[0]['resident_bytes'] / 2**20:.0f} MiB after {lines[0]['tokens']:,} tokens, "
-        f"{growth['resident_bytes'] / 2**20:+.1f} MiB at the end."
-    )
-
-
 def _spread(scores: list[float]) -> str:
     if not scores:
         return "–"
@@ -351,11 +311,12 @@ def updated(text: str) -> str:
     text = replace_part(text, "plan", plan_results())
     text = replace_part(text, "sweep", sweep_summary())
     text = replace_part(text, "packing", packing_results())
-    text = replace_part(text, "stream", stream_results())
+    text = replace_part(text, "stream", long_words().stream_results(RESULTS / "stream-book.json"))
     parts = {
         "demo": demo_results(),
         "evaluate": evaluation_results(),
         "benchmark": benchmark_results(headline),
+        "long": long_words().headline(RESULTS / "long"),
     }
     for name, made in parts.items():
         text = text if made is None else replace_part(text, name, made)
@@ -366,9 +327,20 @@ def updated_recipes(text: str) -> str:
     """recipes/README.md as it should be."""
     text = replace_part(text, "fidelity", fidelity_tables())
     parts = {"glue": glue_table(), "lm": lm_tables(), "benchmark": benchmark_results(forward_tables)}
+    parts["long"] = long_words().tables(RESULTS / "long")
     for name, made in parts.items():
         text = text if made is None else replace_part(text, name, made)
     return text
+
+
+def long_words() -> Any:
+    """The module beside this one, wherever this one was loaded from."""
+    spec = importlib.util.spec_from_file_location("long_words", Path(__file__).with_name("long_words.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _linked(paper: str) -> str:
