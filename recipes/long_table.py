@@ -45,6 +45,7 @@ EXACT = "softmax"
 #: A segment in a membrane has some 20 residues. Local: exact attention to the neighbours, and nothing else.
 WINDOW = {"attention": "window", "window_size": 16}
 LOCAL = {**WINDOW, "mix_init": -30.0}
+LUNA = {"attention": "luna", "num_packed": 16}
 #: Padded tokens of a batch that is scored; a longer input is a batch of its own.
 SCORED_TOKENS = 8192
 BOOTSTRAP = 1000
@@ -77,7 +78,7 @@ PARTS = {
             "local + softmax": {"default": EXACT, "0": LOCAL, "1": LOCAL},
             "window": {"default": WINDOW},
             "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
-            "hedgehog": {"default": "hedgehog"},
+            "local + luna": {"default": LUNA, "0": LOCAL, "1": LOCAL},
         },
     ),
     "reviews": Part(

@@ -113,7 +113,7 @@ def test_costs_of_every_mechanism(proteins):
     held = json.loads((place / "costs.json").read_text(encoding="utf-8"))
     assert set(held["lengths"]) == {"32", "64"}
     for found in held["lengths"].values():
-        assert set(found) == {"softmax", "local + softmax", "window", "local + hedgehog", "hedgehog"}
+        assert set(found) == {"softmax", "window", *(f"local + {name}" for name in ("softmax", "hedgehog", "luna"))}
         assert found["softmax"]["training"]["speedup"] == 1
         assert all(costs["training"]["seconds_per_1000"] > 0 for costs in found.values())
     assert held["longest"]["tokens"] == 1103
