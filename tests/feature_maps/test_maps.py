@@ -56,6 +56,13 @@ def test_made_on_the_meta_device_a_map_has_its_values(name):
     assert all(torch.equal(tensor, before[key]) for key, tensor in made.state_dict().items())
 
 
+@every_feature_map()
+def test_the_formula_for_kernels_has_as_many_features(name):
+    built = feature_map(name)
+    for side in built.fused(SCALING) or ():
+        assert side.num_features(6) == built.num_features
+
+
 def fresh(name):
     built = feature_map(name)
     return type(built)(built.shape, built.options)

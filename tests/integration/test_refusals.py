@@ -1,0 +1,87 @@
+"""What linear attention cannot honour is refused, whoever asks for it; and what is asked for needlessly is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.masking_utils import bidirectional_mask_function
+
+import hf_linear_attn as hla
+from hf_linear_attn.integration.attention import (
+    IMPLEMENTATION,
+    UNSUPPORTED,
+    attention_modules,
+    linear_attention_forward,
+)
+from hf_linear_attn.integration.exact import eager_function
+from hf_linear_attn.integration.mask import linear_attention_mask
+from tests.helpers import LLAMA, logits, patched, qkv, token_ids
+
+
+def layer():
+    return next(attention_modules(patched("hedgehog", LLAMA)))
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_arguments_that_change_the_weights(name):
+    """Some architecture may pass them; without a refusal its outputs would be silently different."""
+    module, (q, k, v) = layer(), qkv(5, dim=8, value_dim=8)
+    plain, _ = linear_attention_forward(module, q, k, v, None, **{name: None})
+    assert plain.shape == (2, 5, 4, 8)
+    with pytest.raises(NotImplementedError, match=f"'{name}'.*Give the layer 'softmax'"):
+        linear_attention_forward(module, q, k, v, None, **{name: torch.ones(1)})
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 2}, {"groups": 4}, {"dim": 4}], ids=str)
+def test_other_sizes_than_it_was_built_for(sizes):
+    q, k, v = qkv(5, **{"dim": 8, "value_dim": 8, **sizes})
+    with pytest.raises(ValueError, match="its linear attention was built for 4, 2 and 8"):
+        linear_attention_forward(layer(), q, k, v, None)
+
+
+def test_packed_documents_beside_another_sequence():
+    q, k, v = qkv(7, dim=8, value_dim=8)
+    with pytest.raises(NotImplementedError, match=r"another sequence of 7 tokens.*Pass padded rows"):
+        linear_attention_forward(layer(), q[:, :, :5], k, v, None, cu_seq_lens_q=torch.tensor([0, 3, 5]))
+
+
+@torch.no_grad()
+def test_a_full_mask_after_tokens_that_a_state_holds():
+    model = patched("hedgehog", LLAMA)
+    cache = model(token_ids(), use_cache=True).past_key_values
+    mask = torch.ones(2, 1, 1, 22, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match=r"4D attention mask cannot be combined.*Pass a 2D mask"):
+        model(token_ids(length=1), past_key_values=cache, attention_mask=mask)
+
+
+def test_eager_attention_of_a_file_that_has_none():
+    with pytest.raises(NotImplementedError, match="The modeling file of Linear has no eager_attention_forward"):
+        eager_function(nn.Linear(1, 1))
+
+
+def test_keys_beyond_a_padding_mask_are_padding():
+    """A mask of both directions that ends before the keys do, as with a cache of a fixed size."""
+    mask = torch.ones(2, 5, dtype=torch.long)
+    full = linear_attention_mask(
+        batch_size=2, q_length=7, kv_length=7, mask_function=bidirectional_mask_function, attention_mask=mask
+    )
+    assert full.tolist() == [[True] * 5 + [False] * 2] * 2
+
+
+def test_the_implementation_that_runs_already_may_be_set_again():
+    model = patched("hedgehog", LLAMA)
+    expected = logits(model, token_ids())
+    model.set_attn_implementation(IMPLEMENTATION)
+    assert torch.equal(logits(model, token_ids()), expected)
+
+
+def test_loading_with_a_config_at_hand(tmp_path):
+    model = patched("hedgehog", LLAMA)
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    loaded = hla.load_pretrained(str(tmp_path), config=config)
+    assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
+    with pytest.raises(ValueError, match="holds no linear attention"):
+        hla.load_pretrained(str(tmp_path), config=LLAMA.build().config)
