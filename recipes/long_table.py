@@ -11,9 +11,10 @@ positions are extended.
 For each seed and variant a model is trained on short inputs (settings `teacher`); a pretrained one with exact
 attention, and then converted by attention transfer (`transfer`). It goes through the same steps (`distill`, the task's
 loss alone) at each length; inputs are cut to it. Held-out inputs are scored once, after the last step: nothing is
-chosen by them. `--pieces` scores the exact model of the shortest length once more, on pieces of that length, by its
-largest score. A finished row is in `--out` at once, and is not repeated. Settings: `recipes/configs/long-table-*.yaml`,
-with `--section.name value` over it. What a step costs is measured by `long_costs.py`.
+chosen by them. `--pieces` scores the variants (default: the exact one) of the shortest length once more, on pieces of
+that length, by the largest score. A finished row is in `--out` at once, and is not repeated. Settings:
+`recipes/configs/long-table-*.yaml`, with `--section.name value` over it. What a step costs is measured by
+`long_costs.py`.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--variants", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--pieces", action="store_true", help="score the exact model of the shortest length in pieces")
+    parser.add_argument("--pieces", action="store_true", help="score models of the shortest length in pieces")
     parser.add_argument("--scored", type=int, default=1000, help="held-out proteins up to 1,024, or reviews")
     parser.add_argument("--short", type=int, default=600, help="reviews to begin with")
     parser.add_argument("--long", type=int, default=400, help="long reviews to go on with")
@@ -318,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths = arguments.lengths or part.lengths
     jobs = [(name, length, False) for length in lengths for name in arguments.variants or part.variants]
     if arguments.pieces:
-        jobs = [(EXACT, min(lengths), True)]
+        jobs = [(name, min(lengths), True) for name in arguments.variants or [EXACT]]
     for seed in arguments.seeds:
         for name, length, pieces in jobs:
             key = {"variant": name, "length": length, "steps": base.distill.steps, "seed": seed, "pieces": pieces}
