@@ -1,5 +1,7 @@
 """Taylor: the packed second-order features, the projection, the options."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,11 +10,17 @@ from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.taylor import TaylorFeatureMap, TaylorOptions, pair_products
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import BERT, token_ids
+from tests.helpers import BERT, assert_close, token_ids
 
 
 def build(heads=4, groups=2, dim=6, **options):
     return TaylorFeatureMap(AttentionShape(heads, groups, dim, dim, layer_index=2), TaylorOptions(**options))
+
+
+def test_a_half_projection_is_rounded_and_its_features_are_not():
+    phi, x = build(projection_dim=3).bfloat16(), torch.randn(2, 4, 5, 6)
+    expected = copy.deepcopy(phi).double().query(x.double(), 0.4).values
+    assert_close(phi.query(x, 0.4).values, expected, factor=10)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 64])

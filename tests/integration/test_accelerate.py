@@ -18,8 +18,6 @@ from accelerate.hooks import remove_hook_from_submodules
 from safetensors import safe_open
 
 import hf_linear_attn as hla
-from hf_linear_attn.ops.fused import FusedMap, KernelizedCall
-from hf_linear_attn.ops.native.functions import NativeBackend
 from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import (
     DECODERS,
@@ -29,7 +27,6 @@ from tests.helpers import (
     logits,
     patch_small,
     patched,
-    qkv,
     small_options,
     token_ids,
 )
@@ -126,15 +123,6 @@ def test_weights_come_back_where_a_call_fails():
     with pytest.raises(ValueError, match="attention mask"):
         logits(away, token_ids(), attention_mask=torch.ones(2, 5, dtype=torch.long))
     assert all(parameter.is_meta for parameter in away.parameters())
-
-
-def test_native_kernels_refuse_weights_that_are_elsewhere():
-    """Their address would be 0."""
-    q, k, v = qkv(5)
-    side = FusedMap("softmax-pair", torch.zeros(4, 6, 6, device="meta"), torch.zeros(4, 6, device="meta"))
-    features = [lambda x, start: x] * 2
-    call = KernelizedCall(q, k, v, *features, (side, side), 12, False, False, None, None, False)
-    assert NativeBackend().refuses(call) == "the weights of the feature map are elsewhere"
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common import State
-from ..fused import AttentionCall, KernelizedCall, WindowedCall
+from ..fused import PARTS, AttentionCall, FusedMap, KernelizedCall, WindowedCall
 from . import binding
 from .binding import Side, address
 from .build import BuildError, library
@@ -30,6 +30,30 @@ def unavailable() -> str | None:
         logger.warning("No native CPU kernels: %s. Attention runs in plain torch, several times slower.", error)
         return str(error)
     assert loaded.hla_call_bytes() == ctypes.sizeof(binding.Arguments), "the kernels and their binding disagree"
+    return None
+
+
+def _misfit(side: FusedMap, num_features: int, heads: int, size: int) -> str | None:
+    """What a kernel, which checks nothing, would read or write beyond a tensor for. (On the path of every step: terse.)
+
+    heads and size are those of the queries or keys.
+    """
+    weight, bias = side.weight, side.bias
+    width = size
+    if weight is not None:
+        if not weight.is_cpu:
+            return "the weights of the feature map are elsewhere"
+        count, rows, width = weight.shape
+        if rows != size or (count != heads and count != 1):
+            return f"the weights of the feature map have the sizes {list(weight.shape)}"
+    if bias is not None:
+        if not bias.is_cpu:
+            return "the weights of the feature map are elsewhere"
+        count, columns = bias.shape
+        if columns != width or (count != heads and count != 1):
+            return f"the weights of the feature map have the sizes {list(bias.shape)}"
+    if PARTS[side.activation] * width != num_features:
+        return f"the formula of the feature map makes other than its {num_features} features"
     return None
 
 
@@ -52,8 +76,12 @@ class NativeBackend:
             return f"the tensors are on {query.device.type}"
         if call.fused is None or getattr(call, "signed", False):
             return "the feature map has no fused form"
-        if any(held is not None and held.device.type != "cpu" for side in call.fused for held in side[1:3]):
-            return "the weights of the feature map are elsewhere"  # a kernel would read from address 0
+        queries, keys = call.fused
+        misfit = _misfit(queries, call.num_features, query.shape[1], query.shape[3])
+        if misfit is None and (keys is not queries or queries.weight is not None):
+            misfit = _misfit(keys, call.num_features, key.shape[1], key.shape[3])
+        if misfit is not None:
+            return misfit
         if query.dtype not in binding.DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
             return f"the dtype is {query.dtype}"
         if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:

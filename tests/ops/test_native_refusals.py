@@ -1,0 +1,33 @@
+"""Formulas of feature maps that native kernels must not be given: of third parties, or with weights that are away."""
+
+import re
+
+import pytest
+import torch
+
+from hf_linear_attn.ops.common import Features
+from hf_linear_attn.ops.fused import FusedMap, KernelizedCall
+from hf_linear_attn.ops.native.functions import NativeBackend
+from tests.helpers import qkv
+
+SIX = torch.zeros(4, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("side", "features", "reason"),
+    [
+        (FusedMap("softmax-pair", SIX.to("meta")), 12, "the weights of the feature map are elsewhere"),
+        (FusedMap("softmax-pair", SIX, SIX[:, 0].to("meta")), 12, "the weights of the feature map are elsewhere"),
+        (FusedMap("softmax-pair", SIX), 6, "the formula of the feature map makes other than its 6 features"),
+        (FusedMap("elu"), 7, "the formula of the feature map makes other than its 7 features"),
+        (FusedMap("softmax-pair", SIX[:3]), 12, r"the weights of the feature map have the sizes \[3, 6, 6\]"),
+        (FusedMap("relu", SIX[:, :5]), 6, r"the weights of the feature map have the sizes \[4, 5, 6\]"),
+        (FusedMap("relu", SIX, SIX[0, :3]), 6, r"the weights of the feature map have the sizes \[3, 6\]"),
+    ],
+)
+def test_formulas_that_do_not_fit_are_refused(side, features, reason):
+    """A kernel takes addresses and sizes as they are given: it would read or write beyond a tensor."""
+    q, k, v = qkv(5, groups=4)
+    functions = [lambda x, start: Features(x)] * 2
+    call = KernelizedCall(q, k, v, *functions, (side, side), features, False)
+    assert re.search(reason, NativeBackend().refuses(call) or "")
