@@ -15,6 +15,8 @@ from hf_linear_attn.integration.attention import (
     attention_modules,
     linear_attention_forward,
 )
+from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer, attention_shape
+from hf_linear_attn.integration.disk import writing
 from hf_linear_attn.integration.exact import eager_function
 from hf_linear_attn.integration.mask import linear_attention_mask
 from tests.helpers import LLAMA, logits, patched, qkv, token_ids
@@ -59,6 +61,31 @@ def test_a_full_mask_after_tokens_that_a_state_holds():
 def test_eager_attention_of_a_file_that_has_none():
     with pytest.raises(NotImplementedError, match="The modeling file of Linear has no eager_attention_forward"):
         eager_function(nn.Linear(1, 1))
+
+
+def test_sizes_that_a_layer_does_not_tell():
+    module = next(attention_modules(patched("hedgehog", LLAMA)))
+    module.config = None
+    for name in (*HEADS, *HEAD_DIM):
+        if hasattr(module, name):
+            delattr(module, name)
+    with pytest.raises(NotImplementedError, match=r"number of heads or their size is not to be found on 'attention'"):
+        attention_shape(AttentionLayer("attention", module, False, "full", "", True), 0, None)
+
+
+def test_an_index_of_weights_that_is_none(tmp_path):
+    model = patched("hedgehog", LLAMA)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    (index,) = tmp_path.glob("*.index.json")
+    for text in ("{", "[]", "{}", '{"weight_map": 1}'):
+        index.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"is no index of weights .* Copy or download the checkpoint again"):
+            hla.load_pretrained(str(tmp_path))
+
+
+def test_other_errors_while_saving_stay_what_they_are(tmp_path):
+    with pytest.raises(RuntimeError, match="not of the disk"), writing(tmp_path):
+        raise RuntimeError("not of the disk")
 
 
 def test_keys_beyond_a_padding_mask_are_padding():

@@ -185,3 +185,16 @@ def test_inside_one_window_it_is_exact_attention(dtype, causal):
         found, _ = attend("auto", mechanism, tensors, causal)
         wanted = definition(mechanism.double(), [held.double() for held in tensors], causal, None)
     assert_near(found, wanted, 2e-5 if dtype != torch.bfloat16 else 1e-2)
+
+
+@BOTH
+def test_the_mixture_alone_can_be_trained(causal):
+    """Nothing else asks for a gradient then: no inputs, no weights of the map."""
+    mechanism = build((1, 2, 1, 70), 8, "elu", causal=causal)
+    assert [name for name, _ in mechanism.named_parameters()] == ["log_mix"]
+    tensors = inputs((1, 2, 1, 70), 9, 6)
+    found = []
+    for backend in ("native", "torch"):
+        out, _ = attend(backend, mechanism, tensors, causal)
+        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix])[0])
+    assert_near(found[0], found[1])
