@@ -74,6 +74,14 @@ def test_outputs_and_gradients_equal_the_definition(length, options, causal):
 
 @both
 @kinds
+@torch.no_grad()
+def test_a_map_without_a_log_scale(options, causal):
+    layer, tensors = module(feature_map="taylor", feature_map_options={}, **options), doubles(23)
+    assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
+
+
+@both
+@kinds
 @pytest.mark.parametrize("groups", [1, 4])
 def test_grouped_heads(groups, options, causal):
     layer, tensors = module(groups, **options), doubles(17, groups=groups)

@@ -126,6 +126,24 @@ def test_padding_does_not_set_the_scale_of_far_keys(causal):
         assert_close(ones, torch.ones_like(ones))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+@torch.no_grad()
+def test_a_mixture_for_each_row(name, causal):
+    """Row i is as if its mixture were that of all rows."""
+    length, case = 22, Case(name, 22, causal)
+    mix = torch.randn(2, 4, length, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def attend(log_mix):
+        settings = {**case.settings(), "log_mix": log_mix}
+        out = FORMS[causal](*case.leaves[:3], *case.features(), mask=None, **settings)
+        return out[0] if causal else out
+
+    out = attend(mix)
+    for i in range(length):
+        assert_close(out[:, :, i], attend(mix[:, :, i : i + 1])[:, :, i], torch.float64)
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_default_blocks(name, monkeypatch):
     monkeypatch.undo()
