@@ -44,6 +44,7 @@ WHY = {
     "integration/packing.py": "a packed batch of padding alone",
     "integration/positions.py": "a causal mask that is a buffer on the meta device",
     "ops/backends.py": "a backend named by the environment, set in processes of its own",
+    "ops/buckets.py": "features without a log scale: the mechanism gives every map one",
     "ops/common.py": "while torch.compile traces",
     "ops/efficient.py": "weights over no keys at all",
     "ops/fla_backend.py": "flash-linear-attention and a GPU are not there",
