@@ -198,3 +198,19 @@ def test_the_mixture_alone_can_be_trained(causal):
         out, _ = attend(backend, mechanism, tensors, causal)
         found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix])[0])
     assert_near(found[0], found[1])
+
+
+@pytest.mark.parametrize("more", [1, 5])
+def test_the_mixture_alone_can_be_trained_after_a_state(more):
+    """The kernel for single tokens records no gradient: it must not be taken for one."""
+    mechanism = build((1, 2, 1, 30), 8, "elu", value_dim=16)
+    first, then = (
+        [x[:, :, part] for x in inputs((1, 2, 1, 30 + more), 9, 16)] for part in (slice(30), slice(30, None))
+    )
+    with torch.no_grad():
+        _, state = attend("native", mechanism, first, True, keep_state=True)
+    found = []
+    for backend in ("auto", "torch"):
+        out, _ = attend(backend, mechanism, then, True, state=state, keep_state=True)
+        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix])[0])
+    assert_near(found[0], found[1])
