@@ -66,7 +66,7 @@ class DistillObjective:
     states of student and teacher after every layer, over real tokens (the trajectory that guides Linformer-like
     students; Hinton et al. 2015, arXiv:1503.02531).
 
-    teacher: called like a model, without gradients.
+    teacher: called like a model, without gradients; not at all where the task's loss is the only one.
     """
 
     def __init__(self, heads: Heads, teacher: Forward, settings: DistillSettings) -> None:
@@ -78,8 +78,10 @@ class DistillObjective:
         settings = self.settings
         inputs, labels = split_labels(batch)
         trajectory = settings.hidden > 0
-        with torch.no_grad():
-            guide = self.teacher(**inputs, output_hidden_states=trajectory)
+        guide: Any = None
+        if settings.logits or trajectory:
+            with torch.no_grad():
+                guide = self.teacher(**inputs, output_hidden_states=trajectory)
         output = model(**inputs, output_hidden_states=trajectory)
         rows, targets = self.heads.predicted(output.logits, labels)
         total = rows.new_zeros((), dtype=torch.float32)

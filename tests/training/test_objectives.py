@@ -260,7 +260,7 @@ def test_parts_of_weight_zero_are_not_computed():
         sums = DistillObjective(Rows(), watched, DistillSettings(**weights))(student, batch)
         assert sums.parts.keys() == {name}
         close(sums.loss, 2 * sums.parts[name].double().item())
-        assert asked == [name == "hidden"]
+        assert asked == ([] if name == "task" else [name == "hidden"])  # a teacher that is not needed costs no time
 
 
 def test_equal_models_have_nothing_to_learn_from_each_other():
