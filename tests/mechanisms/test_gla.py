@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.feature_maps.hedgehog import SMALL_HEAD_ROWS
 from hf_linear_attn.mechanisms.gla import GatedLinearAttention, GLAOptions
 from hf_linear_attn.ops import naive_gated
 from tests.helpers import assert_close, mechanism, qkv
@@ -27,9 +28,10 @@ def test_output_equals_the_definition():
 @torch.no_grad()
 def test_without_forgetting_the_start_is_hedgehog():
     inputs = qkv(60, value_dim=5)
-    start, _ = module(initial_decay=1e-7)(*inputs, scaling=0.4, causal=True)
+    gla = module(initial_decay=1e-7, feature_dim=SMALL_HEAD_ROWS)
+    start, _ = gla(*inputs, scaling=0.4, causal=True)
     hedgehog = mechanism("hedgehog", True, value_dim=5)
-    hedgehog.feature_map.load_state_dict(module().feature_map.state_dict())
+    hedgehog.feature_map.load_state_dict(gla.feature_map.state_dict())
     assert_close(start, hedgehog(*inputs, scaling=0.4, causal=True)[0], factor=5)
 
 

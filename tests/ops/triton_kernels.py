@@ -86,7 +86,7 @@ def test_states_pass_between_backends(name):
     query, key, value = inputs((1, 4, 2, 100))
     torch_backend = backends.TorchBackend()
     with torch.no_grad():
-        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True)
+        first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True, keep=True)
         whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
         for begin, go_on in ((torch_backend, BACKEND), (BACKEND, torch_backend)):
             state = begin.run(first)[1]

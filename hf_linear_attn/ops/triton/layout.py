@@ -66,7 +66,8 @@ def blocks(x: Tensor, features: int, value_size: int, *, chunked: bool = False) 
     pairs, length = x.shape[0] * x.shape[1], x.shape[2]
     columns = max(min(power_of_two(value_size), 64, STATE_BLOCK // features), 16)
     tiles = triton.cdiv(value_size, columns)
-    tokens = min(64 if features <= 64 and x.dtype != torch.float32 else 32, power_of_two(length))
+    most = 64 if features <= 64 and x.dtype != torch.float32 else 32 if features <= 128 else 16
+    tokens = min(most, power_of_two(length))
     span = tokens
     if not chunked:
         wanted = max(processors(x.device) * PROGRAMS_PER_PROCESSOR // (pairs * tiles), 1)
