@@ -191,13 +191,14 @@ def test_inside_one_window_it_is_exact_attention(dtype, causal):
 def test_the_mixture_alone_can_be_trained(causal):
     """Nothing else asks for a gradient then: no inputs, no weights of the map."""
     mechanism = build((1, 2, 1, 70), 8, "elu", causal=causal)
-    assert [name for name, _ in mechanism.named_parameters()] == ["log_mix"]
+    assert [name for name, _ in mechanism.named_parameters()] == ["log_mix", "mix_weight"]
     tensors = inputs((1, 2, 1, 70), 9, 6)
     found = []
     for backend in ("native", "torch"):
         out, _ = attend(backend, mechanism, tensors, causal)
-        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix])[0])
-    assert_near(found[0], found[1])
+        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix, mechanism.mix_weight]))
+    for native, plain in zip(*found, strict=True):
+        assert_near(native, plain)
 
 
 @pytest.mark.parametrize("more", [1, 5])
@@ -212,5 +213,6 @@ def test_the_mixture_alone_can_be_trained_after_a_state(more):
     found = []
     for backend in ("auto", "torch"):
         out, _ = attend(backend, mechanism, then, True, state=state, keep_state=True)
-        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix])[0])
-    assert_near(found[0], found[1])
+        found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix, mechanism.mix_weight]))
+    for native, plain in zip(*found, strict=True):
+        assert_near(native, plain)

@@ -1,0 +1,100 @@
+"""`mix_weight` of hybrids: how much the part outside the window weighs is a learned function of the query."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.ops.backends import use_backend
+from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.training.transfer import transfer_attention
+from tests.helpers import bert_config, token_ids
+
+BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+SCALING = 0.35
+
+
+def build(causal, **options):
+    entry = ATTENTIONS.get("window")
+    options = {"window_size": 4, "saturation": None, **options}
+    made = entry.factory(AttentionShape(4, 2, 8, 8, causal=causal), entry.options(**options))
+    generator = torch.Generator().manual_seed(3)
+    made.mix_weight.data = torch.randn(made.mix_weight.shape, generator=generator)
+    return made
+
+
+def inputs(length=40):
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(2, heads, length, 8, generator=generator) for heads in (4, 2, 2))
+
+
+@BOTH
+def test_far_weights_follow_the_formula(causal):
+    """Against the same map with u = 0, row by row from the explicit weights."""
+    query, key, _ = inputs()
+    mixed, plain = build(causal), build(causal)
+    plain.mix_weight.data.zero_()
+    distance = torch.arange(40)[:, None] - torch.arange(40)[None]
+    inside = (distance.abs() < 4) & ((distance >= 0) | (not causal))
+    far = ((distance >= 0) | (not causal)) & ~inside
+    ratio = []
+    for built in (mixed, plain):
+        weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
+        ratio.append((weights * far).sum(-1) / (weights * inside).sum(-1))
+    gain = torch.einsum("bhld,hd->bhl", query, mixed.mix_weight) * SCALING**0.5
+    assert torch.allclose(ratio[0], ratio[1] * gain.exp(), rtol=1e-4, atol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_output_is_that_of_the_weights(causal, backend):
+    built, (query, key, value) = build(causal), inputs()
+    with torch.no_grad(), use_backend(backend):
+        weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
+        out, _ = built(query, key, value, scaling=SCALING, causal=causal)
+    assert torch.allclose(out, weights @ value.repeat_interleave(2, dim=1), atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_steps_are_the_parallel_form(backend):
+    built, (query, key, value) = build(True, saturation=6), inputs()
+    with torch.no_grad(), use_backend(backend):
+        whole, _ = built(query, key, value, scaling=SCALING, causal=True)
+        parts, state = [], None
+        for part in (slice(30), *(slice(place, place + 1) for place in range(30, 40))):
+            given = (x[:, :, part] for x in (query, key, value))
+            out, state = built(*given, scaling=SCALING, causal=True, state=state, keep_state=True)
+            parts.append(out)
+    assert torch.allclose(torch.cat(parts, dim=2), whole, atol=2e-5)
+
+
+@BOTH
+def test_nan_in_padding_does_not_reach_its_gradient(causal):
+    built, (query, key, value) = build(causal), inputs()
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[0, 30:] = False
+    found = []
+    for filler in (0.0, float("nan")):
+        q, k, v = (x.clone() for x in (query, key, value))
+        for tensor in (q, k, v):
+            tensor[0, :, 30:] = filler
+        out, _ = built(q, k, v, scaling=SCALING, causal=causal, mask=mask)
+        loss = out.transpose(1, 2)[mask].square().sum()
+        found.append(torch.autograd.grad(loss, [built.mix_weight])[0])
+    assert found[0].abs().max() > 0
+    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_learned_by_transfer_and_saved(tmp_path):
+    model = hla.patch_model(BertModel(bert_config()), "window", window_size=3)
+    batch = {"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}
+    transfer_attention(model, [batch], steps=5)
+    learned = {name: held for name, held in model.named_parameters() if name.endswith("mix_weight")}
+    assert len(learned) == model.config.num_hidden_layers
+    assert all(held.abs().max() > 0 for held in learned.values())
+    model.save_pretrained(tmp_path)
+    again = dict(hla.load_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(again[name], held) for name, held in learned.items())
