@@ -28,7 +28,15 @@ from hf_linear_attn.training.saving import write_json
 from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
 
 HERE = Path(__file__).parent
-MECHANISMS = ("hedgehog", "window", "linformer", "elu", "favor+")
+#: Rows of the table: mechanism and options. With their default sizes the window and the slots would hold most of these
+#: short inputs, and say nothing. Other mechanisms can be asked for by name.
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hedgehog": ("hedgehog", {}),
+    "window of 8": ("window", {"window_size": 8}),
+    "linformer of 16": ("linformer", {"num_slots": 16}),
+    "elu": ("elu", {}),
+    "favor+": ("favor+", {}),
+}
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 
 #: What is changed for each kind of run.
@@ -38,10 +46,11 @@ VARIANTS: dict[str, dict[str, float]] = {"distilled": {}, "no distillation": {"l
 def variant_settings(
     base: ConvertSettings, task: str, seed: int, mechanism: str | None, variant: str
 ) -> ConvertSettings:
-    """One run's settings, without its folders. mechanism None: the control."""
+    """One run's settings, without its folders. mechanism: a row's name, or that of a mechanism; None: the control."""
+    attention, options = (None, {}) if mechanism is None else MECHANISMS.get(mechanism, (mechanism, {}))
     return replace(
         base,
-        model=replace(base.model, attention=mechanism),
+        model=replace(base.model, attention=attention, options={**base.model.options, **options}),
         data=replace(base.data, task=task),
         distill=replace(base.distill, **VARIANTS[variant]),
         run=replace(base.run, seed=seed, control=mechanism is None),

@@ -210,27 +210,39 @@ def _fidelity_table(rows: list[dict[str, Any]]) -> str:
 
 
 def glue_table(path: Path = RESULTS / "glue.json") -> str | None:
-    """Mechanisms by tasks: the metric (mean over seeds), and the share of the control's that is recovered."""
+    """Mechanisms by tasks: the metric (mean over seeds), and the share of the control's that is recovered.
+
+    A run shows the mechanism three times: as patched, after attention transfer (where it has something to learn), and
+    at its end.
+    """
     if not path.is_file():
         return None
     held = json.loads(path.read_text(encoding="utf-8"))
     rows = held["rows"]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    kinds = list(dict.fromkeys((row["mechanism"], row["variant"]) for row in rows))
-    found: dict[tuple[str, str, str], dict[int, float]] = {(*kind, task): {} for kind in kinds for task in tasks}
-    for row in rows:
-        found[row["mechanism"], row["variant"], row["task"]][row["seed"]] = row["distilled"][row["metric"]]
     metrics = {row["task"]: row["metric"] for row in rows}
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        stages = {"patched": "untrained", "transferred": "after transfer", "distilled": row["variant"]}
+        if row["mechanism"] == "softmax":
+            stages = {"teacher": "as given", "distilled": row["variant"]}
+        for stage, variant in stages.items():
+            if stage in row:
+                scores = found.setdefault((row["mechanism"], variant), {task: {} for task in tasks})
+                scores[row["task"]][row["seed"]] = row[stage][row["metric"]]
     lines = [
         _row(["mechanism", "", *(f"{task}, {metrics[task]}" for task in tasks), "recovered"]),
         _row(["---", "---", *("---:" for _ in tasks), "---:"]),
     ]
-    for kind in kinds:
-        shares = [_recovered(found[(*kind, task)], found.get(("softmax", kind[1], task), {})) for task in tasks]
+    for (mechanism, variant), scores in found.items():
+        # What has not been trained yet is held against the control at its end.
+        trained = variant if any(row["variant"] == variant for row in rows) else "distilled"
+        control = found.get(("softmax", trained), {})
+        shares = [_recovered(scores[task], control.get(task, {})) for task in tasks]
         known = [share for share in shares if share is not None]
         recovered = f"{100 * statistics.mean(known):.1f} %" if len(known) == len(tasks) else "–"
-        scores = [_spread(list(found[(*kind, task)].values())) for task in tasks]
-        lines.append(_row([f"`{kind[0]}`", kind[1], *scores, recovered]))
+        cells = [_spread([*scores[task].values()]) for task in tasks]
+        lines.append(_row([f"`{mechanism}`", variant, *cells, recovered]))
     return "\n".join(lines)
 
 
