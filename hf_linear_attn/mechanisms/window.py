@@ -14,7 +14,7 @@ from ..ops import backends
 from ..ops import windowed as ops
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import WindowedCall
-from ..ops.kernelized import dense_weights, row_products
+from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import LinearAttention, visible
 
@@ -194,7 +194,8 @@ class WindowAttention(LinearAttention):
         """`b + clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # else without this copy of the queries
-        part = row_products(query, self.mix_weight.to(query.dtype))
+        # Not as a matrix product, whose rounding depends on the rest of the batch.
+        part = (query * self.mix_weight.to(query.dtype).unsqueeze(-2)).sum(-1)
         part = (mask_tokens(part, mask).to(compute_dtype(query)) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
         return self.log_mix.view(1, -1, 1) + part
 

@@ -109,13 +109,13 @@ def bidirectional(
         block = query_features(query[:, :, start : start + step].to(dtype), start).values
         rows = block.shape[2]
         folded = block.reshape(batch, groups, -1, block.shape[-1])
-        normaliser = row_products(folded, state["k_sum"])
+        normaliser = _row_products(folded, state["k_sum"])
         numerator = (folded @ state["kv"]).view(batch, heads, rows, -1)
         outputs.add_quotient(numerator, normaliser.view(batch, heads, rows), signed=signed)
     return outputs.joined()
 
 
-def row_products(rows: Tensor, vector: Tensor) -> Tensor:
+def _row_products(rows: Tensor, vector: Tensor) -> Tensor:
     """`[…, n, m]`, `[…, m]` -> `[…, n]`: the vector from the left, which takes torch a third of the time."""
     return (vector.unsqueeze(-2) @ rows.transpose(-1, -2)).squeeze(-2)
 
@@ -248,7 +248,7 @@ def _step(
     queries = query_features(query.to(dtype), 0).values.reshape(batch, groups, heads // groups, -1)
     keys = masked_key_features(key_features, key, 0, mask, dtype)
     after = merge_keys(state, keys, mask_tokens(value.to(dtype), mask), signed=signed)
-    normaliser = row_products(queries, after["k_sum"])
+    normaliser = _row_products(queries, after["k_sum"])
     out = divide(queries @ after["kv"], normaliser, signed=signed)
     return out.view(batch, heads, 1, -1).to(value.dtype), after
 
@@ -284,7 +284,7 @@ def _chunk_without_scale(query: Tensor, key: Tensor, value: Tensor, state: State
     numerator = torch.bmm(weights, value.flatten(0, 1))
     if state is not None:
         numerator = torch.baddbmm(numerator, rows, state["kv"].flatten(0, 1))
-        denominator = denominator + row_products(rows, state["k_sum"].flatten(0, 1))
+        denominator = denominator + _row_products(rows, state["k_sum"].flatten(0, 1))
     return numerator, denominator
 
 
@@ -293,7 +293,7 @@ def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
     batch, groups, repeats, length, width = query.shape
     folded = query.reshape(batch, groups, repeats * length, width)
     numerator = (folded @ state["kv"]).view(batch, groups, repeats, length, -1)
-    denominator = row_products(folded, state["k_sum"]).view(batch, groups, repeats, length)
+    denominator = _row_products(folded, state["k_sum"]).view(batch, groups, repeats, length)
     return numerator, denominator
 
 
