@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..feature_maps.base import AttentionShape
 from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import WindowedCall
 from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
@@ -194,8 +194,12 @@ class WindowAttention(LinearAttention):
         """`b + clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # else without this copy of the queries
-        # Not as a matrix product, whose rounding depends on the rest of the batch.
-        part = (query * self.mix_weight.to(query.dtype).unsqueeze(-2)).sum(-1)
+        # No matrix product: its rounding depends on the rest of the batch. In blocks, so that its room is bounded.
+        batch, heads, length, width = query.shape
+        blocks = query.split(block_length(batch, heads, width, length), dim=2)
+        weight = self.mix_weight.to(query.dtype).unsqueeze(-2)
+        parts = [(block * weight).sum(-1) for block in blocks]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         part = (mask_tokens(part, mask).to(compute_dtype(query)) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
         return self.log_mix.view(1, -1, 1) + part
 
