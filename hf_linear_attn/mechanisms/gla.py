@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ..feature_maps.base import AttentionShape
 from ..feature_maps.favor_plus import gaussian_features
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
+from ..ops import backends
 from ..ops import gated as ops
 from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import LinearAttention
 
@@ -95,17 +97,9 @@ class GatedLinearAttention(LinearAttention):
         def key_gates(x: Tensor, start: int) -> ops.GatedKeys:
             return self._keys(x, scaling)
 
-        return ops.gated_causal(
-            query,
-            key,
-            value,
-            query_features,
-            key_gates,
-            num_features=self.feature_map.num_features,
-            mask=mask,
-            state=state,
-            per_feature=True,
-        )
+        size = self.feature_map.num_features
+        call = GatedCall(query, key, value, query_features, key_gates, size, per_feature=True, mask=mask, state=state)
+        return backends.attend(call)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

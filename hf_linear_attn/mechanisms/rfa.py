@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from ..feature_maps.base import AttentionShape
 from ..feature_maps.favor_plus import LAYER_SEED_STRIDE, gaussian_features
-from ..ops import gated, kernelized
+from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import LinearAttention, visible
 
@@ -101,7 +102,8 @@ class RandomFeatureAttention(LinearAttention):
         def gated_keys(x: Tensor, start: int) -> gated.GatedKeys:
             return self._gated_keys(x, scaling)
 
-        return gated.gated_causal(query, key, value, self._features, gated_keys, **settings, state=state)
+        call = GatedCall(query, key, value, self._features, gated_keys, per_feature=False, **settings, state=state)
+        return backends.attend(call)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from . import banded, kernelized, windowed
+from . import banded, gated, kernelized, windowed
 from .common import State
 from .fla_backend import FlaBackend
-from .fused import AttentionCall, WindowedCall
+from .fused import AttentionCall, GatedCall, WindowedCall
 from .native.functions import NativeBackend
 from .triton.functions import TritonBackend
 from .window_step import is_step, windowed_step
@@ -43,7 +43,7 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """The forms of `ops.kernelized`, `ops.windowed` and `ops.banded`."""
+    """The forms of `ops.kernelized`, `ops.windowed`, `ops.banded` and `ops.gated`."""
 
     name = "torch"
 
@@ -51,6 +51,15 @@ class TorchBackend:
         return None
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+        if isinstance(call, GatedCall):
+            return gated.gated_causal(
+                *call[:5],
+                num_features=call.num_features,
+                mask=call.mask,
+                state=call.state,
+                per_feature=call.per_feature,
+                signed=call.signed,
+            )
         given = (call.query, call.key, call.value, call.query_features, call.key_features)
         settings: dict[str, Any] = {"mask": call.mask}
         if isinstance(call, WindowedCall):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common import Features, State, divide, mask_tokens
-from .fused import AttentionCall, KernelizedCall, WindowedCall
+from .fused import AttentionCall, KernelizedCall
 from .kernelized import masked_key_features
 
 #: The value's columns are filled up to a multiple of this: one more holds ones, whose sums are the normaliser.
@@ -47,8 +47,8 @@ class FlaBackend:
             return "torch.compile traces torch operations only"
         if call.query.device.type != DEVICE:
             return f"the tensors are on {call.query.device.type}"
-        if isinstance(call, WindowedCall) or not call.causal:
-            return "it serves causal attention without a window only"
+        if not isinstance(call, KernelizedCall) or not call.causal:
+            return "it serves causal attention without a window or decays only"
         if any(tensor.dtype != torch.bfloat16 for tensor in (call.query, call.key, call.value)):
             return f"the dtype is {call.query.dtype}, and it is exact enough for bfloat16 inputs only"
         if call.signed:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .common import FeatureFunction, State
+from .gated import GatedKeyFunction
 
 Activation = Literal[
     "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "turned-relu"
@@ -119,7 +120,31 @@ class WindowedCall(NamedTuple):
         return _needs_grad(self, self.log_mix)
 
 
-AttentionCall = KernelizedCall | WindowedCall
+class GatedCall(NamedTuple):
+    """One call of the causal form that forgets (`ops.gated`): shapes as in `KernelizedCall`.
+
+    It has no formula: keys come with their decays from `key_gates`, one a feature or one a head.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_features: FeatureFunction
+    key_gates: GatedKeyFunction
+    num_features: int
+    per_feature: bool
+    signed: bool = False
+    mask: Tensor | None = None
+    state: State | None = None
+    keep_state: bool = True
+    causal: bool = True
+    fused: None = None
+
+    def needs_grad(self) -> bool:
+        return _needs_grad(self)
+
+
+AttentionCall = KernelizedCall | WindowedCall | GatedCall
 
 
 def _needs_grad(call: AttentionCall, *more: Tensor) -> bool:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..common import Features
 from ..fused import PARTS, AttentionCall, FusedMap
 from .build import library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
+#: The kernels' number for features that come ready-made.
+GIVEN = len(ACTIVATIONS)
 
 #: Multiply-adds below which one thread is faster than waking others.
 WORTH_THREADS = 1 << 20
@@ -38,6 +41,9 @@ class Map(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("weight_head", "weight_back_head", "bias_head")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
         ("angle_batch", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("scale_batch", ctypes.c_int64),
+        ("scale_head", ctypes.c_int64),
     ]
 
 
@@ -68,25 +74,40 @@ class Arguments(ctypes.Structure):
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value")),
+        ("decay", Strided),
     ]
 
 
 #: A tensor with its strides; a `Map`; and the fields of `Arguments` that every call sets, in their order. Packing them
 #: at once takes a third of the time of setting them one by one: a decoding step feels it.
 _TENSOR = "Pqqq"
-_MAP = struct.Struct("@iiiiifffffPPPqqqPPq")
+_MAP = struct.Struct("@iiiiifffffPPPqqqPPqPqq")
 _FIELDS = struct.Struct(f"@{4 * _TENSOR}{4 * struct.calcsize(_TENSOR)}xPqqqqqqiiii{2 * f'{_MAP.size}s'}")
 
 
 class Side(NamedTuple):
-    """A map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors."""
+    """A map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors.
 
-    fused: FusedMap
+    Without a map the tokens are features already, in float32, with log scales `[B, H, L]` or none.
+    """
+
+    fused: FusedMap | None
     width: int
     weight: Tensor | None
     bias: Tensor | None
     cosine: Tensor | None
     sine: Tensor | None
+    scales: Tensor | None = None
+
+    @property
+    def scaled(self) -> bool:
+        return self.scales is not None if self.fused is None else self.fused.scaled
+
+
+def given(features: Features) -> Side:
+    """The side of features `[B, H, L, m]`."""
+    scales = None if features.log_scale is None else features.log_scale.contiguous()
+    return Side(None, features.values.shape[-1], None, None, None, None, scales)
 
 
 def prepare(fused: FusedMap, head_dim: int) -> Side:
@@ -181,6 +202,9 @@ def _step(tensor: Tensor | None) -> int:
 
 def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> bytes:
     """The fields of `Map`."""
+    if side.fused is None:
+        scales = (0, 0, 0) if side.scales is None else (side.scales.data_ptr(), *side.scales.stride()[:2])
+        return _MAP.pack(GIVEN, 1, side.width, False, head_dim, *(1.0, 1.0, 1.0, 0.0, 1.0), *(9 * (0,)), *scales)
     if side.weight is None and side.cosine is None:
         return _map_without_tensors(side.fused, side.width, head_dim)
     fused = side.fused
@@ -204,6 +228,7 @@ def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> bytes:
         address(side.cosine) or 0,
         address(side.sine) or 0,
         _step(side.cosine),
+        *(0, 0, 0),
     )
 
 
@@ -211,7 +236,7 @@ def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> bytes:
 def _map_without_tensors(fused: FusedMap, width: int, head_dim: int) -> bytes:
     numbers = (fused.bias_scale, fused.in_scale, fused.alpha, fused.epsilon, fused.factor)
     activation = fused.activation
-    return _MAP.pack(ACTIVATIONS[activation], PARTS[activation], width, False, head_dim, *numbers, *(9 * (0,)))
+    return _MAP.pack(ACTIVATIONS[activation], PARTS[activation], width, False, head_dim, *numbers, *(12 * (0,)))
 
 
 def arguments(
@@ -244,7 +269,7 @@ def arguments(
         keys,
         size,
         value_size,
-        DTYPES[query.dtype],
+        DTYPES[value.dtype],
         torch.get_num_threads() if products > WORTH_THREADS else 1,
         query_map,
         query_map if same else _map(sides[1], size, backs[1]),

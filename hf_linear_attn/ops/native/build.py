@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 SOURCES = (
     "simd.h",
     "io.h",
+    "decay.h",
     "maps.h",
     "kernelized.h",
     "short.h",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import State
-from ..fused import PARTS, AttentionCall, FusedMap, KernelizedCall, WindowedCall
+from ..common import Features, OutputBlocks, State, block_length, mask_tokens
+from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, WindowedCall
 from . import binding
 from .binding import Side, address
 from .build import BuildError, library
@@ -63,7 +63,8 @@ class NativeBackend:
     float32, bfloat16 and float16 inputs; sums and features in float32. Peak extra memory, forward and backward: some
     hundred kilobytes a thread, and the sums, `H·m·e` floats for every 2,048 tokens (bidirectional). Hybrids: also one
     output's size a thread (bidirectional), and the gradients of one head in float32 (backward).
-    Results are the same bits whatever the number of threads and whatever else is in the batch.
+    Results are the same bits whatever the number of threads and whatever else is in the batch. (Features that torch
+    computes, for maps without a formula, are as torch rounds them.)
     """
 
     name = "native"
@@ -74,19 +75,22 @@ class NativeBackend:
         query, key, value = call.query, call.key, call.value
         if query.device.type != "cpu":
             return f"the tensors are on {query.device.type}"
-        if call.fused is None or getattr(call, "signed", False):
+        if getattr(call, "signed", False):
             return "the feature map has no fused form"
-        queries, keys = call.fused
-        misfit = _misfit(queries, call.num_features, query.shape[1], query.shape[3])
-        if misfit is None and (keys is not queries or queries.weight is not None):
-            misfit = _misfit(keys, call.num_features, key.shape[1], key.shape[3])
-        if misfit is not None:
-            return misfit
+        if call.fused is None:
+            unfit = _refuses_features(call)
+        else:
+            queries, keys = call.fused
+            unfit = _misfit(queries, call.num_features, query.shape[1], query.shape[3])
+            if unfit is None and (keys is not queries or queries.weight is not None):
+                unfit = _misfit(keys, call.num_features, key.shape[1], key.shape[3])
+        if unfit is not None:
+            return unfit
         if query.dtype not in binding.DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
             return f"the dtype is {query.dtype}"
         if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
             return "the inputs are no plain tensors"
-        if isinstance(call, WindowedCall) and call.fused[0].scaled:
+        if isinstance(call, WindowedCall) and call.fused is not None and call.fused[0].scaled:
             return "windows over a feature map with a log scale are not fused"
         if call.needs_grad() and call.causal and (call.state is not None or call.keep_state):
             return "gradients through a carried state are not fused"
@@ -95,7 +99,59 @@ class NativeBackend:
         return unavailable()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
-        return run_windowed(call) if isinstance(call, WindowedCall) else run_kernelized(call)
+        if isinstance(call, WindowedCall):
+            return run_windowed(call)
+        return _run_features(call) if call.fused is None else run_kernelized(call)
+
+
+def _refuses_features(call: AttentionCall) -> str | None:
+    """Why torch cannot compute the features of a map without a formula, block by block, for the causal kernel."""
+    if isinstance(call, WindowedCall) or not call.causal:
+        return "the feature map has no fused form"
+    if isinstance(call, GatedCall) and not call.per_feature:
+        return "decays per head are not fused"
+    if torch.is_grad_enabled():
+        return "gradients through a feature map without a fused form are not fused"
+    return None
+
+
+def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | None]:
+    """The causal form over features that torch computes; temporaries: those of one block."""
+    batch, heads, length, _ = call.query.shape
+    value_size = call.value.shape[3]
+    step = block_length(batch, heads, max(call.num_features, value_size), length)
+    outputs = OutputBlocks(batch, heads, length, value_size, call.value)
+    state = call.state
+    for start in range(0, length, step):
+        now = slice(start, min(start + step, length))
+        mask = None if call.mask is None else call.mask[:, now].contiguous()
+        rows, columns = call.query[:, :, now].float(), mask_tokens(call.key[:, :, now].float(), mask)
+        decay = None
+        if isinstance(call, GatedCall):
+            rows = mask_tokens(rows, mask)
+            values, decay, log_scale = call.key_gates(columns, start)
+        else:
+            values, log_scale = call.key_features(columns, start)
+        query = binding.plain(call.query_features(rows, start).values)  # a log scale would cancel
+        key, value = binding.plain(values), binding.plain(call.value[:, :, now])
+        size = call.num_features
+        _check_sizes("queries", query, (batch, heads, value.shape[2], size))
+        _check_sizes("keys", key, (*value.shape[:3], size))
+        keep = call.keep_state or now.stop < length
+        functions = call.query_features, call.query_features
+        part = KernelizedCall(query, key, value, *functions, None, size, True, False, mask, state, keep)
+        sides = binding.given(Features(query)), binding.given(Features(key, log_scale))
+        out, state = _forward(part, sides, decay=None if decay is None else binding.plain(decay.expand_as(key)))
+        outputs.add(out)
+    return outputs.joined(), state
+
+
+def _check_sizes(of: str, features: Tensor, wanted: tuple[int, ...]) -> None:
+    if features.shape != wanted or features.dtype != torch.float32:
+        raise ValueError(
+            f"The feature map gave features of {of} of the shape {list(features.shape)} and dtype {features.dtype}; "
+            f"{list(wanted)} and float32 are needed (batch, heads, tokens, num_features)."
+        )
 
 
 def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
@@ -112,7 +168,7 @@ def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
 
 
 def _forward(
-    call: KernelizedCall, sides: tuple[Side, Side], normaliser: Tensor | None = None
+    call: KernelizedCall, sides: tuple[Side, Side], normaliser: Tensor | None = None, decay: Tensor | None = None
 ) -> tuple[Tensor, State | None]:
     batch, heads, length, _ = call.query.shape
     groups, value_size = call.key.shape[1], call.value.shape[3]
@@ -133,11 +189,13 @@ def _forward(
         after["kv"] = torch.empty(batch, groups, call.num_features, value_size)
         after["k_sum"] = torch.empty(batch, groups, call.num_features)
         given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
-        if sides[1].fused.scaled:
+        if sides[1].scaled:
             after["log_scale"] = torch.empty(batch, groups)
             given.next_scale = after["log_scale"].data_ptr()
     if normaliser is not None:
         given.normaliser = normaliser.data_ptr()
+    if decay is not None:
+        given.decay = binding.strided(decay)
     binding.run("causal", given)
     return out, after or None
 

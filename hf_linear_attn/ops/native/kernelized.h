@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "decay.h"
 #include "io.h"
 #include "maps.h"
 
@@ -45,6 +46,8 @@ struct Call {
   const void *ring_key, *ring_value;
   const uint8_t* ring_mask;
   void *next_ring_key, *next_ring_value;
+  // Causal form with given features only: log decays [B, G, L, m] of the sums, in float32; null data: none.
+  Strided decay;
 };
 
 // A map with what a block of it needs: sides are tokens of one head, x and its features.
@@ -55,18 +58,24 @@ struct Side {
   float *x, *y, *features, *scale;
 
   static size_t floats(const Map& map, int x_row, int tokens = BLOCK) {
-    return (size_t)tokens * (x_row + map.segment() + map.features() + 1) + 64;
+    const size_t made = map.activation == GIVEN ? 0 : map.segment() + map.features();
+    return tokens * (x_row + made + 1) + 64;
   }
   Side(const Map& m, int x_padded, Room& room, int tokens = BLOCK)
       : map(&m), row(m.features()), x_row(x_padded), x(room.take((size_t)tokens * x_padded)),
-        y(room.take((size_t)tokens * m.segment())), features(room.take((size_t)tokens * m.features())),
+        y(m.activation == GIVEN ? nullptr : room.take((size_t)tokens * m.segment())),
+        features(m.activation == GIVEN ? x : room.take((size_t)tokens * m.features())),
         scale(room.take(tokens)) {}
 
   // Tokens that the mask drops are zero; as keys they have no features either.
   template <typename T>
   void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
             bool are_keys = true) {
-    read_rows<T>(from, b, head, start, count, size, mask, x, x_row);
+    if (map->activation == GIVEN)
+      read_rows<float>(from, b, head, start, count, size, mask, x, x_row);
+    else
+      read_rows<T>(from, b, head, start, count, size, mask, x, x_row);
+    if (map->scales) memcpy(scale, map->scales + b * map->scale_batch + head * map->scale_head + start, count * sizeof(float));
     const long angle = b * map->angle_batch + start;
     apply_map(*map, (int)head, map->cosine ? map->cosine + angle : nullptr, map->sine ? map->sine + angle : nullptr, x,
               x_row, count, y, features, scale);
@@ -335,8 +344,10 @@ template <typename T>
 static int causal(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
   const long repeats = c.heads / c.groups;
+  const bool forgets = c.decay.data != nullptr;
   const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) +
-                             Sums::floats(m_row, e_row) + (size_t)BLOCK * (2 * e_row + m_row + BLOCK + 1) + 512;
+                             Sums::floats(m_row, e_row) + (size_t)BLOCK * (2 * e_row + m_row + BLOCK + 1) + 512 +
+                             (forgets ? Decay::floats(m_row, BLOCK) : 0);
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
@@ -349,6 +360,7 @@ static int causal(const Call& c) {
     Sums sums(m_row, e_row, room);
     float *value = room.take(BLOCK * e_row), *out = room.take(BLOCK * e_row), *turned = room.take((size_t)BLOCK * m_row);
     float *weights = room.take(BLOCK * BLOCK), *normaliser = room.take(BLOCK);
+    Decay decay(m_row, forgets ? BLOCK : 0, room);
 #pragma omp barrier
     if (!failed) {
 #pragma omp for schedule(dynamic)
@@ -367,17 +379,26 @@ static int causal(const Call& c) {
           int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
           count = read_causal_keys<T>(c, b, g, start, count, mask, keys, sums);
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, e_row);
+          if (forgets) {
+            decay.read(c.decay, b, g, start, count, c.key_map.width, mask);
+            decay.on_keys(keys.features, count);
+            if (held) decay.to_middle(sums.kv, sums.k, e_row);
+          }
           if (count > 1) transpose(count, m_row, keys.features, m_row, turned, BLOCK);
           for (long r = 0; r < repeats; ++r) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+            if (forgets) decay.on_queries(queries.features, count);
             causal_rows(count, queries, keys, turned, value, sums, held, weights, out, normaliser);
             if (c.normaliser)
               memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
             divide_rows<T>(c, b, h, start, count, out, normaliser);
           }
           start += count;
-          if (start < c.length || c.next_state) sums.add(keys.features, value, count);  // else nobody reads them
+          if (start < c.length || c.next_state) {  // else nobody reads them
+            sums.add(keys.features, value, count);
+            if (forgets) decay.to_end(sums.kv, sums.k, e_row, count);
+          }
           held = true;
         }
         if (c.next_state) {

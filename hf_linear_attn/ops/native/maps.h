@@ -18,6 +18,7 @@ enum Activation : int32_t {
   POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor with x' = in_scale x; log scale: the largest exponent
   POSITIVE_PAIR = 6,  // the same with [y, -y]
   TURNED_RELU = 7,    // (relu(y) + epsilon) [cos, sin] of the token's angle
+  GIVEN = 8,          // x, in float32, is the features themselves; forward only
 };
 
 struct Map {
@@ -35,8 +36,10 @@ struct Map {
   const float* cosine;  // [batch or 1, L]
   const float* sine;
   int64_t angle_batch;
+  const float* scales;  // [batch, heads, L]: log scales of given features; or null
+  int64_t scale_batch, scale_head;
 
-  bool scaled() const { return activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
+  bool scaled() const { return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
   int segment() const { return padded(width); }
   int features() const { return parts * segment(); }
 };
@@ -108,6 +111,7 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
     float* to = out + t * row;
     float low, high;
     switch (map.activation) {
+      case GIVEN: break;  // `out` is x
       case ELU:
         for (int j = 0; j < segment; j += LANES) {
           const Vec value = load(from + j) * plain;

@@ -62,8 +62,13 @@ static void read_heads(Side& side, const Strided& from, long b, long first, int 
   const Strided across{base, 0, 0, from.head};
   if (mask && !*mask)
     memset(side.x, 0, (size_t)count * side.x_row * sizeof(float));
+  else if (map.activation == GIVEN)
+    read_rows<float>({static_cast<float*>(from.data) + b * from.batch + first * from.head, 0, 0, from.head}, 0, 0, 0, count,
+                     size, nullptr, side.x, side.x_row);
   else
     read_rows<T>(across, 0, 0, 0, count, size, nullptr, side.x, side.x_row);
+  if (map.scales)
+    for (int t = 0; t < count; ++t) side.scale[t] = map.scales[b * map.scale_batch + (first + t) * map.scale_head];
   const float *cosine = map.cosine ? map.cosine + b * map.angle_batch : nullptr;
   const float *sine = map.sine ? map.sine + b * map.angle_batch : nullptr;
   if (map.projected && !map.weight_head && !map.bias_head && !cosine) {
@@ -205,7 +210,7 @@ static int any_bidirectional(const Call& c) {
 template <typename T>
 static int any_causal(const Call& c) {
   const bool one = c.length == 1 && c.state && c.next_state && c.value_size % LANES == 0 && c.heads / c.groups <= BLOCK;
-  return one && !c.normaliser ? step<T>(c) : causal<T>(c);
+  return one && !c.normaliser && !c.decay.data ? step<T>(c) : causal<T>(c);
 }
 
 }  // namespace hla

@@ -51,6 +51,7 @@ class TritonBackend:
             return reason
         if isinstance(call, WindowedCall):
             return "windows are not fused"
+        assert isinstance(call, KernelizedCall)
         assert call.fused is not None
         if max(_padded(side, call.query.shape[3]) for side in call.fused) > MOST_FEATURES:
             return f"the feature map has more than {MOST_FEATURES} features"

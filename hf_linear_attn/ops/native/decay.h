@@ -1,0 +1,55 @@
+// Sums that forget: S_t = diag(exp(decay_t)) S_(t-1) + phi(k_t) v_t, one log decay per feature and token.
+//
+// With G_t the decays of a block added up, a weight is sum_f q_tf k_jf exp(G_tf - G_jf). Queries are multiplied by
+// exp(G_t - G_mid) and keys by exp(G_mid - G_j): a token decays by exp(-1) at most (ops/gated.py), so that no exponent
+// leaves +-32 in a block of 64.
+
+#pragma once
+
+#include "io.h"
+
+namespace hla {
+
+struct Decay {
+  int row;         // features of a token, padded
+  float* factors;  // [BLOCK, row]: exp(G_t - G_mid)
+  float* middle;   // [row]: exp(G_mid)
+
+  static size_t floats(int row, int tokens) { return (size_t)(tokens + 1) * row + 32; }
+  Decay(int features, int tokens, Room& room) : row(features), factors(room.take((size_t)tokens * features)), middle(room.take(features)) {}
+
+  // Decays of a block of one head; tokens that the mask drops do not decay.
+  void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask) {
+    read_rows<float>(from, b, head, start, count, size, mask, factors, row);
+    for (int t = 1; t < count; ++t)
+      for (int j = 0; j < row; j += LANES)
+        store(factors + (size_t)t * row + j, load(factors + (size_t)t * row + j) + load(factors + (size_t)(t - 1) * row + j));
+    memcpy(middle, factors + (size_t)(count / 2) * row, row * sizeof(float));
+    for (int t = 0; t < count; ++t)
+      for (int j = 0; j < row; j += LANES) {
+        float* at = factors + (size_t)t * row + j;
+        store(at, exp_of(load(at) - load(middle + j)));
+      }
+    for (int j = 0; j < row; j += LANES) store(middle + j, exp_of(load(middle + j)));
+  }
+
+  void on_queries(float* features, int count) const {
+    for (size_t i = 0; i < (size_t)count * row; i += LANES) store(features + i, load(features + i) * load(factors + i));
+  }
+  void on_keys(float* features, int count) const {
+    for (size_t i = 0; i < (size_t)count * row; i += LANES) store(features + i, load(features + i) / load(factors + i));
+  }
+
+  // S and z as they are read at the block's middle, and from there at its end.
+  void to_middle(float* kv, float* k, int columns) const { on_sums(middle, kv, k, columns); }
+  void to_end(float* kv, float* k, int columns, int count) const { on_sums(factors + (size_t)(count - 1) * row, kv, k, columns); }
+
+ private:
+  void on_sums(const float* by, float* kv, float* k, int columns) const {
+    for (int f = 0; f < row; ++f)
+      for (int j = 0; j < columns; j += LANES) store(kv + (size_t)f * columns + j, load(kv + (size_t)f * columns + j) * by[f]);
+    for (int f = 0; f < row; f += LANES) store(k + f, load(k + f) * load(by + f));
+  }
+};
+
+}  // namespace hla
