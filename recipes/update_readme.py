@@ -137,6 +137,39 @@ def benchmark_results(make: Callable[[dict[str, Any]], str], path: Path = BENCHM
     return make(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
+def profile_tables(path: Path = RESULTS / "profile.json") -> str:
+    """What the torch forms, the native kernels and a decoding step spend their time on."""
+    held = json.loads(path.read_text(encoding="utf-8"))
+    hardware, peak = held["environment"]["hardware"], held["product_operations_per_second"]
+    kinds = list(held["forms"][0]["torch_shares"])
+    lines = [
+        f"{hardware['cpu']}, one thread, torch {held['environment']['versions']['torch']}, load at the start "
+        f"{hardware['load_average_at_start']:.1f}; {held['settings']['length']:,} tokens, 12 heads of 64, float32. One "
+        f"large product of PyTorch: {peak / 1e9:.0f} GFLOP/s.",
+        "",
+        _row(["torch form", "features", "time over products alone", *kinds]),
+        _row(["---", *["---:"] * (2 + len(kinds))]),
+    ]
+    for row in held["forms"]:
+        shares = [f"{row['torch_shares'][kind]:.0%}".replace("%", " %") for kind in kinds]
+        over = f"{row['torch_seconds'] / row['products_seconds']:.1f}"
+        lines.append(_row([f"`{row['mechanism']}`, {row['direction']}", str(row["features"]), over, *shares]))
+    columns = ["native kernel", "GFLOP/s of all products", "of one large product", "times as fast as the torch form"]
+    lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
+    for row in held["forms"]:
+        rate = row["native_operations_per_second"]
+        faster = f"{row['torch_seconds'] / row['native_seconds']:.1f}"
+        named = f"`{row['mechanism']}`, {row['direction']}"
+        lines.append(_row([named, f"{rate / 1e9:.0f}", f"{rate / peak:.0%}".replace("%", " %"), faster]))
+    parts = list(held["steps"][0]["parts"])
+    columns = ["decoding step, µs", *parts, "the state's own update"]
+    lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
+    for row in held["steps"]:
+        times = [f"{1e6 * value:.1f}" for value in (*row["parts"].values(), row["floor"])]
+        lines.append(_row([f"`{row['mechanism']}`, {row['features']} features", *times]))
+    return "\n".join(lines)
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -338,6 +371,7 @@ def updated(text: str) -> str:
 def updated_recipes(text: str) -> str:
     """recipes/README.md as it should be."""
     text = replace_part(text, "fidelity", fidelity_tables())
+    text = replace_part(text, "profile", profile_tables())
     parts = {"glue": glue_table(), "lm": lm_tables(), "benchmark": benchmark_results(forward_tables)}
     parts["long"] = long_words().tables(RESULTS / "long")
     for name, made in parts.items():

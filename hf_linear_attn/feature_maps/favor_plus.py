@@ -154,11 +154,15 @@ class FavorPlusFeatureMap(FeatureMap):
         projected = x @ self.weight.to(x.dtype).T
         if self.options.hyperbolic:
             projected = torch.cat([projected, -projected], dim=-1)
-        exponent = projected - x.square().sum(dim=-1, keepdim=True) / 2
-        top = exponent.detach().amax(dim=-1, keepdim=True)
+        half = x.square().sum(dim=-1, keepdim=True) / 2
         # The maximum is a constant of the sum: it is divided out here and multiplied back by whoever reads log_scale.
-        values = exponential(exponent - top) * self.num_features**-0.5
-        return Features(values, top.squeeze(-1))
+        if torch.is_grad_enabled() and projected.requires_grad:
+            exponent = projected - half
+            top = exponent.detach().amax(dim=-1, keepdim=True)
+            return Features(exponential(exponent - top) * self.num_features**-0.5, top.squeeze(-1))
+        largest = projected.amax(dim=-1, keepdim=True)  # without a gradient half cancels, and the factor moves inside
+        values = exponential(projected.sub_(largest + math.log(self.num_features) / 2))
+        return Features(values, (largest - half).squeeze(-1))
 
     def fused(
         self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
