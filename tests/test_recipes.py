@@ -59,10 +59,11 @@ def test_the_command_in_the_header_names_this_recipe(config: Path) -> None:
     assert (ROOT / "recipes" / f"{script[1]}.py").exists()
 
 
-def test_accelerate_reads_its_file() -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_accelerate_reads_its_files(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    held = load_config_from_file(str(ROOT / "recipes" / "accelerate" / "ddp.yaml"))
+    held = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
     assert held.num_processes == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -54,7 +54,8 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
             _patch(model, settings.model, settings.run.seed)
         facts = _facts(run, model, problem)
         if "trained" not in run.state:
-            progress = run.stage("train", model, TaskObjective(problem), problem, settings.train)
+            progress, trained = run.stage("train", model, TaskObjective(problem), problem, settings.train)
+            model = cast(PreTrainedModel, trained)
             run.record("train", asdict(progress))
             found = _best(progress) or problem.evaluate(model, run.accelerator, run.evaluation_batch())
             run.save(run.folder / "model", model, problem, model_card(settings, facts, {**run.state, "trained": found}))
@@ -161,10 +162,11 @@ def _teacher(run: Run, settings: ConvertSettings, problem: Problem) -> PreTraine
                 "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.epochs 3."
             )
         return loaded.model
-    progress = run.stage("teacher", loaded.model, TaskObjective(problem), problem, settings.teacher)
-    run.save(tuned, loaded.model, problem)
+    progress, trained = run.stage("teacher", loaded.model, TaskObjective(problem), problem, settings.teacher)
+    model = cast(PreTrainedModel, trained)
+    run.save(tuned, model, problem)
     run.record("teacher stage", asdict(progress))
-    return loaded.model
+    return model
 
 
 def _transfer(run: Run, settings: ConvertSettings, student: PreTrainedModel, problem: Problem) -> None:
@@ -237,10 +239,9 @@ def _distill(
     else:
         guide = teacher.to(run.accelerator.device).eval().requires_grad_(False)
     objective = DistillObjective(problem, guide, distill)
-    progress = run.stage("distill", trained, objective, problem, distill)
-    if distill.lora_rank:
-        merged: Any = trained
-        student = merged.merge_and_unload()
+    progress, found = run.stage("distill", trained, objective, problem, distill)
+    kept: Any = found
+    student = kept.merge_and_unload() if distill.lora_rank else kept
     if run.accelerator.is_main_process:
         with whole_folder(done) as aside:
             save_file(without_shared(student.state_dict()), str(aside / "model.safetensors"))

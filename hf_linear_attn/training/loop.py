@@ -7,6 +7,7 @@ run that was not.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -28,6 +29,7 @@ from .objectives import Objective, Sums
 from .optim import lr_factor, make_optimizer
 from .options import RunSettings, TrainSettings
 from .saving import clear_leftovers, whole_folder, without_shared
+from .sharding import is_sharded, name_layers, whole_state
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, short
 
@@ -79,6 +81,9 @@ class Loop:
         name: of the stage; its checkpoints are in `folder / "checkpoints" / name`.
         evaluate: called with the prepared model in eval mode, on every process.
         goal: what `evaluate` is judged by; None keeps the last step.
+
+    After `run`, `result` is the plain model with the weights that were kept: the model that was given, or of one that
+    accelerate shards a whole copy on the CPU.
     """
 
     def __init__(
@@ -109,6 +114,11 @@ class Loop:
         self.reporter = reporter
         self.log = log
         self.steps = total_steps(train, stream, accelerator.num_processes)
+        self.sharded = is_sharded(accelerator)
+        self.result = model
+        if self.sharded:
+            self.result = copy.deepcopy(model.to("cpu"))
+            name_layers(accelerator, model)
         optimizer = make_optimizer(model, train)
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -135,7 +145,7 @@ class Loop:
                     self._after_step()
         finally:
             self.reporter.stop()
-        self._load_best()
+        self._finish()
         return self.progress
 
     def _step(self, batches: Iterator[Mapping[str, Tensor]]) -> None:
@@ -332,18 +342,25 @@ class Loop:
             self.log.rewind(self.name, self.progress.step)
 
     def _save_best(self) -> None:
-        state = self.accelerator.get_state_dict(self.model)
+        state = whole_state(self.model) if self.sharded else self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             with whole_folder(self._best_folder(self.progress.best_step)) as aside, writing(aside):
                 save_file(without_shared(state), str(aside / "model.safetensors"))
         self.accelerator.wait_for_everyone()
 
-    def _load_best(self) -> None:
-        """Put the best step's weights into the model, where a later step was not better."""
-        if self.progress.best_step in (None, self.progress.step):
+    def _finish(self) -> None:
+        """Put the best step's weights into `result`."""
+        state: dict[str, Tensor] | None = None
+        if self.progress.best_step not in (None, self.progress.step):
+            state = load_file(str(self._best_folder(self.progress.best_step) / "model.safetensors"))
+        elif self.sharded:
+            state = whole_state(self.model)
+        if not self.sharded:
+            # Without the wrapper that runs its forward pass in mixed precision: others are compared with it.
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if state is None:
             return
-        state = load_file(str(self._best_folder(self.progress.best_step) / "model.safetensors"))
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.result
         missing, unexpected = model.load_state_dict(state, strict=False)
         shared = set(model.state_dict()) - set(without_shared(model.state_dict()))
         if unexpected or set(missing) - shared:

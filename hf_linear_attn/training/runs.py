@@ -29,6 +29,7 @@ from .saving import (
     write_json,
 )
 from .settings import as_mapping, flat, flatten
+from .sharding import check_sharding, is_sharded
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, installed_trackers, short
 
@@ -81,12 +82,7 @@ class Run:
             log_with=[*trackers, self.log],
             project_config=ProjectConfiguration(project_dir=str(self.folder), logging_dir=str(self.folder / "logs")),
         )
-        if self.accelerator.distributed_type.value.startswith(("FSDP", "DEEPSPEED", "MEGATRON")):
-            raise NotImplementedError(
-                f"accelerate is configured for {self.accelerator.distributed_type.value}, which shards the model; this "
-                "training does not support that yet. Use data parallelism (recipes/accelerate/ddp.yaml), and LoRA "
-                "(distill.lora_rank) where memory is short."
-            )
+        check_sharding(self.accelerator)
         self._open_folder()
         self.reporter = Reporter(self.accelerator, console)
         self.accelerator.init_trackers("run", config={key: str(value) for key, value in flat(settings).items()})
@@ -159,8 +155,9 @@ class Run:
 
     def stage(
         self, name: str, model: nn.Module, objective: Objective, problem: Problem, train: TrainSettings
-    ) -> Progress:
-        """One gradient stage over the training data; the model holds the best step's weights afterwards."""
+    ) -> tuple[Progress, nn.Module]:
+        """One gradient stage over the training data, and the model with the best step's weights: the same object, or
+        another one where accelerate shards it."""
         accelerator = self.accelerator
         needed = training_bytes(model, self.run_settings.keep)
         if accelerator.is_main_process:
@@ -171,7 +168,7 @@ class Run:
         batch = self.evaluation_batch()
         loop = Loop(
             name,
-            model.to(accelerator.device),
+            model if is_sharded(accelerator) else model.to(accelerator.device),
             objective,
             self.stream(problem, problem.train, train.batch_size, train.accumulation),
             accelerator=accelerator,
@@ -184,10 +181,8 @@ class Run:
             log=self.log,
         )
         progress = loop.run()
-        # Without the wrapper that runs its forward pass in mixed precision: others are compared with it.
-        accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False)
         accelerator.free_memory()
-        return progress
+        return progress, loop.result.to(accelerator.device)
 
     def save(self, target: Path, model: PreTrainedModel, problem: Problem, card: str | None = None) -> None:
         """Write a checkpoint with its tokenizer, whole, from the main process."""

@@ -28,8 +28,12 @@ def start(settings: Path, processes: int, *flags: str) -> subprocess.CompletedPr
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--master_port", str(port), "-m", "hf_linear_attn", "convert", "--config", str(settings), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+    given = child_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=given, cwd=ROOT, check=False)
+
+
+def child_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def settings_file(folder: Path, name: str, **changes: Any) -> Path:
