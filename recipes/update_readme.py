@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
-from hf_linear_attn.evaluation.benchmark.headline import forward_tables, headline
+from hf_linear_attn.evaluation.benchmark.headline import forward_tables, headline, memory_part
 from hf_linear_attn.evaluation.planner.words import table
 from hf_linear_attn.evaluation.summary import change, summarise_report
 
@@ -273,7 +273,9 @@ def glue_table(path: Path = RESULTS / "glue.json") -> str | None:
         control = found.get(("softmax", trained), {})
         shares = [_recovered(scores[task], control.get(task, {})) for task in tasks]
         known = [share for share in shares if share is not None]
-        recovered = f"{100 * statistics.mean(known):.1f} %" if len(known) == len(tasks) else "–"
+        recovered = f"{100 * statistics.mean(known):.1f} %" if known else "–"
+        if known and len(known) < len(tasks):
+            recovered += f" ({len(known)} of {len(tasks)})"
         cells = [_spread([*scores[task].values()]) for task in tasks]
         lines.append(_row([f"`{mechanism}`", variant, *cells, recovered]))
     return "\n".join(lines)
@@ -374,6 +376,7 @@ def updated_recipes(text: str) -> str:
     text = replace_part(text, "profile", profile_tables())
     parts = {"glue": glue_table(), "lm": lm_tables(), "benchmark": benchmark_results(forward_tables)}
     parts["long"] = long_words().tables(RESULTS / "long")
+    parts["memory"] = benchmark_results(memory_part, RESULTS / "benchmark-memory.json")
     for name, made in parts.items():
         text = text if made is None else replace_part(text, name, made)
     return text

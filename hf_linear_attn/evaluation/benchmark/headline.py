@@ -105,3 +105,9 @@ def forward_tables(report: dict[str, Any]) -> str:
         if table.section == "ops" and "float32, forward (" in table.title and "moving the bytes" not in table.title
     ]
     return "\n\n".join([where(report), *map(markdown, chosen)])
+
+
+def memory_part(report: dict[str, Any]) -> str:
+    """All tables of memory."""
+    chosen = [table for table in tables_of(report) if table.section == "memory"]
+    return "\n\n".join([where(report), *map(markdown, chosen)])
