@@ -115,9 +115,9 @@ class Loop:
         self.log = log
         self.steps = total_steps(train, stream, accelerator.num_processes)
         self.sharded = is_sharded(accelerator)
-        self.result = model
+        self.result = model.to("cpu" if self.sharded else accelerator.device)
         if self.sharded:
-            self.result = copy.deepcopy(model.to("cpu"))
+            self.result = copy.deepcopy(model)
             name_layers(accelerator, model)
         optimizer = make_optimizer(model, train)
         self.peaks = [group["lr"] for group in optimizer.param_groups]

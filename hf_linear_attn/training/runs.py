@@ -29,7 +29,7 @@ from .saving import (
     write_json,
 )
 from .settings import as_mapping, flat, flatten
-from .sharding import check_sharding, is_sharded
+from .sharding import check_sharding
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, installed_trackers, short
 
@@ -168,7 +168,7 @@ class Run:
         batch = self.evaluation_batch()
         loop = Loop(
             name,
-            model if is_sharded(accelerator) else model.to(accelerator.device),
+            model,
             objective,
             self.stream(problem, problem.train, train.batch_size, train.accumulation),
             accelerator=accelerator,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
-from hf_linear_attn.training.settings import as_mapping
 from hf_linear_attn.training.sharding import check_sharding
 
-from .made_up import convert_settings, save_decoder, save_encoder, save_task, save_text
+from .made_up import save_decoder, save_encoder, save_task, save_text
 from .test_convert import lines
-from .test_two_processes import ROOT, child_environment
+from .test_two_processes import ROOT, settings_file, start
 
 
 def sharding() -> dict[str, str]:
@@ -35,24 +32,8 @@ def sharding() -> dict[str, str]:
     return {name: value for name, value in given.items() if "FSDP" in name}
 
 
-def start(settings: Path, sharded: bool, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command += ["-m", "tests.training.sharded_worker" if sharded else "hf_linear_attn"]
-    command += ["convert", "--config", str(settings), *flags]
-    given = {**child_environment(), **(sharding() if sharded else {}), **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=given, cwd=ROOT, check=False)
-
-
-def settings_file(folder: Path, name: str, **changes: Any) -> Path:
-    sizes = {f"{stage}__batch_size": 4 for stage in ("teacher", "transfer", "distill")}
-    changes = {"run__evaluation_batch_size": 5, "teacher__lr": 3e-4, "distill__lr": 3e-4, **sizes, **changes}
-    settings = convert_settings(folder / "encoder", folder / "task", folder / name, **changes)
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(as_mapping(settings)), encoding="utf-8")
-    return path
+def start_sharded(settings: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return start(settings, 2, *flags, module="tests.training.sharded_worker", **{**sharding(), **environment})
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sharding")
     save_encoder(place / "encoder", hidden_dropout_prob=0.0)
     save_task(place / "task", validation=27)
-    for name, sharded in (("copies", False), ("sharded", True)):
-        done = start(settings_file(place, name), sharded)
+    for name, run in (("copies", partial(start, processes=2)), ("sharded", start_sharded)):
+        done = run(settings_file(place, name, 4))
         assert done.returncode == 0, done.stderr[-3000:]
     return place
 
@@ -99,14 +80,14 @@ def test_a_resumed_run_ends_where_it_did(folder: Path) -> None:
         del state[stage]
     path.write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(folder / "sharded" / "model")
-    done = start(folder / "sharded.yaml", True, "--run.resume", "true")
+    done = start_sharded(folder / "sharded.yaml", "--run.resume", "true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "distill: goes on after step 4 of 6" in done.stderr
     assert (folder / "sharded" / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_adapters(folder: Path) -> None:
-    done = start(settings_file(folder, "adapters", distill__lora_rank=2), True)
+    done = start_sharded(settings_file(folder, "adapters", 4, distill__lora_rank=2))
     assert done.returncode == 0, done.stderr[-3000:]
     assert load_pretrained(folder / "adapters" / "model").num_parameters() > 0
 
@@ -120,9 +101,9 @@ def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path) ->
         "model__attention": "window",
     }
     losses = []
-    for name, sharded in (("tied-copies", False), ("tied-sharded", True)):
-        path = settings_file(folder, name, kind="causal-lm", run__gradient_checkpointing=True, **changes)
-        done = start(path, sharded)
+    for name, run in (("tied-copies", partial(start, processes=2)), ("tied-sharded", start_sharded)):
+        path = settings_file(folder, name, 4, kind="causal-lm", run__gradient_checkpointing=True, **changes)
+        done = run(path)
         assert done.returncode == 0, done.stderr[-3000:]
         results = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))
         losses.append(results["stages"]["distilled"]["loss"])
@@ -132,7 +113,7 @@ def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path) ->
 
 
 def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
-    done = start(settings_file(folder, "efficient"), True, FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    done = start_sharded(settings_file(folder, "efficient", 4), FSDP_CPU_RAM_EFFICIENT_LOADING="true")
     assert done.returncode != 0
     assert "Set it to false" in done.stderr
 

@@ -21,22 +21,23 @@ from .test_convert import lines
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(settings: Path, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+def start(
+    settings: Path, processes: int, *flags: str, module: str = "hf_linear_attn", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A run through torchrun (accelerate's own launcher starts several processes on CPUs through MPI only)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_port", str(port), "-m", "hf_linear_attn", "convert", "--config", str(settings), *flags]
-    given = child_environment()
+    command += ["--master_port", str(port), "-m", module, "convert", "--config", str(settings), *flags]
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=given, cwd=ROOT, check=False)
 
 
-def child_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def settings_file(folder: Path, name: str, **changes: Any) -> Path:
+def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> Path:
+    """Batches of one process."""
+    sizes = {f"{stage}__batch_size": batch_size for stage in ("teacher", "transfer", "distill")}
+    changes = {"run__evaluation_batch_size": 5, "teacher__lr": 3e-4, "distill__lr": 3e-4, **sizes, **changes}
     settings = convert_settings(folder / "encoder", folder / "task", folder / name, **changes)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(as_mapping(settings)), encoding="utf-8")
@@ -50,9 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(place / "encoder", hidden_dropout_prob=0.0)
     save_task(place / "task", validation=27)
     for name, batch, processes in (("one", 8, 1), ("two", 4, 2)):
-        sizes = {f"{stage}__batch_size": batch for stage in ("teacher", "transfer", "distill")}
-        path = settings_file(place, name, run__evaluation_batch_size=5, teacher__lr=3e-4, distill__lr=3e-4, **sizes)
-        done = start(path, processes)
+        done = start(settings_file(place, name, batch), processes)
         assert done.returncode == 0, done.stderr[-3000:]
     return place
 
@@ -109,7 +108,7 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
 
 
 def test_a_mistake_is_told_and_ends_all_processes(folder: Path) -> None:
-    path = settings_file(folder, "bad", model__attention="hedgehogs")
+    path = settings_file(folder, "bad", 4, model__attention="hedgehogs")
     done = start(path, 2)
     assert done.returncode != 0
     assert "Did you mean 'hedgehog'" in done.stderr
