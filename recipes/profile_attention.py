@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_linear_attn.evaluation.benchmark.decode import state_floor
 from hf_linear_attn.evaluation.benchmark.limits import products
+from hf_linear_attn.evaluation.benchmark.turns import take_turns
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
@@ -39,13 +40,13 @@ HEADS, SIZE = 12, 64
 NAMES = ("elu", "hedgehog", "favor+")
 #: Kinds of operations, by parts of their names.
 KINDS = {
-    "products": ("mm", "addbmm", "matmul"),
+    "products": ("mm", "matmul"),
+    "rest": ("expand",),
     "exponentials": ("exp", "elu", "softmax"),
-    "sums and maxima": ("sum", "max", "cummax"),
+    "sums and maxima": ("sum", "max"),
     "copies": ("copy", "cat", "clone", "fill", "zero", "empty"),
     "element by element": ("add", "sub", "mul", "div", "clamp", "tril", "where", "neg", "relu"),
 }
-
 
 #: Functions of a decoding step; each calls the next.
 PARTS_OF_A_STEP = {
@@ -62,19 +63,9 @@ def mechanism(name: str, causal: bool) -> KernelizedAttention:
     return KernelizedAttention(shape, build_options(entry, {}), entry.cls)
 
 
-def seconds(call: Callable[[], object], repeats: int = 15, least: float = 0.002) -> float:
-    """The median time of a call."""
-    call()
-    began = time.perf_counter()
-    call()
-    number = max(1, int(least / (time.perf_counter() - began)))
-    samples = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(number):
-            call()
-        samples.append((time.perf_counter() - began) / number)
-    return statistics.median(samples)
+def medians(**calls: Callable[[], object]) -> dict[str, float]:
+    """Median times of calls, timed in turns."""
+    return {name: statistics.median(samples) for name, samples in take_turns(calls, seconds=0.5).items()}
 
 
 def kind_of(operation: str) -> str:
@@ -92,7 +83,7 @@ def by_kind(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
         if event.key.startswith("aten::"):
             spent[kind_of(event.key.removeprefix("aten::"))] += event.self_cpu_time_total
     total = sum(spent.values())
-    return {kind: spent[kind] / total for kind in (*KINDS, "rest")}
+    return {kind: spent[kind] / total for kind in sorted(KINDS, key="rest".__eq__)}
 
 
 def operations(features: int, projected: int, length: int, causal: bool) -> float:
@@ -118,17 +109,18 @@ def forms(name: str, length: int, causal: bool) -> dict[str, Any]:
     assert fused is not None
     weight = fused[0].weight
     work = operations(features, 0 if weight is None else weight.shape[-1], length, causal)
-    torch_time, native_time = seconds(run("torch")), seconds(run("native"))
+    alone = products(inputs[1], inputs[2], features, causal)
+    times = medians(torch=run("torch"), native=run("native"), products=alone)
     return {
         "mechanism": name,
         "direction": "causal" if causal else "bidirectional",
         "length": length,
         "features": features,
-        "torch_seconds": torch_time,
-        "products_seconds": seconds(products(inputs[1], inputs[2], features, causal)),
+        "torch_seconds": times["torch"],
+        "products_seconds": times["products"],
         "torch_shares": by_kind(run("torch")),
-        "native_seconds": native_time,
-        "native_operations_per_second": work / native_time,
+        "native_seconds": times["native"],
+        "native_operations_per_second": work / times["native"],
     }
 
 
@@ -143,12 +135,13 @@ def step(name: str) -> dict[str, Any]:
     def run() -> None:
         module(*token, scaling=scaling, causal=True, state=state, keep_state=True)
 
+    times = medians(whole=run, floor=state_floor(token[0], module.feature_map.num_features))
     inner = {name: inner_seconds(run, *place) for name, place in PARTS_OF_A_STEP.items()}
     return {
         "mechanism": name,
         "features": module.feature_map.num_features,
-        "parts": {"the mechanism": seconds(run), **inner},
-        "floor": seconds(state_floor(token[0], module.feature_map.num_features)),
+        "parts": {"the mechanism": times["whole"], **inner},
+        "floor": times["floor"],
     }
 
 
@@ -180,10 +173,9 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     square = torch.randn(1024, 1024)
     with torch.no_grad():
-        peak = 2.0 * 1024**3 / seconds(lambda: square @ square)
+        peak = 2.0 * 1024**3 / medians(product=lambda: square @ square)["product"]
         found = [forms(name, arguments.length, causal) for causal in (False, True) for name in NAMES]
         steps = [step(name) for name in NAMES]
-        peak = max(peak, 2.0 * 1024**3 / seconds(lambda: square @ square))
     made = {
         "format_version": 1,
         "settings": {"length": arguments.length, "heads": HEADS, "size": SIZE},

@@ -151,7 +151,7 @@ def profile_tables(path: Path = RESULTS / "profile.json") -> str:
         _row(["---", *["---:"] * (2 + len(kinds))]),
     ]
     for row in held["forms"]:
-        shares = [f"{row['torch_shares'][kind]:.0%}".replace("%", " %") for kind in kinds]
+        shares = [f"{100 * row['torch_shares'][kind]:.0f} %" for kind in kinds]
         over = f"{row['torch_seconds'] / row['products_seconds']:.1f}"
         lines.append(_row([f"`{row['mechanism']}`, {row['direction']}", str(row["features"]), over, *shares]))
     columns = ["native kernel", "GFLOP/s of all products", "of one large product", "times as fast as the torch form"]
@@ -160,7 +160,7 @@ def profile_tables(path: Path = RESULTS / "profile.json") -> str:
         rate = row["native_operations_per_second"]
         faster = f"{row['torch_seconds'] / row['native_seconds']:.1f}"
         named = f"`{row['mechanism']}`, {row['direction']}"
-        lines.append(_row([named, f"{rate / 1e9:.0f}", f"{rate / peak:.0%}".replace("%", " %"), faster]))
+        lines.append(_row([named, f"{rate / 1e9:.0f}", f"{100 * rate / peak:.0f} %", faster]))
     parts = list(held["steps"][0]["parts"])
     columns = ["decoding step, µs", *parts, "the state's own update"]
     lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
