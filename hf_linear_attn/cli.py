@@ -61,7 +61,7 @@ TRAIN_EXAMPLES = {
 examples:
   hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
   hf-linear-attn convert ./bert --teacher.epochs 3 --data.source reviews.csv --data.text review --run.output out
-  hf-linear-attn convert gpt2 --kind causal-lm --data.source wiki.txt --model.attention window --run.output out
+  hf-linear-attn convert gpt2 --kind causal-lm --data.source wiki.txt --run.output out
   hf-linear-attn convert --config recipe.yaml --distill.lr 1e-4
   accelerate launch -m hf_linear_attn convert --config recipe.yaml
 """,

@@ -16,6 +16,8 @@ from .version import __version__
 FORMAT_VERSION = 1
 
 DEFAULT_KEY = "default"
+#: The mechanism where none is named: what keeps most of a pretrained model, in both directions.
+DEFAULT_ATTENTION = "window"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import feature_maps, mechanisms  # noqa: F401  (their import fills the registries)
-from .config import LayerConfig, LinearAttentionConfig
+from .config import DEFAULT_ATTENTION, LayerConfig, LinearAttentionConfig
 from .integration import attention
 from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, SUBMODULE, before_attention
 from .integration.boundaries import unwatch, watch
@@ -58,7 +58,7 @@ LEFT_EXACT = (
 
 def patch_model(
     model: PreTrainedModel,
-    attention: str | Mapping[str, Any] | LinearAttentionConfig = "hedgehog",
+    attention: str | Mapping[str, Any] | LinearAttentionConfig = DEFAULT_ATTENTION,
     *,
     layers: Sequence[int] | None = None,
     max_length: int | None = None,

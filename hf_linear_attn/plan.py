@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .config import DEFAULT_ATTENTION
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from .evaluation.planner.material import Material
 
 EXTRAS = "pip install 'hf-linear-attn[demo]'"
-
-#: What a plan takes where nothing is said: what converts this kind of model best.
-DEFAULT_ATTENTION = {True: "window", False: "hedgehog"}
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,7 @@ class PlanOptions:
         default=None, metadata={"help": "or a labelled task, for a classifier fine-tuned on it: sst2, mrpc, imdb, …"}
     )
     folder: str | None = field(default=None, metadata={"help": "folder with the task's files (default: the Hub's)"})
-    attention: str | None = field(
-        default=None, metadata={"help": "the mechanism (default: window for decoders, hedgehog for encoders)"}
-    )
+    attention: str | None = field(default=None, metadata={"help": "the mechanism (default: window)"})
     option: tuple[str, ...] | None = field(
         default=None, metadata={"help": "options of the mechanism, KEY=VALUE (default: its own)"}
     )
@@ -282,15 +279,14 @@ def _prepare(source: str, name: str, options: PlanOptions, budget: Budget) -> Jo
         exact = load_backbone(source, "AutoModelForCausalLM" if kind.name == "decoder" else "AutoModel", device)
         material = text_material(text, tokenizer, amounts, exact, decoder=kind.name == "decoder")
         material.facts["source"] = Path(text.source).name if options.text is not None else text.source
-    causal = self_attention(exact)[0].causal
-    attention = options.attention or DEFAULT_ATTENTION[causal]
+    attention = options.attention or DEFAULT_ATTENTION
     amounts = timeable(amounts, exact, budget)
     settings = {**_seed(attention, options.seed), **options.mechanism_options()}
     try:
         patched = patch_model(shared_copy(exact), attention, **settings)
     except NotImplementedError as error:
         raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
-    facts = model_facts(exact, causal, type(exact).__name__)
+    facts = model_facts(exact, self_attention(exact)[0].causal, type(exact).__name__)
     timed = _timed(exact, patched, attention, settings, amounts)
     return Job(name, source, options, budget, kind, amounts, attention, exact, patched, timed, material, facts)
 

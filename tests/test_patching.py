@@ -31,10 +31,10 @@ def attentions(model):
 # What is accepted
 
 
-def test_the_default_is_hedgehog_everywhere():
+def test_the_default_is_window_everywhere():
     model = BERT.build()
     assert hla.patch_model(model) is model
-    assert attentions(model) == ["hedgehog", "hedgehog"]
+    assert attentions(model) == ["window", "window"]
 
 
 @pytest.mark.parametrize(

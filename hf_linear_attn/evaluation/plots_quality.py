@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..config import DEFAULT_ATTENTION
 from .advice import final, is_trivial
 from .drawing import (
     AFTER,
@@ -21,17 +22,14 @@ from .drawing import (
 from .formats import fixed
 from .scores import Score
 from .speed import FREE
-from .verdicts import default_mechanism
 
 
 def heat_map_of(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The mechanism whose layers and heads are shown: the default of the model's kind, or the first that
-    learned, or the first with a KL to show."""
-    preferred = default_mechanism(report)
+    """The mechanism whose layers and heads are shown: the default, or the first that learned, or the first with a KL
+    to show."""
     known = [held for held in report["mechanisms"] if final(held)["kl"] is not None and not is_trivial(held)]
-    chosen = (
-        [held for held in known if held["name"] == preferred] or [held for held in known if held["trained"]] or known
-    )
+    default = [held for held in known if held["name"] == DEFAULT_ATTENTION]
+    chosen = default or [held for held in known if held["trained"]] or known
     return chosen[0] if chosen else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..config import DEFAULT_ATTENTION
 from .advice import advise, final, is_trivial
 from .formats import format_rate
 from .measurements import plain
@@ -45,17 +46,11 @@ def task_score(report: dict[str, Any], quality: dict[str, Any]) -> float:
 
 def best(report: dict[str, Any]) -> dict[str, Any]:
     """The mechanism nearest to the exact model."""
-    preferred = default_mechanism(report)
 
     def rank(held: dict[str, Any]) -> tuple[float, bool]:
-        return round(task_score(report, final(held)), 3), held["name"] == preferred
+        return round(task_score(report, final(held)), 3), held["name"] == DEFAULT_ATTENTION
 
     return max(report["mechanisms"], key=rank)
-
-
-def default_mechanism(report: dict[str, Any]) -> str:
-    """What the package recommends for this kind of model."""
-    return "window" if report["model"]["kind"] == "decoder" else "hedgehog"
 
 
 def _quality_words(report: dict[str, Any], quality: dict[str, Any]) -> str:

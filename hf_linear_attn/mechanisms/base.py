@@ -110,6 +110,14 @@ class LinearAttention(nn.Module):
         """Number of parameters that the mechanism adds; those that are another layer's count there."""
         return sum(held.numel() for name, held in self.named_parameters() if name not in self.tied_parameters)
 
+    @property
+    def exact_length(self) -> int:
+        """Inputs of up to so many tokens are attended to exactly: what the mechanism does beyond shows on longer ones.
+
+        0 where nothing is exact.
+        """
+        return 0
+
     def state_bytes(self, length: int = 0) -> int:
         """Bytes of the state of one token stream after `length` tokens; 0 where the mechanism has no state."""
         return 0

@@ -98,6 +98,10 @@ class LinformerCausalAttention(LinearAttention):
                 "linformer-causal sees only the past and would waste half of an encoder. Use 'linformer' on encoders."
             )
 
+    @property
+    def exact_length(self) -> int:
+        return self.options.block_size
+
     def state_bytes(self, length: int = 0) -> int:
         options, shape = self.options, self.shape
         tokens = options.block_size + length // options.block_size * options.slots_per_block

@@ -180,6 +180,10 @@ class ScatterbrainAttention(LinearAttention):
 
         return query_features, key_features
 
+    @property
+    def exact_length(self) -> int:
+        return self.options.window_size
+
     def state_bytes(self, length: int = 0) -> int:
         shape, options = self.shape, self.options
         token = 4 * (shape.head_dim + shape.value_dim)

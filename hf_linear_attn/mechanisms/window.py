@@ -67,7 +67,7 @@ class WindowOptions:
     learned=True,
     state="constant",
     cost="O(L·(w + m)·d) time, O((w + m)·d) state",
-    advice="the default for converting decoders: local detail stays exact, the rest is a constant-size state",
+    advice="the default: local detail stays exact, the rest is a constant-size state; best quality after conversion",
 )
 class WindowAttention(LinearAttention):
     """`w_ij = exp(τ q·k - c_i)` in the window, `exp(g_i) φ(q_i)·φ(k_j)` outside it, one normaliser over both.
@@ -226,6 +226,10 @@ class WindowAttention(LinearAttention):
             return self.feature_map.key(x, scaling)
 
         return query_features, key_features
+
+    @property
+    def exact_length(self) -> int:
+        return self.options.window_size
 
     def state_bytes(self, length: int = 0) -> int:
         shape, window = self.shape, self.options.window_size

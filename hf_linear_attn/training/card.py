@@ -60,6 +60,20 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return lines
 
 
+def exactness(found: dict[str, int]) -> str:
+    """A sentence on the inputs that the mechanism attends to exactly."""
+    return (
+        f"Inputs of up to {found['exact_length']:,} tokens are attended to exactly; of {found['inputs']:,} training "
+        f"inputs {found['longer']:,} are longer."
+    )
+
+
+def _quality_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    table = results_table(facts, state)
+    found = facts.get("beyond_exact")
+    return [*table, "", exactness(found)] if table and found else table
+
+
 def speed_table(state: dict[str, Any]) -> list[str]:
     """Times of one forward pass beside the teacher's, as lines of a Markdown table."""
     speed = state.get("speed")
@@ -87,7 +101,7 @@ def model_card(settings: FinetuneSettings | ConvertSettings, facts: dict[str, An
         f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
         "",
         *_loading(facts, linear),
-        *_section("Quality", results_table(facts, state)),
+        *_section("Quality", _quality_section(facts, state)),
         *_section("Speed", _speed_section(facts, state)),
         *_section("Layers", _layers(facts)),
         *_section("Settings", ["```json", json.dumps(shown, indent=1, ensure_ascii=False), "```"]),

@@ -18,9 +18,10 @@ from ..evaluation.measurements import plain
 from ..evaluation.report import environment
 from ..evaluation.speed import shared_copy
 from ..integration.attention import SUBMODULE, exact_attention
+from ..mechanisms.base import LinearAttention
 from ..patching import is_patched, patch_model, patch_report
 from ..registry import ATTENTIONS
-from .card import model_card, results_table
+from .card import exactness, model_card, results_table
 from .loop import Progress
 from .models import load_model, load_tokenizer, train_tokenizer
 from .objectives import DistillObjective, TaskObjective
@@ -30,6 +31,12 @@ from .runs import Run
 from .saving import whole_folder, without_shared, write_json
 from .settings import as_mapping
 from .transfer import transfer_attention
+
+#: Training inputs that are looked at for how many go beyond what the mechanism attends to exactly.
+LOOKED_AT = 1000
+
+#: Share of them below which a run says that its data train little of the mechanism.
+SHARE_BEYOND = 0.05
 
 #: Batches of training data that attention transfer does not train on, to choose its best step.
 TRANSFER_HELD_OUT = 2
@@ -52,6 +59,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
             raise ValueError("run.control is the exact model: leave model.attention and model.plan out (null).")
         if not is_patched(model):
             _patch(model, settings.model, settings.run.seed)
+        _say_if_exact(run, model, problem)
         facts = _facts(run, model, problem)
         if "trained" not in run.state:
             progress, trained = run.stage("train", model, TaskObjective(problem), problem, settings.train)
@@ -84,6 +92,7 @@ def convert(settings: ConvertSettings, *, console: Console | None = None) -> dic
         if not settings.run.control:
             run.seed()
             _patch(student, settings.model, settings.run.seed)
+            _say_if_exact(run, student, problem)
             run.metrics("patched", student, problem)
             _transfer(run, settings, student, problem)
         facts = _facts(run, student, problem)
@@ -330,6 +339,29 @@ def _best(progress: Progress) -> dict[str, float]:
     return next((metrics for step, metrics in progress.evaluations if step == kept), {})
 
 
+def _beyond_exact(model: PreTrainedModel, problem: Problem) -> dict[str, int] | None:
+    """How many training inputs are longer than what the mechanism attends to exactly (None: it does so at no length).
+
+    Of a mixture the mechanism that is exact for longest counts.
+    """
+    exact = max((held.exact_length for held in model.modules() if isinstance(held, LinearAttention)), default=0)
+    if not exact:
+        return None
+    rows: Any = problem.train
+    some = rows.select(range(min(LOOKED_AT, len(rows))))
+    longer = sum(len(ids) > exact for ids in some["input_ids"])
+    return {"exact_length": exact, "inputs": len(some), "longer": longer}
+
+
+def _say_if_exact(run: Run, model: PreTrainedModel, problem: Problem) -> None:
+    found = _beyond_exact(model, problem)
+    if found is not None and found["longer"] < SHARE_BEYOND * found["inputs"]:
+        run.reporter.say(
+            f"{exactness(found)} So these data train little of it. Give longer inputs, or narrow what is exact (the "
+            "option window_size, or block_size), or expect an untrained mechanism on longer inputs."
+        )
+
+
 def _facts(run: Run, model: PreTrainedModel, problem: Problem) -> dict[str, Any]:
     patched = is_patched(model)
     report = patch_report(model) if patched else None
@@ -338,6 +370,7 @@ def _facts(run: Run, model: PreTrainedModel, problem: Problem) -> dict[str, Any]
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "learned_parameters": report.parameters if report else 0,
         "layers": [asdict(layer) for layer in report.layers] if report else [],
+        "beyond_exact": _beyond_exact(model, problem),
         "data": problem.facts,
         "goal": asdict(problem.goal),
         "processes": run.accelerator.num_processes,

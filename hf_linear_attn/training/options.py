@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..config import DEFAULT_ATTENTION
+
 Kind = Literal["classification", "causal-lm", "masked-lm"]
 
 
@@ -37,7 +39,8 @@ class ModelSettings:
 
     source: str | None = field(default=None, metadata=about("a local folder, or a repository on the Hub"))
     attention: str | None = field(
-        default="hedgehog", metadata=about("mechanism of all layers (see `hf-linear-attn list`); null: exact attention")
+        default=DEFAULT_ATTENTION,
+        metadata=about("mechanism of all layers (see `hf-linear-attn list`); null: exact attention"),
     )
     options: dict[str, Any] = field(default_factory=dict, metadata=about("options of the mechanism, e.g. {seed: 1}"))
     layers: tuple[int, ...] | None = field(default=None, metadata=about("layers to patch (default: all)"))

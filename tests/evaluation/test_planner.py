@@ -367,7 +367,7 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("evaluate", reason="needs the extra 'train'")
     settings: dict[str, Any] = {"text": None, "task": "sst2", "folder": str(folder), "budget": "100 points"}
     report = plan(folder, "classifier", tmp_path, **settings)
-    assert report["mechanism"]["name"] == "hedgehog"
+    assert report["mechanism"]["name"] == "window"
     assert report["choice"]["met"]
     assert report["data"]["metric"] == "accuracy"
     assert any("rests on 12 examples" in line for line in report["verdicts"])

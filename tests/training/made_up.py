@@ -81,9 +81,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_settings(model: Path, data: Path, output: Path, **changes: Any) -> ConvertSettings:
-    """Seconds for all stages, with dropout in all. Changes are given with `__` for the dot."""
+    """Seconds for all stages, with dropout in all. Changes are given with `__` for the dot. (Not the default mechanism:
+    its window would hold these inputs whole.)"""
     base = {
-        "model": {"source": str(model)},
+        "model": {"source": str(model), "attention": "hedgehog"},
         "data": {"source": str(data), "text": ["sentence"], "max_length": 16},
         "teacher": {"steps": 8, "batch_size": 8, "lr": 3e-3, "evaluations": 2},
         "transfer": {"steps": 4, "batch_size": 8, "evaluate_every": 2},

@@ -213,6 +213,39 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.parametrize(
+    ("attention", "options", "told"),
+    [
+        ("window", {}, "Inputs of up to 64 tokens are attended to exactly; of 96 training inputs 0 are longer."),
+        ("window", {"window_size": 2}, None),
+        ("linformer", {}, None),
+    ],
+)
+def test_data_that_train_little_of_the_mechanism(
+    attention: str, options: dict[str, int], told: str | None, folder: Path, tmp_path: Path
+) -> None:
+    screen = io.StringIO()
+    settings = finetune_settings(
+        folder / "encoder",
+        folder / "task",
+        tmp_path / "out",
+        model__attention=attention,
+        model__options=options,
+        train__steps=1,
+    )
+    found = finetune(settings, console=Console(file=screen, width=400))["beyond_exact"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    assert ("narrow what is exact" in screen.getvalue()) is (told is not None)
+    if told is not None:
+        assert told in screen.getvalue()
+        assert told in card
+    if options:
+        assert found["longer"] == found["inputs"]
+    if attention == "linformer":
+        assert found is None
+        assert "attended to exactly" not in card
+
+
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
     results = finetune(
         finetune_settings(

@@ -43,7 +43,7 @@ def test_help_lists_every_setting_with_its_default(cls):
     for section in fields(cls)[1:]:
         for entry in fields(getattr(defaults, section.name)):
             assert f"--{section.name}.{entry.name} " in shown
-    assert ("(default: hedgehog)" in shown) is (cls is ConvertSettings)
+    assert ("(default: window)" in shown) is (cls is ConvertSettings)
     assert "(default: None)" not in shown
     assert "(default: 512,2048)" in shown
     assert vars(parser.parse_args([])) == {}

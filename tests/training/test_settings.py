@@ -218,7 +218,7 @@ def test_command_line_beats_file_beats_defaults(tmp_path):
 
 def test_sections_keep_the_defaults_of_their_recipe():
     assert read_settings(FinetuneSettings, None, {"model.source": "x"}).model.attention is None
-    assert read_settings(ConvertSettings, None, {"model.source": "x"}).model.attention == "hedgehog"
+    assert read_settings(ConvertSettings, None, {"model.source": "x"}).model.attention == "window"
     assert read_settings(ConvertSettings, None, {"teacher.lr": "1"}).teacher.epochs == 0
 
 
