@@ -71,6 +71,24 @@ def test_weights_times_values_are_the_output(name, causal):
 
 @every_direction()
 @torch.no_grad()
+def test_exact_up_to_the_length_that_it_says_and_not_beyond(name, causal):
+    module = mechanism(name, causal)
+    longest = module.exact_length
+    if not longest:
+        pytest.skip(f"{name} is exact at no length")
+    differences = []
+    for length in (longest, longest + 8):
+        q, k, v = qkv(length)
+        out, _ = run(module, q, k, v, causal=causal)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=SCALING, enable_gqa=True
+        )
+        differences.append((out - exact).abs().max().item())
+    assert differences[0] < 1e-5 < 1e-3 < differences[1]
+
+
+@every_direction()
+@torch.no_grad()
 def test_dense_forward_honours_any_mask_where_declared(name, causal):
     module, (q, k, v) = mechanism(name, causal), qkv(19)
     if not module.dense_masks:
