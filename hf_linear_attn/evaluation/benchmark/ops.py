@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...mechanisms.base import LinearAttention
 from ..resources import count_flops
 from . import limits, subjects
 from .bench import BASELINE, Bench
@@ -20,6 +22,9 @@ COPY = "copy"
 REFERENCE = "product"
 #: What `longest` allows a mechanism by itself, of what it allows exact attention: there are dozens of them.
 SHARE_OF_LONGEST = 0.05
+#: Mechanisms that are built for a largest length are built for that of their inputs, as a model's limit is near them,
+#: and for no less than this.
+LEAST_LIMIT = 512
 #: Calls of so many seconds are timed once.
 SLOW = 0.5
 PASSES = {False: "forward", True: "forward+backward"}
@@ -124,7 +129,7 @@ def run_ops(bench: Bench) -> list[dict[str, Any]]:
         cells = [Cell(causal, dtype, backward, length, *shape, options.seed, bench.device) for length in lengths]
         told = f"{cells[0].direction}, {dtype}, {PASSES[backward]}"
         bench.progress.update(place * len(lengths), f"{told}: building")
-        table = Table(bench, candidates(bench, cells[0], max(lengths)))
+        table = Table(bench, candidates(bench, cells[0]))
         for index, cell in enumerate(cells):
             bench.progress.update(place * len(lengths) + index, f"{told}, {cell.length:,} tokens")
             rows += run_cell(bench, cell, table.feasible(cell.length, told), table)
@@ -140,7 +145,7 @@ def headline_cells(bench: Bench) -> list[dict[str, Any]]:
         cell = Cell(direction == "causal", "float32", False, 4000, 1, 16, 64, bench.options.seed, bench.device)
         bench.progress.start(f"width 1,024 at 4,000 tokens, {direction}", 1)
         names = [name for name in HEADLINE_NAMES if bench.options.attention is None or name in bench.names()]
-        chosen = candidates(bench, cell, 4000, names)
+        chosen = candidates(bench, cell, names)
         rows += run_cell(bench, cell, [*chosen, eager_candidate(cell)], None)
     return rows
 
@@ -165,7 +170,7 @@ def eager_candidate(cell: Cell) -> Candidate:
 # Candidates
 
 
-def candidates(bench: Bench, first: Cell, longest: int, names: Sequence[str] | None = None) -> list[Candidate]:
+def candidates(bench: Bench, first: Cell, names: Sequence[str] | None = None) -> list[Candidate]:
     """Exact attention, every mechanism on every backend, and the other packages; tried on the shortest cell."""
     causal, backward = first.causal, first.backward
     inputs = first.inputs()
@@ -180,24 +185,29 @@ def candidates(bench: Bench, first: Cell, longest: int, names: Sequence[str] | N
     for name in bench.names() if names is None else names:
         if subjects.serves(name, causal):
             try:
-                found += _mechanism(bench, first, inputs, name, longest)
+                found += _mechanism(bench, first, inputs, name)
             except subjects.REFUSALS as error:
                 bench.note(SECTION, f"{name}, {first.direction}, {first.dtype}: left out ({_line(error)})")
     return found + (_peers(bench, first, inputs) if bench.options.peers else [])
 
 
-def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str, longest: int) -> list[Candidate]:
+def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str) -> list[Candidate]:
     options, causal, backward = bench.options, first.causal, first.backward
-    module = subjects.build(
-        name,
-        heads=first.heads,
-        head_dim=first.head_dim,
-        longest=longest,
-        causal=causal,
-        seed=options.seed,
-        dtype=getattr(torch, first.dtype),
-        device=bench.device,
-    )
+
+    @functools.cache
+    def built(length: int) -> LinearAttention:
+        return subjects.build(
+            name,
+            heads=first.heads,
+            head_dim=first.head_dim,
+            longest=max(length, LEAST_LIMIT),
+            causal=causal,
+            seed=options.seed,
+            dtype=getattr(torch, first.dtype),
+            device=bench.device,
+        )
+
+    module = built(first.length)
     entry_options = subjects.options_of(subjects.ATTENTIONS.get(name), options.seed)
     call = subjects.timed_call(module, inputs, causal, backward)
     serving, refused = subjects.backends_of(call, options.backend)
@@ -205,15 +215,15 @@ def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str, longest: in
         bench.refuse(SECTION, backend, reason, f"{name} ({first.direction}, {first.dtype}, {PASSES[backward]})")
 
     def make(given: Inputs, backend: str) -> Callable[[], object]:
-        return subjects.on_backend(subjects.timed_call(module, given, causal, backward), backend)
+        return subjects.on_backend(subjects.timed_call(built(given.length), given, causal, backward), backend)
 
     return [
         Candidate(
             name if backend == subjects.OWN else f"{name} [{backend}]",
-            {"name": name, "options": entry_options, "backend": backend, "longest": longest},
+            {"name": name, "options": entry_options, "backend": backend, "least_limit": LEAST_LIMIT},
             lambda given, backend=backend: make(given, backend),  # type: ignore[misc]
             subjects.num_features(module),
-            lambda given: subjects.forward(module, given, causal),
+            lambda given: subjects.forward(built(given.length), given, causal),
         )
         for backend in serving
     ]

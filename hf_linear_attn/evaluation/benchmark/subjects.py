@@ -42,6 +42,10 @@ class Inputs:
         return cls(*made)
 
     @property
+    def length(self) -> int:
+        return self.query.shape[2]
+
+    @property
     def scaling(self) -> float:
         return self.query.shape[3] ** -0.5
 
