@@ -13,8 +13,9 @@ from ..feature_maps.base import AttentionShape
 from ..ops import backends
 from ..ops import windowed as ops
 from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
-from ..ops.fused import WindowedCall
+from ..ops.fused import StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
+from ..ops.window_step import is_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import LinearAttention, visible
 
@@ -120,6 +121,12 @@ class WindowAttention(LinearAttention):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
         if state is None and not keep_state and self._all_inside(query, key, mask):
             return _exact(query, key, value, scaling, causal), None
+        log_mix: Tensor | StepMix
+        if state is not None and not torch.is_grad_enabled() and is_step(query, mask, state):
+            mask = None
+            log_mix = self._step_mix(query, key, scaling, state)
+        else:
+            log_mix = self._log_mix(query, key, scaling, causal, mask, state)
         call = WindowedCall(
             query,
             key,
@@ -130,7 +137,7 @@ class WindowAttention(LinearAttention):
             causal=causal,
             window=self.options.window_size,
             scaling=scaling,
-            log_mix=self._log_mix(query, key, scaling, causal, mask, state),
+            log_mix=log_mix,
             mask=mask,
             state=state,
             keep_state=keep_state,
@@ -190,17 +197,29 @@ class WindowAttention(LinearAttention):
         far = far[:, None, far.shape[1] - length :]
         return log_mix - torch.log1p(far.to(log_mix.dtype) / saturation)
 
+    def _step_mix(self, query: Tensor, key: Tensor, scaling: float, state: State) -> StepMix:
+        saturation = self.options.saturation
+        return StepMix(
+            lambda: self._log_mix(query, key, scaling, True, None, state),
+            self.log_mix,
+            self.mix_weight,
+            MIX_BOUND,
+            saturation,
+            None if saturation is None else state["count"],
+        )
+
     def _query_mix(self, query: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
         """`b + clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # else without this copy of the queries
         # No matrix product: its rounding depends on the rest of the batch. In blocks, so that its room is bounded.
         batch, heads, length, width = query.shape
+        dtype = compute_dtype(query)
         blocks = query.split(block_length(batch, heads, width, length), dim=2)
-        weight = self.mix_weight.to(query.dtype).unsqueeze(-2)
-        parts = [(block * weight).sum(-1) for block in blocks]
+        weight = self.mix_weight.to(dtype).unsqueeze(-2)
+        parts = [(block.to(dtype) * weight).sum(-1) for block in blocks]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        part = (mask_tokens(part, mask).to(compute_dtype(query)) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
+        part = (mask_tokens(part, mask) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
         return self.log_mix.view(1, -1, 1) + part
 
     def separable_queries(self, causal: bool) -> bool:

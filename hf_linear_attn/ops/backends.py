@@ -63,7 +63,7 @@ class TorchBackend:
         given = (call.query, call.key, call.value, call.query_features, call.key_features)
         settings: dict[str, Any] = {"mask": call.mask}
         if isinstance(call, WindowedCall):
-            settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.log_mix}
+            settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.mix_rows()}
             if call.state is not None and call.causal and is_step(call.query, call.mask, call.state):
                 del settings["mask"], settings["window"]
                 return windowed_step(*given, **settings, state=call.state)

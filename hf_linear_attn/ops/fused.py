@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -95,10 +96,27 @@ class KernelizedCall(NamedTuple):
         return _needs_grad(self)
 
 
+class StepMix(NamedTuple):
+    """Log mixing weights of a decoding step: as a function, `[B, H, 1]`, and as a formula,
+
+        g = b + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w, 0) / N)
+
+    base b `[H]`, weight u `[H, d]`, seen n `[B]` tokens before this one; saturation N (None: without the last term).
+    """
+
+    rows: Callable[[], Tensor]
+    base: Tensor
+    weight: Tensor
+    bound: float
+    saturation: int | None
+    seen: Tensor | None
+
+
 class WindowedCall(NamedTuple):
     """One call of the hybrid: exact weights at distances below `window`, kernelized ones beyond (`ops.windowed`).
 
-    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ.
+    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ. For a step without gradients
+    `log_mix` may be a `StepMix`.
     """
 
     query: Tensor
@@ -111,13 +129,17 @@ class WindowedCall(NamedTuple):
     causal: bool
     window: int
     scaling: float
-    log_mix: Tensor
+    log_mix: Tensor | StepMix
     mask: Tensor | None = None
     state: State | None = None
     keep_state: bool = False
 
+    def mix_rows(self) -> Tensor:
+        """The log mixing weights as a tensor."""
+        return self.log_mix.rows() if isinstance(self.log_mix, StepMix) else self.log_mix
+
     def needs_grad(self) -> bool:
-        return _needs_grad(self, self.log_mix)
+        return _needs_grad(self, *(() if isinstance(self.log_mix, StepMix) else (self.log_mix,)))
 
 
 class GatedCall(NamedTuple):

@@ -175,6 +175,20 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
         assert_near(found, wanted, tolerance)
 
 
+def test_a_step_bounds_what_the_query_says_about_the_mixture():
+    """Products of queries and `mix_weight` far beyond the bound, either way."""
+    mechanism = build((1, 4, 2, 20), 4, "hedgehog", value_dim=16)
+    with torch.no_grad():
+        mechanism.mix_weight *= 100.0
+        whole = inputs((1, 4, 2, 21), 9, 16)
+        _, state = attend("torch", mechanism, [held[:, :, :20] for held in whole], True, keep_state=True)
+        found = [
+            attend(name, mechanism, [held[:, :, 20:] for held in whole], True, state=state, keep_state=True)[0]
+            for name in ("native", "torch")
+        ]
+    assert_near(found[0], found[1], 2e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_inside_one_window_it_is_exact_attention(dtype, causal):

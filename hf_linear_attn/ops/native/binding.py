@@ -73,7 +73,9 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("window", "both_sides")),
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
-        *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value")),
+        *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value", "next_ring_mask")),
+        *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count")),
+        *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
         ("decay", Strided),
     ]
 

@@ -7,14 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ..common import State, mask_tokens
-from ..fused import WindowedCall
+from ..fused import StepMix, WindowedCall
 from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
 from .binding import Side, address
+
+#: The state of a step, and the kernel's names for it before and after.
+STATE = {
+    "kv": ("state", "next_state"),
+    "k_sum": ("state_sum", "next_sum"),
+    "ring_key": ("ring_key", "next_ring_key"),
+    "ring_value": ("ring_value", "next_ring_value"),
+    "ring_mask": ("ring_mask", "next_ring_mask"),
+}
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -24,12 +32,10 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.state is not None and _steps(call):
         return _step(call, sides, call.state)
     tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
-    log_mix = by_row(call.log_mix.float())
+    log_mix = by_row(call.mix_rows().float())
     if not call.causal:
         mask = None if call.mask is None else call.mask.contiguous()
-        return _Windowed.apply(
-            call.query, call.key, call.value, call.log_mix.float(), *tensors, call, sides, mask, None
-        )[0], None
+        return _Windowed.apply(call.query, call.key, call.value, log_mix, *tensors, call, sides, mask, None)[0], None
     length, window = call.query.shape[2], call.window
     if not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
@@ -51,21 +57,32 @@ def _steps(call: WindowedCall) -> bool:
 
 
 def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[Tensor, State]:
-    tensors = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
-    batch, heads, _, _ = call.query.shape
-    held = {name: tensor.contiguous() for name, tensor in state.items()}
-    after = {name: torch.empty_like(held[name]) for name in ("kv", "k_sum", "ring_key", "ring_value")}
-    out = binding.token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
-    mix = by_row(call.log_mix.float()).exp()
-    given = _arguments(call, tensors, sides, None, None, mix, out)
-    given.state, given.state_sum = held["kv"].data_ptr(), held["k_sum"].data_ptr()
-    given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
-    given.ring_key, given.ring_value = held["ring_key"].data_ptr(), held["ring_value"].data_ptr()
-    given.next_ring_key, given.next_ring_value = after["ring_key"].data_ptr(), after["ring_value"].data_ptr()
-    given.ring_mask = held["ring_mask"].data_ptr()
+    query, key, value = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
+    out = binding.token_major(query.shape[0], query.shape[1], 1, value.shape[3], value.dtype)
+    given = binding.arguments(call._replace(query=query, key=key, value=value, mask=None), sides, out)
+    given.window, given.scaling = call.window, call.scaling
+    # Everything that the kernel reads is held by a name until it has run.
+    held = {name: state[name].contiguous() for name in STATE}
+    after = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+    for name, (before, behind) in STATE.items():
+        setattr(given, before, held[name].data_ptr())
+        setattr(given, behind, after[name].data_ptr())
+    mix = call.log_mix
+    if isinstance(mix, StepMix):
+        base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
+        given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
+        if mix.saturation is not None:
+            given.count, given.saturation = address(mix.seen), mix.saturation
+    else:
+        rows = by_row(mix.float()).exp()
+        given.mix = _mix_place(rows)
     binding.run("windowed_step", given)
-    after["ring_mask"] = functional.pad(held["ring_mask"][:, 1:], (0, 1), value=True)
     return out, after
+
+
+def _mix_place(mix: Tensor) -> binding.Strided:
+    steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
+    return binding.Strided(mix.data_ptr(), *steps)
 
 
 def _arguments(
@@ -81,8 +98,7 @@ def _arguments(
     query, key, value = tensors
     given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
     given.skip = address(skip)
-    steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
-    given.mix = binding.Strided(mix.data_ptr(), *steps)
+    given.mix = _mix_place(mix)
     given.offset = call.window if call.causal else 0
     given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
     return given

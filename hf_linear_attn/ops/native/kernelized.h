@@ -46,6 +46,11 @@ struct Call {
   const void *ring_key, *ring_value;
   const uint8_t* ring_mask;
   void *next_ring_key, *next_ring_value;
+  uint8_t* next_ring_mask;
+  // Its log mixing weights b + clip(√τ u·q, ±bound) - log(1 + n / N): b [H], u [H, padded d]; null b: `mix` holds them.
+  const float *mix_base, *mix_weight;
+  const int64_t* count;                                // [B]: tokens before this one, of which n lie outside; null: n = 0
+  float mix_bound, saturation;                         // N
   // Causal form with given features only: log decays [B, G, L, m] of the sums, in float32; null data: none.
   Strided decay;
 };

@@ -18,6 +18,16 @@ static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to,
   read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
 }
 
+// The mixing weight of head h, for its query x.
+static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
+  if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
+  float of_query = dot(x, c.mix_weight + h * x_row, x_row) * std::sqrt(c.scaling);
+  of_query = of_query < -c.mix_bound ? -c.mix_bound : of_query > c.mix_bound ? c.mix_bound : of_query;
+  const int64_t outside = c.count ? c.count[b] + 1 - c.window : 0;
+  const float bound = outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
+  return std::exp(c.mix_base[h] + of_query - bound);
+}
+
 template <typename T>
 static int windowed_step(const Call& c) {
   const int x_row = padded(c.size), e = c.value_size, e_row = padded(e), m_row = c.key_map.features(), w = c.window;
@@ -51,6 +61,10 @@ static int windowed_step(const Call& c) {
         keys.read<T>(key_rows, 0, g, 0, 1, c.size, valid);
         read_rows<T>(value_rows, 0, 0, 0, 1, e, valid, value, e_row);
 
+        if (g == 0) {
+          memcpy(c.next_ring_mask + b * w, next_valid, w - 1);
+          c.next_ring_mask[b * w + w - 1] = 1;
+        }
         const T* token = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
         memcpy(new_key, ring_key + c.size, (size_t)(w - 1) * c.size * sizeof(T));
         memcpy(new_key + (size_t)(w - 1) * c.size, token, c.size * sizeof(T));
@@ -71,8 +85,7 @@ static int windowed_step(const Call& c) {
         for (long r = 0; r < repeats; ++r) {
           const long h = g * repeats + r;
           queries.read<T>(c.query, b, h, 0, 1, c.size, nullptr);
-          const float mix = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
-          scale_all(queries.features, m_row, mix);
+          scale_all(queries.features, m_row, mixing_weight(c, b, h, queries.x, x_row));
           memset(out, 0, e_row * sizeof(float));
           float normaliser = 0.0f;
           for (int p = 0; p < c.key_map.parts; ++p) {
