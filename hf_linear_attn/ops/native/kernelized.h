@@ -266,15 +266,18 @@ static inline float row_sum(const float* row, int last) {
   return sum_of(total);
 }
 
+// What the keys of the sums give to rows before normalisation.
+static void sums_rows(int count, const Side& queries, const Sums& sums, float* out, float* normaliser) {
+  multiply(count, sums.columns, sums.rows, queries.features, sums.rows, 1, sums.kv, sums.columns, out, sums.columns, false);
+  for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * sums.rows, sums.k, sums.rows);
+}
+
 // Rows of a causal block before normalisation, in `out` and `normaliser`: the keys of the sums (where they hold any), and
 // the block's own, j <= i. The room: `turned` are the block's key features transposed, `weights` for n x n.
 static void causal_rows(int count, const Side& queries, const Side& keys, const float* turned, const float* value,
                         const Sums& sums, bool held, float* weights, float* out, float* normaliser) {
   const int m_row = sums.rows, e_row = sums.columns;
-  if (held) {
-    multiply(count, e_row, m_row, queries.features, m_row, 1, sums.kv, e_row, out, e_row, false);
-    for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
-  }
+  if (held) sums_rows(count, queries, sums, out, normaliser);
   if (count > 1) {
     triangle(count, m_row, queries.features, m_row, turned, weights);
   } else {

@@ -175,7 +175,8 @@ struct Far {
   Side keys, queries;
   Sums sums;
   float *value, *turned, *weights;
-  bool held = false;
+  bool held = false;  // whether the sums hold any key
+  bool here = false;  // whether the block's keys hold one
 
   static size_t floats(const Call& c) {
     const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
@@ -192,11 +193,26 @@ struct Far {
     held = false;
   }
 
+  // Whether any key is far from the block's rows.
+  bool any() const { return held || here; }
+
   template <typename T>
   void read_keys(const Call& c, const Stream& s, long first, int count) {
     keys.read<T>(c.key, s.b, s.g, first - c.window, count, c.size, s.valid());
     read_rows<T>(c.value, s.b, s.g, first - c.window, count, c.value_size, s.valid(), value, sums.columns);
     transpose(count, sums.rows, keys.features, sums.rows, turned, BLOCK);
+  }
+
+  static bool has_keys(const Call& c, const Stream& s, long first, int count) {
+    const uint8_t* valid = s.valid() + first - c.window;
+    return std::find(valid, valid + count, 1) != valid + count;
+  }
+
+  // The keys, if there are any: at the ends of a sequence there are none, and short inputs consist of little else.
+  template <typename T>
+  void begin(const Call& c, const Stream& s, long first, int count) {
+    here = has_keys(c, s, first, count);
+    if (here) read_keys<T>(c, s, first, count);
   }
 
   // Queries and their features, times the mixing weight; what is no token is a query of zeros.
@@ -208,10 +224,18 @@ struct Far {
   }
 
   void rows(int count, float* out, float* normaliser) {
-    causal_rows(count, queries, keys, turned, value, sums, held, weights, out, normaliser);
+    if (here) {
+      causal_rows(count, queries, keys, turned, value, sums, held, weights, out, normaliser);
+    } else if (held) {
+      sums_rows(count, queries, sums, out, normaliser);
+    } else {
+      memset(out, 0, (size_t)count * sums.columns * sizeof(float));
+      memset(normaliser, 0, count * sizeof(float));
+    }
   }
 
   void go_on(int count) {
+    if (!here) return;
     sums.add(keys.features, value, count);
     held = true;
   }
@@ -251,12 +275,12 @@ static int windowed(const Call& c) {
           s.reverse();
           for (long start = 0; start < c.length; start += BLOCK) {
             const int count = (int)std::min<long>(c.length - start, BLOCK);
-            far.read_keys<T>(back, s, start, count);
+            far.begin<T>(back, s, start, count);
             for (long r = 0; r < repeats; ++r) {
-              far.read_queries<T>(back, s, s.g * repeats + r, start, count);
+              if (far.any()) far.read_queries<T>(back, s, s.g * repeats + r, start, count);
               far.rows(count, behind + (r * c.length + start) * e_row, behind_normaliser + r * c.length + start);
             }
-            far.go_on(count);
+            if (start + count < c.length) far.go_on(count);
           }
           s.reverse();
           far.clear();
@@ -267,11 +291,15 @@ static int windowed(const Call& c) {
         for (long start = 0; start < c.length; start += BLOCK) {
           const int count = (int)std::min<long>(c.length - start, BLOCK);
           const long first = s.offset + start;
-          far.read_keys<T>(c, s, first, count);
+          far.begin<T>(c, s, first, count);
           band.read<T>(c, s, first, count);
           for (long r = 0; r < repeats; ++r) {
             const long h = s.g * repeats + r;
-            far.read_queries<T>(c, s, h, start, count);
+            if (far.any()) {
+              far.read_queries<T>(c, s, h, start, count);
+            } else {  // the near part alone
+              read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, x_row);
+            }
             far.rows(count, out, normaliser);
             for (int t = 0; c.both_sides && t < count; ++t) {
               const long place = r * c.length + c.length - 1 - (start + t);
@@ -286,7 +314,7 @@ static int windowed(const Call& c) {
             if (c.top) memcpy(c.top + place, top, count * sizeof(float));
             divide_rows<T>(c, s.b, h, start, count, out, normaliser);
           }
-          far.go_on(count);
+          if (start + count < c.length || c.next_state) far.go_on(count);
         }
         if (c.next_state)
           pack_state(c.key_map, c.value_size, far.sums, c.next_state + task * kv_size, c.next_sum + task * k_size);
@@ -348,9 +376,12 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
   };
   const auto key_place = [&](long token) { return s.backwards ? c.keys - 1 - token : token; };
 
+  // Rows before the first block that has keys have no far part.
+  long begin = 0;
+  while (begin < c.length && !Far::has_keys(c, s, s.offset + begin, (int)std::min<long>(c.length - begin, BLOCK))) begin += BLOCK;
   far.clear();
   memset(room.turned_sums, 0, (size_t)m_row * e_row * sizeof(float));
-  for (long start = 0; start < c.length; start += BLOCK) {
+  for (long start = begin; start < c.length; start += BLOCK) {
     const int count = (int)std::min<long>(c.length - start, BLOCK);
     far.read_keys<T>(c, s, s.offset + start, count);
     transpose(count, e_row, far.value, e_row, room.turned_value, BLOCK);
@@ -377,7 +408,7 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
     Sums::add_rows(far.keys.features, m_row, count, far.sums.k);
   }
   far.clear();
-  for (long start = c.length > 0 ? (c.length - 1) / BLOCK * BLOCK : -1; start >= 0; start -= BLOCK) {
+  for (long start = c.length > 0 ? (c.length - 1) / BLOCK * BLOCK : -1; start >= begin; start -= BLOCK) {
     const int count = (int)std::min<long>(c.length - start, BLOCK);
     const long first = s.offset + start - c.window;
     far.read_keys<T>(c, s, s.offset + start, count);
