@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,14 @@ def linear_attention_forward(
             )
         return out, weights
     _check_call(module, mechanism, query, key, kwargs)
-    with torch.autocast(device_type=query.device.type, enabled=False), in_memory(mechanism):
+    with _without_autocast(query.device.type), in_memory(mechanism):
         out, weights = _linear(module, mechanism, query, key, value, attention_mask, scaling, causal, kwargs)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """(Entering a context takes longer than to ask whether it is needed: a decoding step feels it.)"""
+    return torch.autocast(device_type=device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _packed(

@@ -151,7 +151,8 @@ def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State)
     shares = features / total.clamp_min(DENOMINATOR_EPS).unsqueeze(2)  # [B, G, R, N, t, d]
     weights = torch.einsum("bgrntd,bgntsd->bgrnts", shares, inside)
     out = weights @ value.unsqueeze(2) + (shares * past.unsqueeze(2)) @ sums["kv"][:, :, None, :-1]
-    after = {"kv": sums["kv"][:, :, -1], "k_sum": sums["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
+    last = {"kv": sums["kv"][:, :, -1], "k_sum": sums["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
+    after = {name: held.clone() for name, held in last.items()}  # a view would keep those of all pieces
     return out.flatten(3, 4)[:, :, :, :length], after
 
 

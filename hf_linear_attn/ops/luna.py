@@ -100,7 +100,7 @@ def causal(
     after = {
         "packed_key": key_sum,
         "packed_value": value_sum,
-        "count": counts[:, -1] if length else state["count"],
+        "count": counts[:, -1].clone() if length else state["count"],
     }
     if not outputs:
         return value.new_zeros(batch, heads, 0, value.shape[-1]), after

@@ -208,12 +208,10 @@ def gather_tokens(
 
 
 def ring_of(tokens: Tokens, length: int) -> State:
-    """The last `window` tokens, all that the next ones see exactly."""
-    return {
-        "ring_key": tokens.key[:, :, length:].contiguous(),
-        "ring_value": tokens.value[:, :, length:].contiguous(),
-        "ring_mask": tokens.valid[:, length:].contiguous(),
-    }
+    """The last `window` tokens, all that the next ones see exactly. Copies: a view would keep all tokens in memory."""
+    held = {"ring_key": tokens.key[:, :, length:], "ring_value": tokens.value[:, :, length:]}
+    held["ring_mask"] = tokens.valid[:, length:]
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in held.items()}
 
 
 def causal_sums(

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 
 from tests.helpers import (
+    LLAMA,
     Family,
     assert_close,
     bert_config,
@@ -48,6 +50,19 @@ def test_a_padded_batch_compiles_without_graph_breaks(name, family):
 def test_inductor():
     model = patched("hedgehog", BERT)
     assert_close(compiled_logits(model, "inductor", token_ids()), logits(model, token_ids()))
+
+
+@pytest.mark.parametrize("name", ["elu", "favor+", "hedgehog", "gla", "gated-delta", "rfa", "luna", "taylor", "window"])
+def test_compiled_generation(name):
+    """One graph for the prompt, one or two for all tokens after it (the first state comes from the prompt's graph)."""
+    model = patched(name, LLAMA)
+    ids = token_ids(1, 9)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.forward = torch.compile(model.forward, backend=counter)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+    assert 2 <= counter.frame_count <= 4
 
 
 @pytest.mark.parametrize("family", [BERT, GPT2], ids=str)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hf_linear_attn as hla
 from hf_linear_attn.ops import naive
 from tests.helpers import (
     assert_close,
@@ -67,6 +68,21 @@ def test_weights_times_values_are_the_output(name, causal):
     out, _ = run(module, q, k, v, causal=causal, mask=mask)
     real = mask[:, None].expand(-1, 4, -1)
     assert_close((weights @ v.repeat_interleave(2, dim=1))[real], out[real])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@every_mechanism(causal=True)
+@torch.no_grad()
+def test_a_state_holds_no_more_memory_than_it_shows(name, backend):
+    """A view of one head's tokens would keep all of them."""
+    module = mechanism(name, True, heads=2, groups=1)
+    with hla.use_backend(backend):
+        _, state = run(module, *qkv(300, batch=1, heads=2, groups=1), causal=True, keep_state=True)
+        q, k, v = qkv(1, batch=1, heads=2, groups=1)
+        _, after = run(module, q, k, v, causal=True, state=state, keep_state=True)
+    for held in (state, after):
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held.values()}
+        assert sum(storages.values()) <= sum(tensor.nbytes for tensor in held.values()) + 256
 
 
 @every_direction()
