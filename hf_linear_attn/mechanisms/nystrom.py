@@ -104,5 +104,9 @@ class NystromAttention(LinearAttention):
                 "('linformer-causal' for a growing state of slots)."
             )
 
+    @property
+    def exact_length(self) -> int:
+        return self.options.num_landmarks if self.kernel is None else 0
+
     def extra_repr(self) -> str:
         return f"num_landmarks={self.options.num_landmarks}, iterations={self.options.iterations}"
