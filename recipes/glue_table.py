@@ -34,6 +34,8 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hedgehog": ("hedgehog", {}),
     "window of 8": ("window", {"window_size": 8}),
     "linformer of 16": ("linformer", {"num_slots": 16}),
+    "linformer of 32": ("linformer", {"num_slots": 32}),
+    "linformer of 64": ("linformer", {"num_slots": 64}),
     "elu": ("elu", {}),
     "favor+": ("favor+", {}),
 }

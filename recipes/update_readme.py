@@ -170,6 +170,31 @@ def profile_tables(path: Path = RESULTS / "profile.json") -> str:
     return "\n".join(lines)
 
 
+def compiled_table(path: Path = RESULTS / "compiled-decoding.json") -> str:
+    """The time of a token, eager and compiled, beside eager exact attention with its growing cache."""
+    held = json.loads(path.read_text(encoding="utf-8"))
+    hardware, contexts = held["environment"]["hardware"], held["settings"]["contexts"]
+    rows = {(row["model"], row["attention"], row["compiled"], row["context"]): row["median"] for row in held["rows"]}
+    lines = [
+        f"{hardware['cpu']}, one thread, torch {held['environment']['versions']['torch']}, load at the start "
+        f"{hardware['load_average_at_start']:.1f}; milliseconds a token, in brackets times as fast as eager exact "
+        "attention.",
+        "",
+    ]
+    columns = [f"{how} after {context:,} tokens" for context in contexts for how in ("eager", "compiled")]
+    for model in dict.fromkeys(row["model"] for row in held["rows"]):
+        lines += [_row([model, *columns]), _row(["---", *["---:"] * len(columns)])]
+        for attention in dict.fromkeys(row["attention"] for row in held["rows"]):
+            cells = []
+            for context in contexts:
+                before = rows[model, "sdpa", False, context]
+                times = (rows[model, attention, compiled, context] for compiled in (False, True))
+                cells += [f"{1e3 * seconds:.2f} ({before / seconds:.2f}×)" for seconds in times]
+            lines.append(_row([f"`{attention}`", *cells]))
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
@@ -374,6 +399,7 @@ def updated_recipes(text: str) -> str:
     """recipes/README.md as it should be."""
     text = replace_part(text, "fidelity", fidelity_tables())
     text = replace_part(text, "profile", profile_tables())
+    text = replace_part(text, "compiled", compiled_table())
     parts = {"glue": glue_table(), "lm": lm_tables(), "benchmark": benchmark_results(forward_tables)}
     parts["long"] = long_words().tables(RESULTS / "long")
     parts["memory"] = benchmark_results(memory_part, RESULTS / "benchmark-memory.json")

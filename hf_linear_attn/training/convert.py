@@ -59,8 +59,8 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> d
             raise ValueError("run.control is the exact model: leave model.attention and model.plan out (null).")
         if not is_patched(model):
             _patch(model, settings.model, settings.run.seed)
-        _say_if_exact(run, model, problem)
         facts = _facts(run, model, problem)
+        _say_if_exact(run, facts)
         if "trained" not in run.state:
             progress, trained = run.stage("train", model, TaskObjective(problem), problem, settings.train)
             model = cast(PreTrainedModel, trained)
@@ -92,10 +92,11 @@ def convert(settings: ConvertSettings, *, console: Console | None = None) -> dic
         if not settings.run.control:
             run.seed()
             _patch(student, settings.model, settings.run.seed)
-            _say_if_exact(run, student, problem)
+        facts = _facts(run, student, problem)
+        if not settings.run.control:
+            _say_if_exact(run, facts)
             run.metrics("patched", student, problem)
             _transfer(run, settings, student, problem)
-        facts = _facts(run, student, problem)
         student = _distill(run, settings, teacher, student, problem)
         if settings.run.speed_lengths and "speed" not in run.state:
             run.record("speed", _speed(run, teacher, student, problem))
@@ -340,11 +341,8 @@ def _best(progress: Progress) -> dict[str, float]:
 
 
 def _beyond_exact(model: PreTrainedModel, problem: Problem) -> dict[str, int] | None:
-    """How many training inputs are longer than what the mechanism attends to exactly (None: it does so at no length).
-
-    Of a mixture the mechanism that is exact for longest counts.
-    """
-    exact = max((held.exact_length for held in model.modules() if isinstance(held, LinearAttention)), default=0)
+    """How many training inputs are longer than what all layers attend to exactly (None: one does so at no length)."""
+    exact = min((held.exact_length for held in model.modules() if isinstance(held, LinearAttention)), default=0)
     if not exact:
         return None
     rows: Any = problem.train
@@ -353,13 +351,14 @@ def _beyond_exact(model: PreTrainedModel, problem: Problem) -> dict[str, int] | 
     return {"exact_length": exact, "inputs": len(some), "longer": longer}
 
 
-def _say_if_exact(run: Run, model: PreTrainedModel, problem: Problem) -> None:
-    found = _beyond_exact(model, problem)
-    if found is not None and found["longer"] < SHARE_BEYOND * found["inputs"]:
-        run.reporter.say(
-            f"{exactness(found)} So these data train little of it. Give longer inputs, or narrow what is exact (the "
-            "option window_size, or block_size), or expect an untrained mechanism on longer inputs."
-        )
+def _say_if_exact(run: Run, facts: dict[str, Any]) -> None:
+    found = facts["beyond_exact"]
+    if found is None or not facts["learned_parameters"] or found["longer"] >= SHARE_BEYOND * found["inputs"]:
+        return
+    run.reporter.say(
+        f"{exactness(found)} So these data train little of the mechanism. Give longer inputs, or narrow what is exact "
+        "(window_size or block_size in model.options), or expect an untrained mechanism on longer inputs."
+    )
 
 
 def _facts(run: Run, model: PreTrainedModel, problem: Problem) -> dict[str, Any]:

@@ -239,8 +239,10 @@ def test_heat_map_shows_the_default_mechanism() -> None:
     report = made_up_report()
     chosen = heat_map_of(report)
     assert chosen is not None
-    assert chosen["name"] == "hedgehog"
-    report["mechanisms"] = report["mechanisms"][2:]
+    assert chosen["name"] == "hedgehog"  # the first that learned
+    report["mechanisms"].append({**chosen, "name": "window"})
+    assert heat_map_of(report)["name"] == "window"
+    report["mechanisms"] = report["mechanisms"][2:3]
     assert heat_map_of(report) is None
 
 

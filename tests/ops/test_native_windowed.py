@@ -189,6 +189,37 @@ def test_a_step_bounds_what_the_query_says_about_the_mixture():
     assert_near(found[0], found[1], 2e-5)
 
 
+@pytest.mark.parametrize("saturation", [None, 3])
+def test_a_step_takes_states_of_any_layout(saturation):
+    """One row's state for five equal rows, without copies of it."""
+    mechanism = build((1, 4, 2, 20), 4, "hedgehog", value_dim=16, saturation=saturation)
+    tensors = inputs((1, 4, 2, 21), 9, 16)
+    with torch.no_grad():
+        _, state = attend("native", mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
+        shared = {name: held.expand(5, *held.shape[1:]) for name, held in state.items()}
+        last = [held[:, :, 20:].expand(5, -1, -1, -1) for held in tensors]
+        out, after = attend("native", mechanism, last, True, state=shared, keep_state=True)
+        alone, _ = attend("native", mechanism, [held[:1] for held in last], True, state=state, keep_state=True)
+    assert all(torch.equal(out[row], alone[0]) for row in range(5))
+    assert all(torch.equal(held[row], held[0]) for held in after.values() for row in range(5))
+
+
+def test_a_step_refuses_mixing_weights_that_are_not_there():
+    mechanism = build((1, 4, 2, 20), 4, "elu", value_dim=16, saturation=3)
+    tensors = inputs((1, 4, 2, 21), 9, 16)
+    with torch.no_grad():
+        _, state = attend("native", mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
+        last = [held[:, :, 20:] for held in tensors]
+        weight = mechanism.mix_weight
+        for wrong in (weight.to("meta"), weight[:3], weight[:, :5]):
+            mechanism.mix_weight = torch.nn.Parameter(wrong)
+            with pytest.raises(NotImplementedError, match="mixing weights"):
+                attend("native", mechanism, last, True, state=state, keep_state=True)
+        mechanism.mix_weight = weight
+        with pytest.raises(NotImplementedError, match="mixing weights"):
+            attend("native", mechanism, last, True, state={**state, "count": state["count"].repeat(2)}, keep_state=True)
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_inside_one_window_it_is_exact_attention(dtype, causal):

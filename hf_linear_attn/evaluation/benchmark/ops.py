@@ -194,7 +194,7 @@ def candidates(bench: Bench, first: Cell, names: Sequence[str] | None = None) ->
 def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str) -> list[Candidate]:
     options, causal, backward = bench.options, first.causal, first.backward
 
-    @functools.cache
+    @functools.lru_cache(maxsize=1)  # cells come length by length
     def built(length: int) -> LinearAttention:
         return subjects.build(
             name,

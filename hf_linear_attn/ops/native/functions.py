@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common import Features, OutputBlocks, State, block_length, mask_tokens
-from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, WindowedCall
+from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, StepMix, WindowedCall
 from . import binding
 from .binding import Side, address
 from .build import BuildError, library
@@ -57,6 +57,16 @@ def _misfit(side: FusedMap, num_features: int, heads: int, size: int) -> str | N
     return None
 
 
+def _fits(mix: StepMix, query: Tensor) -> bool:
+    """As `_misfit`, for the mixing weights of a step."""
+    batch, heads, _, size = query.shape
+    if not (mix.base.is_cpu and mix.weight.is_cpu):
+        return False
+    if mix.seen is not None and not (mix.seen.is_cpu and mix.seen.shape == (batch,)):
+        return False
+    return mix.base.shape == (heads,) and mix.weight.shape == (heads, size)
+
+
 class NativeBackend:
     """C++ kernels: one pass over blocks of 64 tokens, the features of a block never leaving the cache.
 
@@ -90,8 +100,11 @@ class NativeBackend:
             return f"the dtype is {query.dtype}"
         if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
             return "the inputs are no plain tensors"
-        if isinstance(call, WindowedCall) and call.fused is not None and call.fused[0].scaled:
-            return "windows over a feature map with a log scale are not fused"
+        if isinstance(call, WindowedCall):
+            if call.fused is not None and call.fused[0].scaled:
+                return "windows over a feature map with a log scale are not fused"
+            if isinstance(call.log_mix, StepMix) and not _fits(call.log_mix, query):
+                return "the mixing weights are elsewhere, or of other sizes"
         if call.needs_grad() and call.causal and (call.state is not None or call.keep_state):
             return "gradients through a carried state are not fused"
         if torch.is_anomaly_enabled():

@@ -71,8 +71,9 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
         given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
-        if mix.saturation is not None:
-            given.count, given.saturation = address(mix.seen), mix.saturation
+        if mix.saturation is not None and mix.seen is not None:
+            seen = mix.seen.long().contiguous()
+            given.count, given.saturation = seen.data_ptr(), mix.saturation
     else:
         rows = by_row(mix.float()).exp()
         given.mix = _mix_place(rows)

@@ -205,7 +205,7 @@ struct Far {
 
   static bool has_keys(const Call& c, const Stream& s, long first, int count) {
     const uint8_t* valid = s.valid() + first - c.window;
-    return std::find(valid, valid + count, 1) != valid + count;
+    return std::any_of(valid, valid + count, [](uint8_t token) { return token != 0; });
   }
 
   // The keys, if there are any: at the ends of a sequence there are none, and short inputs consist of little else.
