@@ -76,9 +76,9 @@ def _over_limit(rows: list[Row], length: int) -> str:
 def _sentences(report: dict[str, Any]) -> list[str]:
     """Whole models beside their ceiling, and memory at the longest input."""
     lines = []
-    models = [row for row in report["sections"].get("model", []) if row["dtype"] == "float32"]
-    for model in dict.fromkeys(row["model"] for row in models):
-        own = [row for row in models if row["model"] == model]
+    models = report["sections"].get("model", [])
+    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in models):
+        own = [row for row in models if (row["model"], row["dtype"]) == (model, dtype)]
         longest = max(row["length"] for row in own if row["name"] == FREE)
         last = [row for row in own if row["length"] == longest]
         told = [
@@ -86,7 +86,8 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         ]
         if last and told:
             ceiling = last[0]["ceiling"]["median"]
-            lines.append(f"- {model} at {longest:,} tokens: {', '.join(told)}; a free attention: {ceiling:.2f}×.")
+            kind = "" if dtype == "float32" else f", {dtype}"
+            lines.append(f"- {model} at {longest:,} tokens{kind}: {', '.join(told)}; a free attention: {ceiling:.2f}×.")
     memory = [row for row in report["sections"].get("memory", []) if row["pass"] == "forward"]
     for what in dict.fromkeys(row["what"] for row in memory):
         own = [row for row in memory if row["what"] == what and row["shape"] == memory[0]["shape"]]
