@@ -140,12 +140,11 @@ def benchmark_results(make: Callable[[dict[str, Any]], str], path: Path = BENCHM
 def profile_tables(path: Path = RESULTS / "profile.json") -> str:
     """What the torch forms, the native kernels and a decoding step spend their time on."""
     held = json.loads(path.read_text(encoding="utf-8"))
-    hardware, peak = held["environment"]["hardware"], held["product_operations_per_second"]
+    peak = held["product_operations_per_second"]
     kinds = list(held["forms"][0]["torch_shares"])
     lines = [
-        f"{hardware['cpu']}, one thread, torch {held['environment']['versions']['torch']}, load at the start "
-        f"{hardware['load_average_at_start']:.1f}; {held['settings']['length']:,} tokens, 12 heads of 64, float32. One "
-        f"large product of PyTorch: {peak / 1e9:.0f} GFLOP/s.",
+        f"{_measured_on(held)}; {held['settings']['length']:,} tokens, 12 heads of 64, float32. One large product of "
+        f"PyTorch: {peak / 1e9:.0f} GFLOP/s.",
         "",
         _row(["torch form", "features", "time over products alone", *kinds]),
         _row(["---", *["---:"] * (2 + len(kinds))]),
@@ -173,12 +172,10 @@ def profile_tables(path: Path = RESULTS / "profile.json") -> str:
 def compiled_table(path: Path = RESULTS / "compiled-decoding.json") -> str:
     """The time of a token, eager and compiled, beside eager exact attention with its growing cache."""
     held = json.loads(path.read_text(encoding="utf-8"))
-    hardware, contexts = held["environment"]["hardware"], held["settings"]["contexts"]
+    contexts = held["settings"]["contexts"]
     rows = {(row["model"], row["attention"], row["compiled"], row["context"]): row["median"] for row in held["rows"]}
     lines = [
-        f"{hardware['cpu']}, one thread, torch {held['environment']['versions']['torch']}, load at the start "
-        f"{hardware['load_average_at_start']:.1f}; milliseconds a token, in brackets times as fast as eager exact "
-        "attention.",
+        f"{_measured_on(held)}; milliseconds a token, in brackets times as fast as eager exact attention.",
         "",
     ]
     columns = [f"{how} after {context:,} tokens" for context in contexts for how in ("eager", "compiled")]
@@ -193,6 +190,13 @@ def compiled_table(path: Path = RESULTS / "compiled-decoding.json") -> str:
             lines.append(_row([f"`{attention}`", *cells]))
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def _measured_on(held: dict[str, Any]) -> str:
+    """Where one thread measured a recipe's results."""
+    hardware, versions = held["environment"]["hardware"], held["environment"]["versions"]
+    load = f"load at the start {hardware['load_average_at_start']:.1f}"
+    return f"{hardware['cpu']}, one thread, torch {versions['torch']}, {load}"
 
 
 def _row(cells: list[str]) -> str:

@@ -175,17 +175,20 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
         assert_near(found, wanted, tolerance)
 
 
+def prompt_and_token(mechanism, backend="native"):
+    """The state after 20 tokens, and the next token."""
+    tensors = inputs((1, 4, 2, 21), 9, 16)
+    _, state = attend(backend, mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
+    return state, [held[:, :, 20:] for held in tensors]
+
+
 def test_a_step_bounds_what_the_query_says_about_the_mixture():
     """Products of queries and `mix_weight` far beyond the bound, either way."""
     mechanism = build((1, 4, 2, 20), 4, "hedgehog", value_dim=16)
     with torch.no_grad():
         mechanism.mix_weight *= 100.0
-        whole = inputs((1, 4, 2, 21), 9, 16)
-        _, state = attend("torch", mechanism, [held[:, :, :20] for held in whole], True, keep_state=True)
-        found = [
-            attend(name, mechanism, [held[:, :, 20:] for held in whole], True, state=state, keep_state=True)[0]
-            for name in ("native", "torch")
-        ]
+        state, token = prompt_and_token(mechanism, "torch")
+        found = [attend(name, mechanism, token, True, state=state, keep_state=True)[0] for name in ("native", "torch")]
     assert_near(found[0], found[1], 2e-5)
 
 
@@ -193,23 +196,20 @@ def test_a_step_bounds_what_the_query_says_about_the_mixture():
 def test_a_step_takes_states_of_any_layout(saturation):
     """One row's state for five equal rows, without copies of it."""
     mechanism = build((1, 4, 2, 20), 4, "hedgehog", value_dim=16, saturation=saturation)
-    tensors = inputs((1, 4, 2, 21), 9, 16)
     with torch.no_grad():
-        _, state = attend("native", mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
+        state, token = prompt_and_token(mechanism)
         shared = {name: held.expand(5, *held.shape[1:]) for name, held in state.items()}
-        last = [held[:, :, 20:].expand(5, -1, -1, -1) for held in tensors]
-        out, after = attend("native", mechanism, last, True, state=shared, keep_state=True)
-        alone, _ = attend("native", mechanism, [held[:1] for held in last], True, state=state, keep_state=True)
+        rows = [held.expand(5, -1, -1, -1) for held in token]
+        out, after = attend("native", mechanism, rows, True, state=shared, keep_state=True)
+        alone, _ = attend("native", mechanism, token, True, state=state, keep_state=True)
     assert all(torch.equal(out[row], alone[0]) for row in range(5))
     assert all(torch.equal(held[row], held[0]) for held in after.values() for row in range(5))
 
 
 def test_a_step_refuses_mixing_weights_that_are_not_there():
     mechanism = build((1, 4, 2, 20), 4, "elu", value_dim=16, saturation=3)
-    tensors = inputs((1, 4, 2, 21), 9, 16)
     with torch.no_grad():
-        _, state = attend("native", mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
-        last = [held[:, :, 20:] for held in tensors]
+        state, last = prompt_and_token(mechanism)
         weight = mechanism.mix_weight
         for wrong in (weight.to("meta"), weight[:3], weight[:, :5]):
             mechanism.mix_weight = torch.nn.Parameter(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..speed import FREE
@@ -100,15 +101,17 @@ def _sentences(report: dict[str, Any]) -> list[str]:
 
 def forward_tables(report: dict[str, Any]) -> str:
     """Speedup and time over limit of attention by itself, forward, float32: the tables of the recipes' page."""
-    chosen = [
-        table
-        for table in tables_of(report)
-        if table.section == "ops" and "float32, forward (" in table.title and "moving the bytes" not in table.title
-    ]
-    return "\n\n".join([where(report), *map(markdown, chosen)])
+
+    def wanted(table: Table) -> bool:
+        return table.section == "ops" and "float32, forward (" in table.title and "moving the bytes" not in table.title
+
+    return _chosen_tables(report, wanted)
 
 
 def memory_part(report: dict[str, Any]) -> str:
     """All tables of memory."""
-    chosen = [table for table in tables_of(report) if table.section == "memory"]
-    return "\n\n".join([where(report), *map(markdown, chosen)])
+    return _chosen_tables(report, lambda table: table.section == "memory")
+
+
+def _chosen_tables(report: dict[str, Any], wanted: Callable[[Table], bool]) -> str:
+    return "\n\n".join([where(report), *(markdown(table) for table in tables_of(report) if wanted(table))])

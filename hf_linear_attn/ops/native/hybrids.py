@@ -57,33 +57,26 @@ def _steps(call: WindowedCall) -> bool:
 
 
 def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[Tensor, State]:
-    query, key, value = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
-    out = binding.token_major(query.shape[0], query.shape[1], 1, value.shape[3], value.dtype)
-    given = binding.arguments(call._replace(query=query, key=key, value=value, mask=None), sides, out)
-    given.window, given.scaling = call.window, call.scaling
+    tensors = binding.plain(call.query), binding.plain(call.key), binding.plain(call.value)
+    batch, heads, _, _ = call.query.shape
+    out = binding.token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
+    mix = call.log_mix
+    rows = None if isinstance(mix, StepMix) else by_row(mix.float()).exp()
+    given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
     after = {name: torch.empty_like(tensor) for name, tensor in held.items()}
     for name, (before, behind) in STATE.items():
         setattr(given, before, held[name].data_ptr())
         setattr(given, behind, after[name].data_ptr())
-    mix = call.log_mix
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
         given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
-        if mix.saturation is not None and mix.seen is not None:
+        if mix.seen is not None:
             seen = mix.seen.long().contiguous()
             given.count, given.saturation = seen.data_ptr(), mix.saturation
-    else:
-        rows = by_row(mix.float()).exp()
-        given.mix = _mix_place(rows)
     binding.run("windowed_step", given)
     return out, after
-
-
-def _mix_place(mix: Tensor) -> binding.Strided:
-    steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
-    return binding.Strided(mix.data_ptr(), *steps)
 
 
 def _arguments(
@@ -92,14 +85,16 @@ def _arguments(
     sides: tuple[Side, Side],
     mask: Tensor | None,
     skip: Tensor | None,
-    mix: Tensor,
+    mix: Tensor | None,
     out: Tensor,
     backs: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> binding.Arguments:
     query, key, value = tensors
     given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
     given.skip = address(skip)
-    given.mix = _mix_place(mix)
+    if mix is not None:
+        steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
+        given.mix = binding.Strided(mix.data_ptr(), *steps)
     given.offset = call.window if call.causal else 0
     given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
     return given
