@@ -30,6 +30,7 @@ from .problems import Problem, build_problem, own_data
 from .runs import Run
 from .saving import whole_folder, without_shared, write_json
 from .settings import as_mapping
+from .sharding import autocast
 from .transfer import transfer_attention
 
 #: Training inputs that are looked at for how many go beyond what the mechanism attends to exactly.
@@ -320,7 +321,7 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, problem
     device = run.accelerator.device
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
     try:
-        with run.accelerator.autocast():  # both in the precision of the run
+        with autocast(run.accelerator):  # both in the precision of the run
             table = model_speed(
                 models, tokens, lengths, baseline="teacher", budget=2.0, announce=lambda done, note: None
             )

@@ -7,14 +7,13 @@ run that was not.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from torch import Tensor, nn
 
 from ..integration.disk import writing
 from .objectives import Objective, Sums
-from .optim import lr_factor, make_optimizer
+from .optim import lr_factor
 from .options import RunSettings, TrainSettings
 from .saving import clear_leftovers, whole_folder, without_shared
-from .sharding import is_sharded, name_layers, whole_state
+from .sharding import autocast, place
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, short
 
@@ -114,14 +113,8 @@ class Loop:
         self.reporter = reporter
         self.log = log
         self.steps = total_steps(train, stream, accelerator.num_processes)
-        self.sharded = is_sharded(accelerator)
-        self.result = model.to("cpu" if self.sharded else accelerator.device)
-        if self.sharded:
-            self.result = copy.deepcopy(model)
-            name_layers(accelerator, model)
-        optimizer = make_optimizer(model, train)
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.placed = place(accelerator, model, train)
+        self.model, self.result = self.placed.model, self.placed.result
         self.progress = Progress()
         self._signal: int | None = None
 
@@ -155,14 +148,9 @@ class Loop:
         torch.manual_seed(hash_seed(self.run_settings.seed, step, accelerator.process_index))
         group = [to_device(next(batches), accelerator.device) for _ in range(self.train.accumulation)]
         sums = self._backward(group)
-        if self.train.clip is not None:
-            accelerator.clip_grad_norm_(self.model.parameters(), self.train.clip)
         # A function of the step alone: there is no scheduler whose state could be lost.
-        factor = lr_factor(step, self.steps, self.train)
-        for parameters, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            parameters["lr"] = peak * factor
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.placed.set_rate(lr_factor(step, self.steps, self.train))
+        self.placed.step()
         self.progress.step += 1
         tokens = sum(int(batch["attention_mask"].sum()) for batch in group) * accelerator.num_processes
         self.progress.tokens += tokens
@@ -182,15 +170,14 @@ class Loop:
         """Gradients of the loss over all targets of the step, on all processes, however they are spread; its parts."""
         accelerator = self.accelerator
         counted = torch.stack([self.objective.heads.row_counts(batch["labels"]).sum() for batch in group]).sum()
-        # DDP averages the gradients of the processes: the mean over all targets needs a sum.
+        # The gradients of the processes are averaged: the mean over all targets needs a sum.
         total = float(accelerator.reduce(counted, "sum")) / accelerator.num_processes
         parts: dict[str, float] = {}
         for number, batch in enumerate(group):
             last = number == len(group) - 1
-            with nullcontext() if last else accelerator.no_sync(self.model):
+            with self.placed.collecting(last):
                 sums = self._loss(batch)
-                # accelerate divides by its own number of accumulated passes; the count above has done so already.
-                accelerator.backward(sums.loss / total * accelerator.gradient_accumulation_steps)
+                self.placed.backward(sums.loss / total)
             for name, value in {"loss": sums.loss.detach(), **sums.parts}.items():
                 parts[name] = parts.get(name, 0.0) + float(value) / total
         if not math.isfinite(parts["loss"]):
@@ -201,7 +188,7 @@ class Loop:
         return parts
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Sums:
-        with self.accelerator.autocast():
+        with autocast(self.accelerator):
             return self.objective(self.model, batch)
 
     def _after_step(self) -> None:
@@ -243,7 +230,7 @@ class Loop:
             held = torch.tensor(list(parts.values()), device=self.accelerator.device)
             means = self.accelerator.reduce(held, "mean").tolist()  # each process has seen its own part of the batch
             values = {f"train/{name}": value for name, value in zip(parts, means, strict=True)}
-            rate = self.optimizer.param_groups[0]["lr"]
+            rate = self.placed.optimizer.param_groups[0]["lr"]
             self.accelerator.log({"stage": self.name, **values, "lr": rate, "tokens_per_second": speed}, step=step)
 
     # ---------------------------------------------------------------------------------------------- signals
@@ -342,7 +329,7 @@ class Loop:
             self.log.rewind(self.name, self.progress.step)
 
     def _save_best(self) -> None:
-        state = whole_state(self.model) if self.sharded else self.accelerator.get_state_dict(self.model)
+        state = self.placed.whole_state()
         if self.accelerator.is_main_process:
             with whole_folder(self._best_folder(self.progress.best_step)) as aside, writing(aside):
                 save_file(without_shared(state), str(aside / "model.safetensors"))
@@ -350,14 +337,11 @@ class Loop:
 
     def _finish(self) -> None:
         """Put the best step's weights into `result`."""
-        state: dict[str, Tensor] | None = None
-        if self.progress.best_step not in (None, self.progress.step):
+        if self.progress.best_step in (None, self.progress.step):
+            state = self.placed.last_state()
+        else:
             state = load_file(str(self._best_folder(self.progress.best_step) / "model.safetensors"))
-        elif self.sharded:
-            state = whole_state(self.model)
-        if not self.sharded:
-            # Without the wrapper that runs its forward pass in mixed precision: others are compared with it.
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.placed.release()
         if state is None:
             return
         model = self.result

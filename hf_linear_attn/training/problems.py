@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .loop import Goal
 from .options import DataSettings
+from .sharding import autocast
 
 INSTALL = "pip install 'hf-linear-attn[train]'"
 
@@ -140,7 +141,7 @@ class Classification(Problem):
             metric = combine(self.metrics)
             for batch in self._loader(suffix, accelerator, batch_size):
                 labels = batch.pop("labels")
-                with accelerator.autocast():
+                with autocast(accelerator):
                     logits = model(**batch).logits
                 answers = logits.squeeze(-1).float() if self.regression else logits.argmax(dim=-1)
                 answers, labels = accelerator.gather_for_metrics((answers, labels))
@@ -165,7 +166,7 @@ class LanguageModel(Problem):
         count = 0
         for batch in self._loader("", accelerator, batch_size):
             labels = batch.pop("labels")
-            with accelerator.autocast():
+            with autocast(accelerator):
                 logits = model(**batch).logits
             losses, counts = self._row_losses(logits, labels)
             losses, counts = accelerator.gather_for_metrics((losses, counts))

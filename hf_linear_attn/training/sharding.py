@@ -1,4 +1,5 @@
-"""Training on models that accelerate shards over processes (FSDP2): what may be configured, and whole weights again.
+"""How the model of a stage lies on the processes: whole copies, or shards (FSDP2, or ZeRO of DeepSpeed); and whole
+weights again.
 
 Only the stages of gradient steps are sharded, with their gradients and optimizer states. Attention transfer trains the
 learned parts alone; it and the teacher keep whole copies on each device.
@@ -6,45 +7,216 @@ learned parts alone; it and the teacher keep whole copies on each device.
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers.integrations import unset_hf_deepspeed_config
+
+from .optim import make_optimizer
+from .options import TrainSettings
 
 #: What wrappers put into the names of parameters.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+#: What DeepSpeed's configuration must leave to this training: (section, key that asks for it).
+LEFT_TO_TRAINING = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether accelerate shards the model by FSDP2."""
-    return accelerator.distributed_type.value == "FSDP" and accelerator.is_fsdp2
+class Copies:
+    """A whole copy of the model on each device: one process, or data parallelism.
+
+    `model`: what is called in training; `peaks`: the learning rates of the optimizer's groups at their highest;
+    `result`: the plain model that the stage ends with.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, train: TrainSettings) -> None:
+        self.accelerator = accelerator
+        self.train = train
+        self.result: nn.Module = self._place(model)
+        optimizer = make_optimizer(model, train)
+        self.peaks = [group["lr"] for group in optimizer.param_groups]
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+
+    def _place(self, model: Any) -> nn.Module:
+        placed: nn.Module = model.to(self.accelerator.device)
+        return placed
+
+    def set_rate(self, factor: float) -> None:
+        """The next step's learning rates: `factor` of their peaks."""
+        for parameters, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            parameters["lr"] = peak * factor
+
+    def collecting(self, last: bool) -> AbstractContextManager[None]:
+        """Around a forward and backward pass: gradients meet those of other processes in the step's last one only."""
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, averaged over processes."""
+        # accelerate divides by its own number of accumulated passes.
+        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
+
+    def step(self) -> None:
+        """Clip the gradients, take an optimizer step, and forget them."""
+        if self.train.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.train.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state dict with whole tensors. Every process must call it."""
+        state: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
+        return state
+
+    def last_state(self) -> dict[str, Tensor] | None:
+        """What to load into `result` after the last step; None: it holds it."""
+        return None
+
+    def release(self) -> None:
+        """Training has ended: take the wrapper off that runs forward passes in mixed precision. Others are compared
+        with the model that lies below."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
+
+class Shards(Copies):
+    """Pieces of the model on each device; `result` is a whole copy on the CPU."""
+
+    def last_state(self) -> dict[str, Tensor] | None:
+        return self.whole_state()
+
+    def release(self) -> None:
+        """The model in pieces is not used any more."""
+
+
+class FullyShardedModel(Shards):
+    """FSDP2: weights, gradients and optimizer states are shards."""
+
+    def _place(self, model: Any) -> nn.Module:
+        model.to("cpu")
+        _name_layers(self.accelerator, model)
+        return copy.deepcopy(model)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        from torch.distributed.tensor import DTensor
+
+        found = {}
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
+                found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        return found
+
+
+class ZeroModel(Shards):
+    """ZeRO of DeepSpeed (Rajbhandari et al. 2020, arXiv:1910.02054): optimizer states are shards (stage 1), and
+    gradients (2), and weights (3).
+
+    The weights stay in float32, and bf16 is autocast as without DeepSpeed: its own bf16 mode would round buffers, such
+    as random features, for good. A weight takes 16 bytes with its gradient and Adam's states in both.
+    """
+
+    def _place(self, model: Any) -> nn.Module:
+        whole = copy.deepcopy(model).to("cpu")
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        batch, passes = self.train.batch_size, self.train.accumulation
+        self.accelerator.gradient_accumulation_steps = passes
+        config.update(
+            train_micro_batch_size_per_gpu=batch,
+            gradient_accumulation_steps=passes,
+            train_batch_size=batch * passes * self.accelerator.num_processes,
+            gradient_clipping=self.train.clip or 0.0,
+        )
+        return whole
+
+    def collecting(self, last: bool) -> AbstractContextManager[None]:
+        self.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> None:
+        self.model.step()  # clips, and forgets the gradients
+
+    def whole_state(self) -> dict[str, Tensor]:
+        import deepspeed
+
+        found = {}
+        for name, tensor in self.model.module.state_dict(keep_vars=True).items():
+            # Outside stage 3 there is nothing to gather, and nothing is done.
+            with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+                found[name] = tensor.detach().cpu().clone()
+        return found
+
+
+def place(accelerator: Accelerator, model: nn.Module, train: TrainSettings) -> Copies:
+    """The model of a stage as accelerate is configured to spread it."""
+    kinds = {"FSDP": FullyShardedModel, "DEEPSPEED": ZeroModel}
+    return kinds.get(accelerator.distributed_type.value, Copies)(accelerator, model, train)
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """Raise where accelerate is configured for a way to shard the model that cannot be served.
+    """Raise where accelerate is configured for a way to shard the model that cannot be served; prepare the others.
 
     Raises:
-        NotImplementedError: FSDP1, DeepSpeed or Megatron.
-        ValueError: weights that only one process loads.
+        NotImplementedError: FSDP1 or Megatron.
+        ValueError: weights that only one process loads; fp16, an optimizer, a scheduler or tensor parallelism by
+            DeepSpeed.
     """
     kind = accelerator.distributed_type.value
-    if is_sharded(accelerator):
+    if kind == "DEEPSPEED":
+        _configure_zero(accelerator)
+    elif kind == "FSDP" and accelerator.is_fsdp2:
         plugin: Any = accelerator.state.fsdp_plugin
         if plugin.cpu_ram_efficient_loading:
             raise ValueError(
                 "fsdp_cpu_ram_efficient_loading leaves every process but the first without weights, which patching and "
                 "attention transfer need. Set it to false (as recipes/accelerate/fsdp2.yaml does)."
             )
-    elif kind.startswith(("FSDP", "DEEPSPEED", "MEGATRON")):
+    elif kind.startswith(("FSDP", "MEGATRON")):
         raise NotImplementedError(
             f"accelerate is configured for {kind}{' with fsdp_version 1' if kind == 'FSDP' else ''}, which this "
-            "training does not support. Use FSDP2 (recipes/accelerate/fsdp2.yaml) or data parallelism (ddp.yaml), and "
-            "LoRA (distill.lora_rank) where memory is short."
+            "training does not support. Use FSDP2 or DeepSpeed (recipes/accelerate/fsdp2.yaml, deepspeed.yaml) or data "
+            "parallelism (ddp.yaml), and LoRA (distill.lora_rank) where memory is short."
         )
 
 
-def name_layers(accelerator: Accelerator, model: Any) -> None:
+def _configure_zero(accelerator: Accelerator) -> None:
+    plugin: Any = accelerator.state.deepspeed_plugin
+    # Transformers would load models as shards, whatever zero3_init_flag says. Patching and attention transfer need
+    # whole weights, and the models that are loaded and saved here have them.
+    unset_hf_deepspeed_config()
+    config = plugin.deepspeed_config
+    for section, key in LEFT_TO_TRAINING:
+        if config.get(section, {}).get(key):
+            raise ValueError(
+                f"DeepSpeed's configuration has {section}.{key} = {config[section][key]!r}, which this training does "
+                "not support: its settings choose the optimizer and the schedule, and layers are whole. Leave it out."
+            )
+    precision = accelerator.mixed_precision
+    if precision not in ("no", "bf16"):
+        raise ValueError(f"DeepSpeed with mixed precision {precision!r} is not supported. Use bf16 or no.")
+    config.update(
+        bf16={"enabled": False},
+        fp16={"enabled": False},
+        torch_autocast={"enabled": precision == "bf16", "dtype": "bfloat16"},
+    )
+
+
+def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
+    """The run's mixed precision, for models that are called outside of training too."""
+    if accelerator.distributed_type.value != "DEEPSPEED":
+        context: AbstractContextManager[Any] = accelerator.autocast()
+        return context
+    # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model alone.
+    wanted = accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"]["enabled"]
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=wanted)
+
+
+def _name_layers(accelerator: Accelerator, model: Any) -> None:
     """Tell accelerate which modules to shard each by itself, unless the configuration does.
 
     Those that the model names, but for its embeddings, which accelerate shards once more: that is an error.
@@ -59,16 +231,3 @@ def name_layers(accelerator: Accelerator, model: Any) -> None:
         if type(module).__name__ in (model._no_split_modules or ()) and embeddings not in module.children()
     }
     plugin.transformer_cls_names_to_wrap = sorted(named)
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a sharded model with whole tensors, on the CPU. Every process must call it, and gets it."""
-    from torch.distributed.tensor import DTensor
-
-    found = {}
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-    return found

@@ -1,16 +1,20 @@
-"""FSDP2 in two processes on a CPU (gloo): the losses of data parallelism, whole checkpoints, resumption, refusals."""
+"""FSDP2 and ZeRO (DeepSpeed) in two processes on a CPU (gloo): the losses of data parallelism, whole checkpoints,
+resumption, refusals."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
@@ -20,20 +24,33 @@ from .made_up import save_decoder, save_encoder, save_task, save_text
 from .test_convert import lines
 from .test_two_processes import ROOT, settings_file, start
 
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
+KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
 
-def sharding() -> dict[str, str]:
-    """What `accelerate launch` tells its processes, given recipes/accelerate/fsdp2.yaml."""
+
+def sharding(kind: str) -> dict[str, str]:
+    """What `accelerate launch` tells its processes, given the configuration in recipes/accelerate."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    config = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml")
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", config, "glue.py"]))
-    given: dict[str, str] = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in given.items() if "FSDP" in name}
+    name = "fsdp2" if kind == "fsdp2" else "deepspeed"
+    config = str(ROOT / "recipes" / "accelerate" / f"{name}.yaml")
+    asked = launch_command_parser().parse_args(["--config_file", config, "glue.py"])
+    arguments, defaults, _ = _validate_launch_command(asked)
+    if kind == "fsdp2":
+        given: dict[str, str] = prepare_multi_gpu_env(arguments)
+        return {key: value for key, value in given.items() if "FSDP" in key}
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    _, given = prepare_deepspeed_cmd_env(arguments)
+    return {
+        **{key: value for key, value in given.items() if "DEEPSPEED" in key},
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[-1],
+    }
 
 
-def start_sharded(settings: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return start(settings, 2, *flags, module="tests.training.sharded_worker", **{**sharding(), **environment})
+def start_sharded(kind: str, settings: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**sharding(kind), **environment}
+    return start(settings, 2, *flags, "--run.cpu", "false", module="tests.training.sharded_worker", **given)
 
 
 @pytest.fixture(scope="module")
@@ -41,85 +58,153 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sharding")
     save_encoder(place / "encoder", hidden_dropout_prob=0.0)
     save_task(place / "task", validation=27)
-    for name, run in (("copies", partial(start, processes=2)), ("sharded", start_sharded)):
-        done = run(settings_file(place, name, 4))
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = start(settings_file(place, "copies", 4), 2)
+    assert done.returncode == 0, done.stderr[-3000:]
     return place
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A way to shard. Its run is in the folder of its name."""
+    kind: str = request.param
+    done = start_sharded(kind, settings_file(folder, kind, 4))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return kind
+
+
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
-def test_losses_are_those_of_data_parallelism(stage: str, folder: Path) -> None:
+def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: str) -> None:
     copies, sharded = (
         [line["train/loss"] for line in lines(folder / name, stage) if "train/loss" in line]
-        for name in ("copies", "sharded")
+        for name in ("copies", kind)
     )
     assert len(copies) >= 2
     assert sharded == pytest.approx(copies, rel=1e-3)
 
 
-def test_the_model_was_sharded(folder: Path) -> None:
+def test_the_model_was_sharded(folder: Path, kind: str) -> None:
     """Checkpoints are pieces, one of each process."""
-    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-        for kept in (folder / "sharded" / "checkpoints" / "distill").glob("step-*"):
-            assert {path.name for path in (kept / part).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    steps = list((folder / kind / "checkpoints" / "distill").glob("step-*"))
+    assert steps
+    for kept in steps:
+        if kind == "fsdp2":
+            for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+                assert {path.name for path in (kept / part).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+        else:
+            pieces = sorted(path.name for path in (kept / "pytorch_model").glob("*optim_states.pt"))
+            assert [name.split("_mp_rank")[0][-1] for name in pieces] == ["0", "1"]
 
 
-def test_checkpoints_are_whole(folder: Path) -> None:
-    copies, sharded = (load_file(str(folder / name / "model" / "model.safetensors")) for name in ("copies", "sharded"))
+def test_checkpoints_are_whole(folder: Path, kind: str) -> None:
+    copies, sharded = (load_file(str(folder / name / "model" / "model.safetensors")) for name in ("copies", kind))
     assert copies.keys() == sharded.keys()
     for name, tensor in copies.items():
         assert (sharded[name] - tensor).norm() <= 0.02 * tensor.norm() + 1e-4, name
-    assert load_pretrained(folder / "sharded" / "model").num_parameters() > 0
+    assert load_pretrained(folder / kind / "model").num_parameters() > 0
 
 
-def test_a_resumed_run_ends_where_it_did(folder: Path) -> None:
-    before = (folder / "sharded" / "model" / "model.safetensors").read_bytes()
-    path = folder / "sharded" / "state.json"
+def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
+    before = (folder / kind / "model" / "model.safetensors").read_bytes()
+    path = folder / kind / "state.json"
     state = json.loads(path.read_text(encoding="utf-8"))
     for stage in ("distill", "distilled"):
         del state[stage]
     path.write_text(json.dumps(state), encoding="utf-8")
-    shutil.rmtree(folder / "sharded" / "model")
-    done = start_sharded(folder / "sharded.yaml", "--run.resume", "true")
+    shutil.rmtree(folder / kind / "model")
+    done = start_sharded(kind, folder / f"{kind}.yaml", "--run.resume", "true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "distill: goes on after step 4 of 6" in done.stderr
-    assert (folder / "sharded" / "model" / "model.safetensors").read_bytes() == before
+    assert (folder / kind / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_adapters(folder: Path) -> None:
-    done = start_sharded(settings_file(folder, "adapters", 4, distill__lora_rank=2))
+def test_adapters(folder: Path, kind: str) -> None:
+    name = f"adapters-{kind}"
+    done = start_sharded(kind, settings_file(folder, name, 4, distill__lora_rank=2))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert load_pretrained(folder / "adapters" / "model").num_parameters() > 0
+    assert load_pretrained(folder / name / "model").num_parameters() > 0
 
 
-def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path) -> None:
-    model, text = save_decoder(folder / "decoder"), save_text(folder / "text")
+def decoder_loss(folder: Path, name: str, run: Callable[[Path], subprocess.CompletedProcess[str]]) -> float:
+    """The last loss of a decoder with tied weights, checkpointed activations and accumulated gradients."""
     changes = {
-        "model__source": str(model),
-        "data__source": str(text),
-        "data__text": ["text"],
+        "kind": "causal-lm",
+        "model__source": str(save_decoder(folder / "decoder")),
         "model__attention": "window",
+        "data__source": str(save_text(folder / "text")),
+        "data__text": ["text"],
+        "distill__accumulation": 2,
+        "run__gradient_checkpointing": True,
     }
-    losses = []
-    for name, run in (("tied-copies", partial(start, processes=2)), ("tied-sharded", start_sharded)):
-        path = settings_file(folder, name, 4, kind="causal-lm", run__gradient_checkpointing=True, **changes)
-        done = run(path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))
-        losses.append(results["stages"]["distilled"]["loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    converted = load_pretrained(folder / "tied-sharded" / "model")
+    done = run(settings_file(folder, name, 4, **changes))
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss: float = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["stages"]["distilled"][
+        "loss"
+    ]
+    return loss
+
+
+@pytest.fixture(scope="module")
+def loss_of_copies(folder: Path) -> float:
+    return decoder_loss(folder, "tied-copies", partial(start, processes=2))
+
+
+def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, kind: str, loss_of_copies: float) -> None:
+    name = f"tied-{kind}"
+    assert decoder_loss(folder, name, partial(start_sharded, kind)) == pytest.approx(loss_of_copies, rel=1e-3)
+    converted = load_pretrained(folder / name / "model")
     assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
 
 
+@needs_deepspeed
+def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
+    """The random features of favor+ are a buffer, which bfloat16 would round for good."""
+    changes = {"model__attention": "favor+", "run__precision": "bf16"}
+    for name, run in (("half-copies", partial(start, processes=2)), ("half-zero3", partial(start_sharded, "zero3"))):
+        done = run(settings_file(folder, name, 4, **changes))
+        assert done.returncode == 0, done.stderr[-3000:]
+    copies, sharded = (
+        load_file(str(folder / name / "model" / "model.safetensors")) for name in ("half-copies", "half-zero3")
+    )
+    losses = [
+        [line["train/loss"] for line in lines(folder / name, "distill") if "train/loss" in line]
+        for name in ("half-copies", "half-zero3")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    features = dict(load_pretrained(folder / "half-zero3" / "model").named_buffers())
+    buffers = [name for name, tensor in features.items() if name in copies and tensor.is_floating_point()]
+    assert buffers
+    for name in buffers:
+        assert torch.equal(copies[name], sharded[name]), name
+    assert {tensor.dtype for tensor in sharded.values() if tensor.is_floating_point()} == {torch.float32}
+
+
 def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
-    done = start_sharded(settings_file(folder, "efficient", 4), FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    done = start_sharded("fsdp2", settings_file(folder, "efficient", 4), FSDP_CPU_RAM_EFFICIENT_LOADING="true")
     assert done.returncode != 0
     assert "Set it to false" in done.stderr
 
 
-@pytest.mark.parametrize(("kind", "message"), [("FSDP", "FSDP with fsdp_version 1"), ("DEEPSPEED", "DEEPSPEED, which")])
+@pytest.mark.parametrize(("kind", "message"), [("FSDP", "FSDP with fsdp_version 1"), ("MEGATRON_LM", "LM, which")])
 def test_other_ways_to_shard_are_refused(kind: str, message: str) -> None:
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
     with pytest.raises(NotImplementedError, match=message):
+        check_sharding(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "message"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "no", "optimizer.type = 'AdamW'"),
+        ({"scheduler": {"type": "WarmupLR"}}, "no", "scheduler.type = 'WarmupLR'"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "no", "tensor_parallel.autotp_size = 2"),
+        ({}, "fp16", "mixed precision 'fp16'.*Use bf16"),
+    ],
+)
+def test_what_deepspeed_may_not_decide(config: dict[str, Any], precision: str, message: str) -> None:
+    accelerator: Any = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="DEEPSPEED"),
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)),
+        mixed_precision=precision,
+    )
+    with pytest.raises(ValueError, match=message):
         check_sharding(accelerator)
