@@ -13,7 +13,7 @@ from ..feature_maps.base import AttentionShape
 from ..ops import backends
 from ..ops import windowed as ops
 from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
-from ..ops.fused import StepMix, WindowedCall
+from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.window_step import is_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
@@ -121,12 +121,14 @@ class WindowAttention(LinearAttention):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
         if state is None and not keep_state and self._all_inside(query, key, mask):
             return _exact(query, key, value, scaling, causal), None
-        log_mix: Tensor | StepMix
+        log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_step(query, mask, state):
             mask = None
             log_mix = self._step_mix(query, key, scaling, state)
-        else:
+        elif torch.is_grad_enabled() or torch.compiler.is_compiling():
             log_mix = self._log_mix(query, key, scaling, causal, mask, state)
+        else:
+            log_mix = self._sequence_mix(query, key, scaling, causal, mask, state)
         call = WindowedCall(
             query,
             key,
@@ -185,17 +187,31 @@ class WindowAttention(LinearAttention):
         A mask `[B, H, L, S]` has no count of its own: places in the sequence serve.
         """
         padding = None if mask is None or mask.dim() == 4 else mask
-        length = query.shape[2]
-        log_mix = self._query_mix(query, scaling, None if padding is None else padding[:, padding.shape[1] - length :])
+        rows = None if padding is None else padding[:, padding.shape[1] - query.shape[2] :]
+        return self._rest_mix(query, key, causal, padding, state) + self._query_mix(query, scaling, rows)
+
+    def _rest_mix(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None) -> Tensor:
+        """What g has besides the query's part: `[1, H, 1]`, or `[B | 1, H, L]` with a saturation."""
+        log_mix, length = self.log_mix.view(1, -1, 1), query.shape[2]
         saturation, window = self.options.saturation, self.options.window_size
         if saturation is None:
             return log_mix
         if state is not None and mask is None and length == 1:  # a decoding step: few operations
             before = (state["count"] + (1 - window)).clamp_min(0).to(log_mix.dtype)
             return log_mix - torch.log1p(before / saturation).view(-1, 1, 1)
-        far = _far_tokens(key, padding, state, window, causal)
+        far = _far_tokens(key, mask, state, window, causal)
         far = far[:, None, far.shape[1] - length :]
         return log_mix - torch.log1p(far.to(log_mix.dtype) / saturation)
+
+    def _sequence_mix(
+        self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
+    ) -> QueryMix:
+        return QueryMix(
+            lambda: self._log_mix(query, key, scaling, causal, mask, state),
+            self._rest_mix(query, key, causal, mask, state),
+            self.mix_weight,
+            MIX_BOUND,
+        )
 
     def _step_mix(self, query: Tensor, key: Tensor, scaling: float, state: State) -> StepMix:
         saturation = self.options.saturation
@@ -209,7 +225,7 @@ class WindowAttention(LinearAttention):
         )
 
     def _query_mix(self, query: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-        """`b + clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
+        """`clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
             query = mask_tokens(query, mask)  # else without this copy of the queries
         # No matrix product: its rounding depends on the rest of the batch. In blocks, so that its room is bounded.
@@ -219,8 +235,7 @@ class WindowAttention(LinearAttention):
         weight = self.mix_weight.to(dtype).unsqueeze(-2)
         parts = [(block.to(dtype) * weight).sum(-1) for block in blocks]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        part = (mask_tokens(part, mask) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
-        return self.log_mix.view(1, -1, 1) + part
+        return (mask_tokens(part, mask) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
 
     def separable_queries(self, causal: bool) -> bool:
         return causal

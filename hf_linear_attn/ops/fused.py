@@ -112,11 +112,25 @@ class StepMix(NamedTuple):
     seen: Tensor | None
 
 
+class QueryMix(NamedTuple):
+    """Log mixing weights of whole sequences: as a function, `[B | 1, H, L | 1]`, and as a formula,
+
+        g = r + clip(√τ u·q, ±bound)
+
+    rest r `[B | 1, H, L | 1]`, weight u `[H, d]`.
+    """
+
+    rows: Callable[[], Tensor]
+    rest: Tensor
+    weight: Tensor
+    bound: float
+
+
 class WindowedCall(NamedTuple):
     """One call of the hybrid: exact weights at distances below `window`, kernelized ones beyond (`ops.windowed`).
 
-    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ. For a step without gradients
-    `log_mix` may be a `StepMix`.
+    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ. Without gradients `log_mix` may
+    be a formula: a `StepMix` for a step, a `QueryMix` for sequences.
     """
 
     query: Tensor
@@ -129,17 +143,17 @@ class WindowedCall(NamedTuple):
     causal: bool
     window: int
     scaling: float
-    log_mix: Tensor | StepMix
+    log_mix: Tensor | StepMix | QueryMix
     mask: Tensor | None = None
     state: State | None = None
     keep_state: bool = False
 
     def mix_rows(self) -> Tensor:
         """The log mixing weights as a tensor."""
-        return self.log_mix.rows() if isinstance(self.log_mix, StepMix) else self.log_mix
+        return self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.rows()
 
     def needs_grad(self) -> bool:
-        return _needs_grad(self, *(() if isinstance(self.log_mix, StepMix) else (self.log_mix,)))
+        return _needs_grad(self, *((self.log_mix,) if isinstance(self.log_mix, Tensor) else ()))
 
 
 class GatedCall(NamedTuple):

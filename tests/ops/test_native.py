@@ -219,7 +219,8 @@ def test_token_by_token_is_the_whole(name, value_dim, heads, groups, dtype):
     for entry in last:
         finite = last[entry].isfinite()
         assert torch.equal(finite, state[entry].isfinite())
-        assert_near(state[entry][finite], last[entry][finite], 1e-4)
+        # In bfloat16 the kernel for whole sequences may round features before it sums them.
+        assert_near(state[entry][finite], last[entry][finite], 1e-4 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
@@ -251,6 +252,26 @@ def test_half_precision_rounds_inputs_and_outputs_only(name, dtype, causal):
 
 
 @BOTH
+@pytest.mark.parametrize("length", [7, 8, 63, 65, 150])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (24, 40), (64, 64), (80, 48), (300, 272)])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "hedgehog-odd", "favor+"])
+def test_bfloat16_of_any_size(name, head_dim, value_dim, length, causal):
+    """Where the processor multiplies tiles of bfloat16, features and sums are rounded to it: sizes of all kinds."""
+    feature_map = build(name, 2, 1, head_dim, value_dim)
+    drawn = inputs((1, 2, 1, length), head_dim, value_dim, torch.bfloat16, scale=0.3)
+    tensors = [tensor.requires_grad_() for tensor in drawn]
+    scaling = head_dim**-0.5
+    out, _ = NativeBackend().run(make_call(feature_map, *tensors, causal, scaling=scaling))
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    found = torch.autograd.grad(out, tensors, direction.to(out.dtype))
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = definition(make_call(feature_map.double(), *doubles, causal, scaling=scaling))
+    assert_near(out, wanted, 1e-2)
+    for own, exact in zip(found, torch.autograd.grad(wanted, doubles, direction), strict=True):
+        assert_near(own, exact, 4e-2)
+
+
+@BOTH
 @pytest.mark.parametrize("name", ["elu", "hedgehog"])
 def test_half_precision_gradients(name, causal):
     feature_map = build(name, 2, 1, 16, 16)
@@ -263,10 +284,11 @@ def test_half_precision_gradients(name, causal):
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MAPS)
-def test_the_same_bits_for_any_threads_and_any_batch(name, causal):
+def test_the_same_bits_for_any_threads_and_any_batch(name, dtype, causal):
     feature_map = build(name, 4, 2, 16, 16)
-    query, key, value = inputs((3, 4, 2, 2500), 16, 16)
+    query, key, value = inputs((3, 4, 2, 2500), 16, 16, dtype)
     before = torch.get_num_threads()
     results = []
     try:
@@ -283,11 +305,12 @@ def test_the_same_bits_for_any_threads_and_any_batch(name, causal):
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MAPS)
-def test_nan_stays_where_it_is_and_out_of_padding(name, causal):
+def test_nan_stays_where_it_is_and_out_of_padding(name, dtype, causal):
     feature_map = build(name, 2, 2, 9, 6)
     shape = (1, 2, 2, 80)
-    query, key, value = inputs(shape)
+    query, key, value = inputs(shape, dtype=dtype)
     mask = masks(shape, "right")
     call = make_call(feature_map, query, key, value, causal, mask)
     with torch.no_grad():

@@ -110,6 +110,43 @@ def test_half_precision_rounds_inputs_and_outputs_only(dtype, causal):
 
 
 @BOTH
+@pytest.mark.parametrize(("length", "window"), [(7, 3), (8, 64), (65, 64), (330, 5), (330, 64), (330, 100)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (24, 40), (64, 64), (80, 48)])
+def test_bfloat16_of_any_size(head_dim, value_dim, length, window, causal):
+    """Where the processor multiplies tiles of bfloat16, features, weights and sums are rounded to it."""
+    shape = (1, 2, 1, length)
+    mechanism = build(shape, window, "hedgehog", head_dim, value_dim, causal)
+    drawn = inputs(shape, head_dim, value_dim, torch.bfloat16, scale=0.5)
+    tensors = [tensor.requires_grad_() for tensor in drawn]
+    out, _ = attend("native", mechanism, tensors, causal)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    found = torch.autograd.grad(out, tensors, direction.to(out.dtype))
+    doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = definition(mechanism.double(), doubles, causal, None)
+    assert_near(out, wanted, 1e-2)
+    for own, exact in zip(found, torch.autograd.grad(wanted, doubles, direction), strict=True):
+        assert_near(own, exact, 4e-2)
+
+
+@BOTH
+@pytest.mark.parametrize("saturation", [None, 20])
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_mixing_weights_by_formula(backend, kind, saturation, causal):
+    """Without gradients the kernel computes what the query adds to them; with gradients torch does."""
+    shape = (2, 4, 2, 150)
+    mechanism = build(shape, 16, "hedgehog", causal=causal, saturation=saturation)
+    with torch.no_grad():
+        mechanism.mix_weight.mul_(10.0)  # beyond the bound for some
+    tensors, mask = inputs(shape), masks(shape, kind)
+    with_gradients, _ = attend(backend, mechanism, tensors, causal, mask)
+    with torch.no_grad():
+        by_formula, _ = attend(backend, mechanism, tensors, causal, mask)
+    real = torch.ones(2, 150, dtype=torch.bool) if mask is None else mask
+    assert_near(by_formula.transpose(1, 2)[real], with_gradients.transpose(1, 2)[real].detach())
+
+
+@BOTH
 def test_nan_stays_out_of_what_does_not_see_it(causal):
     shape = (1, 2, 2, 200)
     mechanism = build(shape, 16, "hedgehog", causal=causal)
@@ -124,10 +161,11 @@ def test_nan_stays_out_of_what_does_not_see_it(causal):
 
 
 @BOTH
-def test_the_same_bits_for_any_threads_and_any_batch(causal):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_same_bits_for_any_threads_and_any_batch(dtype, causal):
     shape = (3, 4, 2, 700)
     mechanism = build(shape, 32, "hedgehog", 16, 16, causal)
-    tensors = inputs(shape, 16, 16)
+    tensors = inputs(shape, 16, 16, dtype)
     before = torch.get_num_threads()
     results = []
     try:

@@ -111,6 +111,7 @@ static int bidirectional_backward(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     BackRoom back(c, room);
     Sums sums(m_row, e_row, room), slopes(m_row, e_row, room);
@@ -161,6 +162,7 @@ static int bidirectional_backward(const Call& c) {
 
 // out [n, width] += lower^T [n, n] right [n, width]: row j reads rows i >= j.
 static void above_times(int count, const float* lower, const float* right, int width, float* out) {
+  if (tiles_for(count)) return multiply(count, width, count, lower, 1, BLOCK, right, width, out, width, true);
   for (int j = 0; j < count; j += TILE_ROWS) {
     const int tall = count - j < TILE_ROWS ? count - j : TILE_ROWS;
     strip(tall, width, count - j, lower + j * BLOCK + j, 1, BLOCK, right + (size_t)j * width, width, out + (size_t)j * width,
@@ -169,8 +171,9 @@ static void above_times(int count, const float* lower, const float* right, int w
 }
 
 // The gradient of the explicit weights of a block: dn_i . v_j + dd_i for j <= i, zeros above.
-static void weight_gradients(int count, int e_row, const float* turned_value, const BackRoom& back, float* out) {
-  triangle(count, e_row, back.gradient, e_row, turned_value, out);
+static void weight_gradients(int count, int e_row, const float* value, const float* turned_value, const BackRoom& back,
+                             float* out) {
+  triangle(count, e_row, back.gradient, value, turned_value, out);
   for (int i = 0; i < count; ++i)
     for (int j = 0; j <= i; ++j) out[i * BLOCK + j] += back.normaliser_gradient[i];
 }
@@ -202,6 +205,7 @@ static int causal_backward(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     BackRoom back(c, room);
     Sums sums(m_row, e_row, room);  // forward: only z; backward: dS and dz
@@ -225,12 +229,12 @@ static int causal_backward(const Call& c) {
           blocks.push_back({start, count, sums.scale});
           if (keys.map->scaled()) scale_all(turned_sums, (long)square, step_between(before, sums.scale));
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
-          transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
+          turn_columns(count, e_row, back.value, turned_value);
           for (long r = 0; r < repeats; ++r) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
             row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
-            weight_gradients(count, e_row, turned_value, back, slopes);
+            weight_gradients(count, e_row, back.value, turned_value, back, slopes);
             multiply(count, m_row, e_row, back.gradient, e_row, 1, turned_sums, m_row, back.feature_gradient, m_row, false);
             add_outer(back.normaliser_gradient, sums.k, m_row, count, back.feature_gradient);
             below_times(count, slopes, keys.features, m_row, back.feature_gradient, true);
@@ -255,8 +259,8 @@ static int causal_backward(const Call& c) {
             later = block->reference;
           }
           read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
-          transpose(count, e_row, back.value, e_row, turned_value, BLOCK);
-          transpose(count, m_row, keys.features, m_row, turned_keys, BLOCK);
+          turn_columns(count, e_row, back.value, turned_value);
+          turn_columns(count, m_row, keys.features, turned_keys);
           transpose(m_row, e_row, sums.kv, e_row, turned_sums, m_row);
           multiply(count, m_row, e_row, back.value, e_row, 1, turned_sums, m_row, key_gradient, m_row, false);
           multiply(count, e_row, m_row, keys.features, m_row, 1, sums.kv, e_row, back.value_gradient, e_row, false);
@@ -265,8 +269,8 @@ static int causal_backward(const Call& c) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
             row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
-            weight_gradients(count, e_row, turned_value, back, slopes);
-            triangle(count, m_row, queries.features, m_row, turned_keys, weights);
+            weight_gradients(count, e_row, back.value, turned_value, back, slopes);
+            triangle(count, m_row, queries.features, keys.features, turned_keys, weights);
             above_times(count, slopes, queries.features, m_row, key_gradient);
             above_times(count, weights, back.gradient, e_row, back.value_gradient);
             multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, sums.kv, e_row, true);

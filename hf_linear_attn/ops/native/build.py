@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = (
     "simd.h",
+    "amx.h",
     "io.h",
     "decay.h",
     "maps.h",

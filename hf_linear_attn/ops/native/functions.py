@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common import Features, OutputBlocks, State, block_length, mask_tokens
-from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, StepMix, WindowedCall
+from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
 from . import binding
 from .binding import Side, address
 from .build import BuildError, library
@@ -57,9 +57,14 @@ def _misfit(side: FusedMap, num_features: int, heads: int, size: int) -> str | N
     return None
 
 
-def _fits(mix: StepMix, query: Tensor) -> bool:
-    """As `_misfit`, for the mixing weights of a step."""
-    batch, heads, _, size = query.shape
+def _fits(mix: StepMix | QueryMix, query: Tensor) -> bool:
+    """As `_misfit`, for mixing weights by formula."""
+    batch, heads, length, size = query.shape
+    if isinstance(mix, QueryMix):
+        if not (mix.rest.is_cpu and mix.weight.is_cpu) or mix.rest.dim() != 3 or mix.weight.shape != (heads, size):
+            return False
+        rows, held, places = mix.rest.shape
+        return rows in (1, batch) and held == heads and places in (1, length)
     if not (mix.base.is_cpu and mix.weight.is_cpu):
         return False
     if mix.seen is not None and not (mix.seen.is_cpu and mix.seen.shape == (batch,)):
@@ -70,8 +75,10 @@ def _fits(mix: StepMix, query: Tensor) -> bool:
 class NativeBackend:
     """C++ kernels: one pass over blocks of 64 tokens, the features of a block never leaving the cache.
 
-    float32, bfloat16 and float16 inputs; sums and features in float32. Peak extra memory, forward and backward: some
-    hundred kilobytes a thread, and the sums, `H·m·e` floats for every 2,048 tokens (bidirectional). Hybrids: also one
+    float32, bfloat16 and float16 inputs; sums and features in float32. Of bfloat16 inputs, on processors with AMX, the
+    factors of products are rounded to bfloat16 as exact attention's are (features, weights, sums over keys; 2⁻⁹), the
+    weights of feature maps only to 2⁻¹⁷; products still add up in float32. Peak extra memory, forward and backward:
+    some hundred kilobytes a thread, and the sums, `H·m·e` floats for every 2,048 tokens (bidirectional). Hybrids: also one
     output's size a thread (bidirectional), and the gradients of one head in float32 (backward).
     Results are the same bits whatever the number of threads and whatever else is in the batch. (Features that torch
     computes, for maps without a formula, are as torch rounds them.)
@@ -103,7 +110,7 @@ class NativeBackend:
         if isinstance(call, WindowedCall):
             if call.fused is not None and call.fused[0].scaled:
                 return "windows over a feature map with a log scale are not fused"
-            if isinstance(call.log_mix, StepMix) and not _fits(call.log_mix, query):
+            if not isinstance(call.log_mix, Tensor) and not _fits(call.log_mix, query):
                 return "the mixing weights are elsewhere, or of other sizes"
         if call.needs_grad() and call.causal and (call.state is not None or call.keep_state):
             return "gradients through a carried state are not fused"

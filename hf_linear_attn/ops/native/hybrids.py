@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..common import State, mask_tokens
-from ..fused import StepMix, WindowedCall
+from ..fused import QueryMix, StepMix, WindowedCall
 from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
@@ -26,23 +26,33 @@ STATE = {
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
-    """The causal form runs on tokens with their padding first, behind the window of a state: see `gather_tokens`."""
+    """The causal form runs on tokens with their padding first, behind the window of a state (see `gather_tokens`), and
+    without either on the tokens as they are."""
     assert call.fused is not None
     sides = binding.prepare_both(call.fused, call.query.shape[3])
     if call.state is not None and _steps(call):
         return _step(call, sides, call.state)
     tensors = (sides[0].weight, sides[0].bias, sides[1].weight, sides[1].bias)
-    log_mix = by_row(call.mix_rows().float())
+    mix = call.log_mix.rest if isinstance(call.log_mix, QueryMix) else call.mix_rows()
+    log_mix = by_row(mix.float())
     if not call.causal:
         mask = None if call.mask is None else call.mask.contiguous()
-        return _Windowed.apply(call.query, call.key, call.value, log_mix, *tensors, call, sides, mask, None)[0], None
+        return _Windowed.apply(call.query, call.key, call.value, log_mix, *tensors, call, sides, mask, None, 0)[0], None
     length, window = call.query.shape[2], call.window
     if not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
+    if call.mask is None and call.state is None:
+        query, key, value = call.query, call.key, call.value
+        out, kv, k_sum = _Windowed.apply(query, key, value, log_mix, *tensors, call, sides, None, None, 0)
+        if not call.keep_state:
+            return out, None
+        query, key, value, log_mix = (tensor[:, :, -window:] for tensor in (query, key, value, log_mix))
+        tokens = gather_tokens(query, key, value, log_mix, window, None, None)
+        return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, min(length, window))}
     tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
     skip = (~tokens.valid).sum(dim=1)
     given = (tokens.query, tokens.key, tokens.value, tokens.log_mix)
-    out, kv, k_sum = _Windowed.apply(*given, *tensors, call, sides, None, skip)
+    out, kv, k_sum = _Windowed.apply(*given, *tensors, call, sides, None, skip, window)
     if tokens.place is not None:
         out = mask_tokens(take_tokens(out, tokens.place), call.mask)
     return out, {"kv": kv, "k_sum": k_sum, **ring_of(tokens, length)}
@@ -61,7 +71,7 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     batch, heads, _, _ = call.query.shape
     out = binding.token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
     mix = call.log_mix
-    rows = None if isinstance(mix, StepMix) else by_row(mix.float()).exp()
+    rows = None if isinstance(mix, StepMix) else by_row(call.mix_rows().float()).exp()
     given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
@@ -88,6 +98,7 @@ def _arguments(
     mix: Tensor | None,
     out: Tensor,
     backs: tuple[Tensor | None, Tensor | None] = (None, None),
+    offset: int = 0,
 ) -> binding.Arguments:
     query, key, value = tensors
     given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
@@ -95,7 +106,7 @@ def _arguments(
     if mix is not None:
         steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
         given.mix = binding.Strided(mix.data_ptr(), *steps)
-    given.offset = call.window if call.causal else 0
+    given.offset = offset  # the key that row 0 is
     given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
     return given
 
@@ -108,13 +119,17 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        query, key, value, log_mix, *parameters, call, sides, mask, skip = given
+        query, key, value, log_mix, *parameters, call, sides, mask, skip, offset = given
         query, key, value = (binding.plain(tensor) for tensor in (query, key, value))
         batch, heads, length, _ = query.shape
         groups, value_size = key.shape[1], value.shape[3]
         out = binding.token_major(batch, heads, length, value_size, value.dtype)
         mix = log_mix.detach().float().exp()
-        arguments = _arguments(call, (query, key, value), sides, mask, skip, mix, out)
+        arguments = _arguments(call, (query, key, value), sides, mask, skip, mix, out, offset=offset)
+        weight = None
+        if isinstance(call.log_mix, QueryMix):
+            weight = binding.pad_columns(call.log_mix.weight)
+            arguments.mix_weight, arguments.mix_bound = address(weight), call.log_mix.bound
         kv = k_sum = None
         if call.causal:
             kv, k_sum = (torch.empty(batch, groups, call.num_features, *last) for last in ((value_size,), ()))
@@ -127,7 +142,7 @@ class _Windowed(torch.autograd.Function):
         binding.run("windowed", arguments)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip)
-            ctx.call = call._replace(query=None, key=None, value=None, mask=None, state=None)
+            ctx.call, ctx.offset = call._replace(query=None, key=None, value=None, mask=None, state=None), offset
             ctx.sides = tuple(side._replace(weight=None, bias=None) for side in sides)
         if call.causal:
             ctx.mark_non_differentiable(kv, k_sum)
@@ -144,7 +159,7 @@ class _Windowed(torch.autograd.Function):
             for place, side in enumerate(ctx.sides)
         )
         backs = (binding.turned(parameters[0]), binding.turned(parameters[2]))
-        arguments = _arguments(ctx.call, (query, key, value), sides, mask, skip, mix, out, backs)
+        arguments = _arguments(ctx.call, (query, key, value), sides, mask, skip, mix, out, backs, ctx.offset)
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
         to_mix = torch.zeros(query.shape[:3])
         arguments.out_gradient = binding.strided(gradient)
@@ -156,4 +171,4 @@ class _Windowed(torch.autograd.Function):
         )
         learned.place_in(arguments)
         binding.run("windowed_backward", arguments)
-        return to_query, to_key, to_value, to_mix.sum_to_size(mix.shape), *learned.sums(), None, None, None, None
+        return to_query, to_key, to_value, to_mix.sum_to_size(mix.shape), *learned.sums(), None, None, None, None, None

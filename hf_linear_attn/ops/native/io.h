@@ -36,6 +36,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Whether factors computed from inputs of a type may be rounded to bfloat16.
+template <typename T>
+constexpr bool rounds = false;
+template <>
+constexpr bool rounds<BFloat16> = true;
+
 static inline float to_float(float x) { return x; }
 static inline float to_float(BFloat16 x) {
   const uint32_t bits = (uint32_t)x.bits << 16;
@@ -55,6 +61,34 @@ static inline float to_float(_Float16 x) { return (float)x; }
 static inline void from_float(float x, _Float16& to) { to = (_Float16)x; }
 #endif
 
+// One row of numbers, converted. Bfloat16 goes by whole vectors where the processor converts them.
+template <typename T>
+static inline void read_row(const T* in, int size, float* out) {
+  for (int j = 0; j < size; ++j) out[j] = to_float(in[j]);
+}
+template <typename T>
+static inline void write_row(const float* in, int size, T* out) {
+  for (int j = 0; j < size; ++j) from_float(in[j], out[j]);
+}
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+template <>
+inline void read_row(const BFloat16* in, int size, float* out) {
+  int j = 0;
+  for (; j + LANES <= size; j += LANES) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + j));
+    store(out + j, (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  for (; j < size; ++j) out[j] = to_float(in[j]);
+}
+template <>
+inline void write_row(const float* in, int size, BFloat16* out) {
+  int j = 0;
+  for (; j + LANES <= size; j += LANES)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + j), (__m256i)_mm512_cvtneps_pbh((__m512)load(in + j)));
+  for (; j < size; ++j) from_float(in[j], out[j]);
+}
+#endif
+
 // Tokens start ... start + count - 1 of a head -> to [count, row]; masked tokens and the padding of a row are zero.
 template <typename T>
 static void read_rows(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
@@ -63,10 +97,9 @@ static void read_rows(const Strided& from, long b, long head, long start, int co
   for (int t = 0; t < count; ++t) {
     float* out = to + (size_t)t * row;
     const T* in = base + (start + t) * from.token;
-    int j = 0;
-    if (!mask || mask[start + t])
-      for (; j < size; ++j) out[j] = to_float(in[j]);
-    for (; j < row; ++j) out[j] = 0.0f;
+    const int real = !mask || mask[start + t] ? size : 0;
+    read_row(in, real, out);
+    for (int j = real; j < row; ++j) out[j] = 0.0f;
   }
 }
 
@@ -75,8 +108,7 @@ static void write_rows(const Strided& to, long b, long head, long start, int cou
   T* base = static_cast<T*>(to.data) + b * to.batch + head * to.head;
   for (int t = 0; t < count; ++t) {
     T* out = base + (start + t) * to.token;
-    const float* in = from + (size_t)t * row;
-    for (int j = 0; j < size; ++j) from_float(in[j], out[j]);
+    write_row(from + (size_t)t * row, size, out);
   }
 }
 

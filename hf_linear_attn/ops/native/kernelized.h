@@ -47,7 +47,8 @@ struct Call {
   const uint8_t* ring_mask;
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
-  // Its log mixing weights b + clip(√τ u·q, ±bound) - log(1 + n / N): b [H], u [H, padded d]; null b: `mix` holds them.
+  // Log mixing weights by formula: `mix` and clip(√τ u·q, ±bound), u [H, padded d] or null. For one token they are
+  // b + clip(√τ u·q, ±bound) - log(1 + n / N), b [H]; null b: `mix` holds them.
   const float *mix_base, *mix_weight;
   const int64_t* count;                                // [B]: tokens before this one, of which n lie outside; null: n = 0
   float mix_bound, saturation;                         // N
@@ -198,6 +199,7 @@ static int bidirectional(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     float *block = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK);
 #pragma omp barrier
@@ -241,12 +243,23 @@ static int bidirectional(const Call& c) {
   return failed;
 }
 
-// Lower triangle of rows [n, m] columns^T [m, n], zeros above it.
-static void triangle(int count, int depth, const float* rows, int row, const float* columns, float* out) {
+// Transposes the tokens [n, width] that `triangle` is going to take, where it reads them so.
+static void turn_columns(int count, int width, const float* tokens, float* turned) {
+  if (!tiles_for(count)) transpose(count, width, tokens, width, turned, BLOCK);
+}
+
+// Lower triangle of rows [n, m] columns [n, m]^T, zeros above it. turned: by `turn_columns`.
+static void triangle(int count, int depth, const float* rows, const float* columns, const float* turned, float* out) {
+  if (TileProducts* tiles = tiles_for(count)) {  // the other half costs less than leaving it out
+    const int wide = padded(count);
+    tiles->multiply_turned(count, wide, depth, rows, depth, columns, depth, out, BLOCK);
+    for (int r = 0; r < count; ++r) memset(out + r * BLOCK + r + 1, 0, (wide - r - 1) * sizeof(float));
+    return;
+  }
   for (int i = 0; i < count; i += TILE_ROWS) {
     const int tall = count - i < TILE_ROWS ? count - i : TILE_ROWS;
     const int wide = padded(i + tall);
-    strip(tall, wide, depth, rows + (size_t)i * row, row, 1, columns, BLOCK, out + i * BLOCK, BLOCK, false);
+    strip(tall, wide, depth, rows + (size_t)i * depth, depth, 1, turned, BLOCK, out + i * BLOCK, BLOCK, false);
     for (int r = i; r < i + tall; ++r)
       for (int j = r + 1; j < wide; ++j) out[r * BLOCK + j] = 0.0f;
   }
@@ -254,6 +267,7 @@ static void triangle(int count, int depth, const float* rows, int row, const flo
 
 // out [n, width] (+)= triangle [n, n] right [n, width], which reads only the lower part.
 static void below_times(int count, const float* weights, const float* right, int width, float* out, bool add) {
+  if (tiles_for(count)) return multiply(count, width, count, weights, BLOCK, 1, right, width, out, width, add);
   for (int i = 0; i < count; i += TILE_ROWS) {
     const int tall = count - i < TILE_ROWS ? count - i : TILE_ROWS;
     strip(tall, width, i + tall, weights + i * BLOCK, BLOCK, 1, right, width, out + (size_t)i * width, width, add);
@@ -279,7 +293,7 @@ static void causal_rows(int count, const Side& queries, const Side& keys, const 
   const int m_row = sums.rows, e_row = sums.columns;
   if (held) sums_rows(count, queries, sums, out, normaliser);
   if (count > 1) {
-    triangle(count, m_row, queries.features, m_row, turned, weights);
+    triangle(count, m_row, queries.features, keys.features, turned, weights);
   } else {
     weights[0] = dot(queries.features, keys.features, m_row);
     for (int j = 1; j < LANES; ++j) weights[j] = 0.0f;
@@ -364,6 +378,7 @@ static int causal(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     Sums sums(m_row, e_row, room);
     float *value = room.take(BLOCK * e_row), *out = room.take(BLOCK * e_row), *turned = room.take((size_t)BLOCK * m_row);
@@ -392,7 +407,7 @@ static int causal(const Call& c) {
             decay.on_keys(keys.features, count);
             if (held) decay.to_middle(sums.kv, sums.k, e_row);
           }
-          if (count > 1) transpose(count, m_row, keys.features, m_row, turned, BLOCK);
+          if (count > 1) turn_columns(count, m_row, keys.features, turned);
           for (long r = 0; r < repeats; ++r) {
             const long h = g * repeats + r;
             queries.read<T>(c.query, b, h, start, count, c.size, nullptr);

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "simd.h"
+#include "amx.h"
 
 namespace hla {
 
@@ -94,7 +94,11 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
   const float* in = x;
   int in_row = x_row;
   if (map.projected) {
-    multiply(count, segment, map.input, x, x_row, 1, map.weight + head * map.weight_head, segment, y, segment, false);
+    const float* weight = map.weight + head * map.weight_head;
+    if (TileProducts* tiles = tiles_for(count))
+      tiles->multiply_by_weights(count, segment, map.input, x, x_row, weight, segment, y, segment);
+    else
+      multiply_floats(count, segment, map.input, x, x_row, 1, weight, segment, y, segment, false);
     const float* bias = map.bias ? map.bias + head * map.bias_head : nullptr;
     if (bias || map.in_scale != 1.0f)
       for (int t = 0; t < count; ++t)

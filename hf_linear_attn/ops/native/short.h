@@ -169,6 +169,7 @@ static int explicit_weights(const Call& c) {
 #pragma omp parallel num_threads(c.threads)
   {
     Room room(room_floats);
+    TileProducts tiles(rounds<T>);
     Side keys(c.key_map, x_row, room, count), queries(c.query_map, x_row, room, row_block);
     float *value = room.take((size_t)count * e_row), *turned = room.take((size_t)wide * m_row);
     float *out = room.take(BLOCK * e_row), *weights = room.take(BLOCK * BLOCK), *normaliser = room.take(BLOCK);

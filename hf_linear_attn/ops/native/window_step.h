@@ -21,11 +21,9 @@ static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to,
 // The mixing weight of head h, for its query x.
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
-  float of_query = dot(x, c.mix_weight + h * x_row, x_row) * std::sqrt(c.scaling);
-  of_query = of_query < -c.mix_bound ? -c.mix_bound : of_query > c.mix_bound ? c.mix_bound : of_query;
   const int64_t outside = c.count ? c.count[b] + 1 - c.window : 0;
   const float bound = outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
-  return std::exp(c.mix_base[h] + of_query - bound);
+  return std::exp(c.mix_base[h] + query_mix(c, h, x, x_row) - bound);
 }
 
 template <typename T>

@@ -51,31 +51,56 @@ static inline Strided reversed(Strided tensor, long tokens, int bytes) {
   return tensor;
 }
 
+// What the query x of head h adds to its log mixing weight.
+static inline float query_mix(const Call& c, long h, const float* x, int x_row) {
+  const float part = dot(x, c.mix_weight + h * x_row, x_row) * std::sqrt(c.scaling);
+  return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
+}
+
 // The matrix products and exponentials of the near part of one block.
 struct Band {
   int window, reach, columns, x_row, e_row;  // reach: last column of row t is t + reach
   float *key, *turned_key, *value, *turned_value, *weights, *slopes, *bias;
+  // Keys and values slide through larger rooms: a block reads those that the one before has not.
+  static constexpr int SLIDE = 4 * BLOCK;
+  float *key_room, *value_room;
+  int place = 0, held = 0;  // of the rooms' rows: the first, and how many are read
+  long next = -1;                 // first row of the block that would go on
 
   static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.both_sides ? c.window : 0)); }
   static size_t floats(const Call& c, bool backward) {
     const size_t columns = columns_of(c), x_row = padded(c.size), e_row = padded(c.value_size);
-    return columns * (2 * x_row + e_row + BLOCK + 1 + (backward ? e_row + BLOCK : 0)) + 128;
+    return columns * (2 * x_row + e_row + BLOCK + 1 + (backward ? e_row + BLOCK : 0)) + SLIDE * (x_row + e_row) + 128;
   }
   Band(const Call& c, Room& room, bool backward)
       : window(c.window), reach(c.both_sides ? 2 * c.window - 1 : c.window), columns(columns_of(c)), x_row(padded(c.size)),
-        e_row(padded(c.value_size)), key(room.take((size_t)columns * x_row)), turned_key(room.take((size_t)columns * x_row)),
-        value(room.take((size_t)columns * e_row)), turned_value(backward ? room.take((size_t)columns * e_row) : nullptr),
+        e_row(padded(c.value_size)), turned_key(room.take((size_t)columns * x_row)),
+        turned_value(backward ? room.take((size_t)columns * e_row) : nullptr),
         weights(room.take((size_t)columns * BLOCK)), slopes(backward ? room.take((size_t)columns * BLOCK) : nullptr),
-        bias(room.take(columns)) {}
+        bias(room.take(columns)), key_room(room.take((size_t)(columns + SLIDE) * x_row)),
+        value_room(room.take((size_t)(columns + SLIDE) * e_row)) {}
 
   // Keys and values from `window` before the block's first row on.
   template <typename T>
   void read(const Call& c, const Stream& s, long first, int count) {
     const uint8_t* valid = s.valid();
     columns = padded(window + count + (c.both_sides ? window : 0));
-    read_rows<T>(c.key, s.b, s.g, first - window, columns, c.size, valid, key, x_row);
-    read_rows<T>(c.value, s.b, s.g, first - window, columns, c.value_size, valid, value, e_row);
+    const int kept = first == next ? std::min(held - BLOCK, columns) : 0;
+    place = first == next ? place + BLOCK : 0;
+    if (place > SLIDE) {
+      memmove(key_room, key_room + (size_t)place * x_row, (size_t)kept * x_row * sizeof(float));
+      memmove(value_room, value_room + (size_t)place * e_row, (size_t)kept * e_row * sizeof(float));
+      place = 0;
+    }
+    key = key_room + (size_t)place * x_row;
+    value = value_room + (size_t)place * e_row;
+    read_rows<T>(c.key, s.b, s.g, first - window + kept, columns - kept, c.size, valid, key + (size_t)kept * x_row, x_row);
+    read_rows<T>(c.value, s.b, s.g, first - window + kept, columns - kept, c.value_size, valid, value + (size_t)kept * e_row,
+                 e_row);
+    held = columns;
+    next = first + BLOCK;
     for (int j = 0; j < columns; ++j) bias[j] = valid[first - window + j] ? 0.0f : -INFINITY;
+    if (tiles_for(count)) return;
     transpose(columns, x_row, key, x_row, turned_key, columns);
     if (turned_value) transpose(columns, e_row, value, e_row, turned_value, columns);
   }
@@ -86,9 +111,11 @@ struct Band {
 
   // exp(tau q.k - top) of all rows; top is found, or taken from the forward pass.
   void exponentials(int count, const float* query, float scaling, bool known, float* top) const {
+    TileProducts* tiles = tiles_for(count);  // all columns: what lies outside of the band costs less than leaving it out
+    if (tiles) tiles->multiply_turned(count, columns, x_row, query, x_row, key, x_row, weights, columns);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      strip(tall, end - begin, x_row, query + i * x_row, x_row, 1, turned_key + begin, columns,
+      if (!tiles) strip(tall, end - begin, x_row, query + i * x_row, x_row, 1, turned_key + begin, columns,
             weights + (size_t)i * columns + begin, columns, false);
       for (int t = i; t < i + tall; ++t) {
         float* row = weights + (size_t)t * columns;
@@ -111,11 +138,26 @@ struct Band {
     }
   }
 
+  // Zeros in the rows outside of the columns that their tiles touch.
+  void clear_outside(int count, float* matrix) const {
+    for (int t = 0; t < count; ++t) {
+      const int i = t / TILE_ROWS * TILE_ROWS, begin = begin_of(i), end = end_of(i, std::min(count - i, TILE_ROWS));
+      float* row = matrix + (size_t)t * columns;
+      memset(row, 0, begin * sizeof(float));
+      memset(row + end, 0, (columns - end) * sizeof(float));
+    }
+  }
+
   // Adds the near part to numerators and normalisers.
   void add_to(int count, float* out, float* normaliser) const {
+    TileProducts* tiles = tiles_for(count);
+    if (tiles) {
+      clear_outside(count, weights);
+      multiply(count, e_row, columns, weights, columns, 1, value, e_row, out, e_row, true);
+    }
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      strip(tall, e_row, end - begin, weights + (size_t)i * columns + begin, columns, 1, value + (size_t)begin * e_row, e_row,
+      if (!tiles) strip(tall, e_row, end - begin, weights + (size_t)i * columns + begin, columns, 1, value + (size_t)begin * e_row, e_row,
             out + (size_t)i * e_row, e_row, true);
       for (int t = i; t < i + tall; ++t) {
         Vec total{};
@@ -128,16 +170,13 @@ struct Band {
   // Gradients through the near weights: added to those of the rows' queries, and of the columns' keys and values.
   void back(int count, const float* query, float scaling, const BackRoom& rows, float* query_gradient, float* key_gradient,
             float* value_gradient) const {
-    for (int t = 0; t < count; ++t) {  // outside of the band both are read as zeros below
-      const int begin = begin_of(t / TILE_ROWS * TILE_ROWS), end = end_of(t / TILE_ROWS * TILE_ROWS, std::min(count - t / TILE_ROWS * TILE_ROWS, TILE_ROWS));
-      for (float* matrix : {weights, slopes}) {
-        memset(matrix + (size_t)t * columns, 0, begin * sizeof(float));
-        memset(matrix + (size_t)t * columns + end, 0, (columns - end) * sizeof(float));
-      }
-    }
+    TileProducts* tiles = tiles_for(count);
+    if (tiles) tiles->multiply_turned(count, columns, e_row, rows.gradient, e_row, value, e_row, slopes, columns);
+    clear_outside(count, weights);
+    clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      strip(tall, end - begin, e_row, rows.gradient + (size_t)i * e_row, e_row, 1, turned_value + begin, columns,
+      if (!tiles) strip(tall, end - begin, e_row, rows.gradient + (size_t)i * e_row, e_row, 1, turned_value + begin, columns,
             slopes + (size_t)i * columns + begin, columns, false);
       for (int t = i; t < i + tall; ++t) {
         float *weight = weights + (size_t)t * columns, *slope = slopes + (size_t)t * columns;
@@ -155,8 +194,14 @@ struct Band {
           store(slope + j, (load(slope + j) - mine) * scaling);
         }
       }
-      strip(tall, x_row, end - begin, slopes + (size_t)i * columns + begin, columns, 1, key + (size_t)begin * x_row, x_row,
+      if (!tiles) strip(tall, x_row, end - begin, slopes + (size_t)i * columns + begin, columns, 1, key + (size_t)begin * x_row, x_row,
             query_gradient + (size_t)i * x_row, x_row, true);
+    }
+    if (tiles) {
+      multiply(count, x_row, columns, slopes, columns, 1, key, x_row, query_gradient, x_row, true);
+      multiply(columns, x_row, count, slopes, 1, columns, query, x_row, key_gradient, x_row, true);
+      multiply(columns, e_row, count, weights, 1, columns, rows.gradient, e_row, value_gradient, e_row, true);
+      return;
     }
     for (int j = 0; j < columns; j += TILE_ROWS) {
       const int tall = std::min(columns - j, TILE_ROWS);
@@ -200,7 +245,7 @@ struct Far {
   void read_keys(const Call& c, const Stream& s, long first, int count) {
     keys.read<T>(c.key, s.b, s.g, first - c.window, count, c.size, s.valid());
     read_rows<T>(c.value, s.b, s.g, first - c.window, count, c.value_size, s.valid(), value, sums.columns);
-    transpose(count, sums.rows, keys.features, sums.rows, turned, BLOCK);
+    turn_columns(count, sums.rows, keys.features, turned);
   }
 
   static bool has_keys(const Call& c, const Stream& s, long first, int count) {
@@ -220,7 +265,11 @@ struct Far {
   void read_queries(const Call& c, const Stream& s, long h, long start, int count) {
     const uint8_t* valid = s.valid() + s.offset;
     queries.read<T>(c.query, s.b, h, start, count, c.size, valid, false);
-    for (int t = 0; t < count; ++t) scale_all(queries.features + (long)t * sums.rows, sums.rows, s.mix(c, h, start + t));
+    for (int t = 0; t < count; ++t) {
+      float mix = s.mix(c, h, start + t);
+      if (c.mix_weight) mix *= std::exp(query_mix(c, h, queries.x + (long)t * queries.x_row, queries.x_row));
+      scale_all(queries.features + (long)t * sums.rows, sums.rows, mix);
+    }
   }
 
   void rows(int count, float* out, float* normaliser) {
@@ -256,6 +305,7 @@ static int windowed(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Far far(c, room);
     Band band(c, room, false);
     float *out = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK), *top = room.take(BLOCK);
@@ -384,12 +434,12 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
   for (long start = begin; start < c.length; start += BLOCK) {
     const int count = (int)std::min<long>(c.length - start, BLOCK);
     far.read_keys<T>(c, s, s.offset + start, count);
-    transpose(count, e_row, far.value, e_row, room.turned_value, BLOCK);
+    turn_columns(count, e_row, far.value, room.turned_value);
     for (long r = 0; r < s.repeats; ++r) {
       const long h = s.g * s.repeats + r;
       far.read_queries<T>(c, s, h, start, count);
       read_rows_back(h, start, count);
-      weight_gradients(count, e_row, room.turned_value, back, room.slopes);
+      weight_gradients(count, e_row, far.value, room.turned_value, back, room.slopes);
       multiply(count, m_row, e_row, back.gradient, e_row, 1, room.turned_sums, m_row, back.feature_gradient, m_row, false);
       add_outer(back.normaliser_gradient, far.sums.k, m_row, count, back.feature_gradient);
       below_times(count, room.slopes, far.keys.features, m_row, back.feature_gradient, true);
@@ -412,7 +462,7 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
     const int count = (int)std::min<long>(c.length - start, BLOCK);
     const long first = s.offset + start - c.window;
     far.read_keys<T>(c, s, s.offset + start, count);
-    transpose(count, e_row, far.value, e_row, room.turned_value, BLOCK);
+    turn_columns(count, e_row, far.value, room.turned_value);
     transpose(m_row, e_row, far.sums.kv, e_row, room.turned_sums, m_row);
     multiply(count, m_row, e_row, far.value, e_row, 1, room.turned_sums, m_row, room.key_gradient, m_row, false);
     multiply(count, e_row, m_row, far.keys.features, m_row, 1, far.sums.kv, e_row, back.value_gradient, e_row, false);
@@ -421,8 +471,8 @@ static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, Ba
       const long h = s.g * s.repeats + r;
       far.read_queries<T>(c, s, h, start, count);
       read_rows_back(h, start, count);
-      weight_gradients(count, e_row, room.turned_value, back, room.slopes);
-      triangle(count, m_row, far.queries.features, m_row, far.turned, far.weights);
+      weight_gradients(count, e_row, far.value, room.turned_value, back, room.slopes);
+      triangle(count, m_row, far.queries.features, far.keys.features, far.turned, far.weights);
       above_times(count, room.slopes, far.queries.features, m_row, room.key_gradient);
       above_times(count, far.weights, back.gradient, e_row, back.value_gradient);
       multiply(m_row, e_row, count, far.queries.features, 1, m_row, back.gradient, e_row, far.sums.kv, e_row, true);
@@ -457,6 +507,7 @@ static int windowed_backward(const Call& c) {
 #pragma omp atomic write
       failed = 1;
     }
+    TileProducts tiles(rounds<T>);
     Far far(c, room);
     FarBack far_room(c, room);
     BackRoom back(c, room);

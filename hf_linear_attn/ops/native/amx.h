@@ -1,0 +1,302 @@
+// Matrix products with factors rounded to bfloat16 and sums in float32, by AMX tiles: for calls whose inputs are in
+// bfloat16, on processors that have them. There `multiply` and its kin take this way while a TileProducts is alive.
+//
+// Inputs are bfloat16 already, so only what is computed from them is rounded: features, weights, sums over keys, each by
+// at most 2^-9. Weights of feature maps count as two numbers, w = hi + lo, since exponentials follow.
+
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define HLA_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace hla {
+
+#if defined(HLA_TILES)
+
+// Linux grants the tiles' registers to a process that asks for them.
+static bool ask_for_tiles() {
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+static bool tiles_granted() {
+  static const bool granted = ask_for_tiles();
+  return granted;
+}
+
+// The compiler does not know what memory the tiles' instructions read.
+static inline void settle() { __asm__ volatile("" ::: "memory"); }
+
+// Both factors in pairs of bfloat16 along the sum: left [rows, depth / 2], right [depth / 2, columns], in 32-bit words.
+class TileProducts {
+ public:
+  explicit TileProducts(bool wanted) : active_(wanted && tiles_granted()) {
+    if (!active_) return;
+    _tile_storeconfig(before_);
+    alignas(64) uint8_t config[64] = {1};
+    for (int tile = 0; tile < 8; ++tile) {
+      config[16 + 2 * tile] = 64;  // bytes of a row
+      config[48 + tile] = SIDE;    // rows
+    }
+    settle();
+    _tile_loadconfig(config);
+    current() = this;
+  }
+  ~TileProducts() {
+    if (!active_) return;
+    current() = nullptr;
+    settle();
+    if (before_[0])
+      _tile_loadconfig(before_);
+    else
+      _tile_release();
+  }
+  TileProducts(const TileProducts&) = delete;
+  TileProducts& operator=(const TileProducts&) = delete;
+
+  // Those of this thread, or null.
+  static TileProducts*& current() {
+    static thread_local TileProducts* here = nullptr;
+    return here;
+  }
+
+  // As `multiply`.
+  void multiply(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b, long b_row,
+                float* c, long c_row, bool add) {
+    for (int k = 0; k < depth; k += DEPTH) {
+      const int deep = depth - k < DEPTH ? depth - k : DEPTH;
+      int packed = -1;
+      for (int j = 0; j < columns; j += COLUMNS) {
+        const int wide = columns - j < COLUMNS ? columns - j : COLUMNS;
+        pack_right(b + k * b_row + j, b_row, deep, wide, right_, false);
+        for (int i = 0; i < rows; i += ROWS) {
+          const int tall = rows - i < ROWS ? rows - i : ROWS;
+          if (packed != i) pack_left(a + i * a_row + k * a_step, a_row, a_step, tall, deep);
+          packed = i;
+          products(tall, wide, deep, right_, 1, c + i * c_row + j, c_row, add || k);
+        }
+      }
+    }
+  }
+
+  // C = A B^T with B [columns, depth].
+  void multiply_turned(int rows, int columns, int depth, const float* a, long a_row, const float* b, long b_row, float* c,
+                       long c_row) {
+    for (int k = 0; k < depth; k += DEPTH) {
+      const int deep = depth - k < DEPTH ? depth - k : DEPTH;
+      pack_left(a + k, a_row, 1, rows, deep);
+      for (int j = 0; j < columns; j += COLUMNS) {
+        const int wide = columns - j < COLUMNS ? columns - j : COLUMNS;
+        pack_right_turned(b + j * b_row + k, b_row, deep, wide);
+        products(rows, wide, deep, right_, 1, c + j, c_row, k);
+      }
+    }
+  }
+
+  // C = A B with B = high + low as two bfloat16 numbers each. What B holds must not change while this object lives.
+  void multiply_by_weights(int rows, int columns, int depth, const float* a, long a_row, const float* b, long b_row, float* c,
+                           long c_row) {
+    if (depth > DEPTH || 2 * steps(depth) * SIDE * columns > WEIGHTS) return multiply_floats(rows, columns, depth, a, a_row, 1, b, b_row, c, c_row, false);
+    int place = b == held_[0] ? 0 : 1;
+    if (b != held_[place]) {
+      place = newest_ ^ 1;
+      pack_right(b, b_row, depth, columns, weights_[place], false);
+      pack_right(b, b_row, depth, columns, weights_[place] + steps(depth) * SIDE * columns, true);
+      held_[place] = b;
+    }
+    newest_ = place;
+    pack_left(a, a_row, 1, rows, depth);
+    products(rows, columns, depth, weights_[place], 2, c, c_row, false);
+  }
+
+ private:
+  static constexpr int SIDE = 16;  // rows of a tile, and 32-bit words in one of them
+  static constexpr int ROWS = 64, DEPTH = 256, COLUMNS = 256, WEIGHTS = 24576;
+
+  static int steps(int depth) { return (depth + 2 * SIDE - 1) / (2 * SIDE); }
+
+  // Two rows of 16 numbers -> 16 words, (low, high) each.
+  static __m512i pair(__m512 low, __m512 high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+
+  // What bfloat16 leaves of a number.
+  static __m512 remainder(__m512 x) {
+    const __m512i rounded = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16);
+    return _mm512_sub_ps(x, (__m512)rounded);
+  }
+
+  // right [depth / 2, columns] of the numbers, or of what bfloat16 leaves of them.
+  void pack_right(const float* b, long b_row, int depth, int columns, uint32_t* right, bool remainders) {
+    for (int k = 0; k < steps(depth) * 2 * SIDE; k += 2)
+      for (int j = 0; j < columns; j += SIDE) {
+        __m512 low = k < depth ? _mm512_loadu_ps(b + k * b_row + j) : _mm512_setzero_ps();
+        __m512 high = k + 1 < depth ? _mm512_loadu_ps(b + (k + 1) * b_row + j) : _mm512_setzero_ps();
+        if (remainders) low = remainder(low), high = remainder(high);
+        _mm512_store_si512(right + k / 2 * columns + j, pair(low, high));
+      }
+  }
+
+  // Numbers k ... k + 31 of a row of `depth`, zeros behind its end.
+  static Vec words(const float* row, int k, int depth) {
+    const int left = depth - k;
+    const __mmask16 first = left >= SIDE ? 0xffff : (1u << left) - 1;
+    const __mmask16 second = left >= 2 * SIDE ? 0xffff : left > SIDE ? (1u << (left - SIDE)) - 1 : 0;
+    const __m512 low = _mm512_maskz_loadu_ps(first, row + k), high = _mm512_maskz_loadu_ps(second, row + k + SIDE);
+    return (Vec)(__m512i)_mm512_cvtne2ps_pbh(high, low);
+  }
+
+  void pack_right_turned(const float* b, long b_row, int depth, int columns) {
+    for (int j = 0; j < columns; j += SIDE)
+      for (int k = 0; k < steps(depth) * 2 * SIDE; k += 2 * SIDE) {
+        Vec block[SIDE];
+#pragma GCC unroll 16
+        for (int i = 0; i < SIDE; ++i) block[i] = words(b + (j + i) * b_row, k, depth);
+        turn<1>(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < SIDE; ++i) _mm512_store_si512(right_ + (k / 2 + i) * columns + j, (__m512i)block[i]);
+      }
+  }
+
+  void pack_left(const float* a, long a_row, long a_step, int rows, int depth) {
+    const int row = steps(depth) * SIDE;
+    if (a_step == 1) {
+      for (int r = 0; r < rows; ++r)
+        for (int k = 0; k < depth; k += 2 * SIDE)
+          _mm512_store_si512(left_ + r * row + k / 2, (__m512i)words(a + r * a_row, k, depth));
+      return;
+    }
+    // The sum runs down the columns: pairs of rows, turned.
+    for (int k = 0; k < steps(depth) * 2 * SIDE; k += 2 * SIDE)
+      for (int r = 0; r < rows; r += SIDE) {
+        Vec block[SIDE];
+#pragma GCC unroll 16
+        for (int i = 0; i < SIDE; ++i) {
+          const int at = k + 2 * i;
+          const __m512 low = at < depth ? _mm512_loadu_ps(a + at * a_step + r) : _mm512_setzero_ps();
+          const __m512 high = at + 1 < depth ? _mm512_loadu_ps(a + (at + 1) * a_step + r) : _mm512_setzero_ps();
+          block[i] = (Vec)pair(low, high);
+        }
+        turn<1>(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < SIDE; ++i) _mm512_store_si512(left_ + (r + i) * row + k / 2, (__m512i)block[i]);
+      }
+  }
+
+  // parts: how many packed right factors lie behind one another, to be added.
+  void products(int rows, int columns, int depth, const uint32_t* right, int parts, float* c, long c_row, bool add) {
+    settle();
+    const Factors factors{left_, right, steps(depth) * SIDE, columns, parts};
+    for (int i = 0; i < rows; i += 2 * SIDE)
+      for (int j = 0; j < columns; j += 2 * SIDE) {
+        const bool below = i + SIDE < rows, beside = j + SIDE < columns;
+        if (below && beside)
+          square<true, true>(factors, rows, i, j, c, c_row, add);
+        else if (below)
+          square<true, false>(factors, rows, i, j, c, c_row, add);
+        else if (beside)
+          square<false, true>(factors, rows, i, j, c, c_row, add);
+        else
+          square<false, false>(factors, rows, i, j, c, c_row, add);
+      }
+  }
+
+  struct Factors {
+    const uint32_t *left, *right;
+    int words, columns, parts;
+  };
+
+  // Up to two by two tiles of sums: 0 1 / 2 3.
+  template <bool BELOW, bool BESIDE>
+  static void square(const Factors& factors, int rows, int i, int j, float* c, long c_row, bool add) {
+    const int words = factors.words, columns = factors.columns;
+    float* at = c + i * c_row + j;
+    const bool whole = i + (BELOW ? 2 * SIDE : SIDE) <= rows;  // else what lies behind the last row is not ours
+    const bool held = add && whole;
+    const long stride = c_row * 4;
+    if (held) _tile_loadd(0, at, stride); else _tile_zero(0);
+    if (BESIDE) { if (held) _tile_loadd(1, at + SIDE, stride); else _tile_zero(1); }
+    if (BELOW) { if (held) _tile_loadd(2, at + SIDE * c_row, stride); else _tile_zero(2); }
+    if (BELOW && BESIDE) { if (held) _tile_loadd(3, at + SIDE * c_row + SIDE, stride); else _tile_zero(3); }
+    for (int part = 0; part < factors.parts; ++part) {
+      const uint32_t *left = factors.left + i * words, *right = factors.right + part * words * columns + j;
+      for (int k = 0; k < words; k += SIDE) {
+        _tile_loadd(4, left + k, words * 4);
+        _tile_loadd(6, right + k * columns, columns * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        if (BESIDE) {
+          _tile_loadd(7, right + k * columns + SIDE, columns * 4);
+          _tile_dpbf16ps(1, 4, 7);
+        }
+        if (BELOW) {
+          _tile_loadd(5, left + SIDE * words + k, words * 4);
+          _tile_dpbf16ps(2, 5, 6);
+          if (BESIDE) _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+    }
+    alignas(64) float room[4 * SIDE * SIDE];
+    float* to = whole ? at : room;
+    const long row = whole ? c_row : 2 * SIDE;
+    _tile_stored(0, to, row * 4);
+    if (BESIDE) _tile_stored(1, to + SIDE, row * 4);
+    if (BELOW) _tile_stored(2, to + SIDE * row, row * 4);
+    if (BELOW && BESIDE) _tile_stored(3, to + SIDE * row + SIDE, row * 4);
+    settle();
+    if (whole) return;
+    for (int r = 0; r < rows - i; ++r)
+      for (int l = 0; l < (BESIDE ? 2 * SIDE : SIDE); l += LANES) {
+        float* out = at + r * c_row + l;
+        const Vec sum = load(room + r * 2 * SIDE + l);
+        store(out, add ? load(out) + sum : sum);
+      }
+  }
+
+  bool active_;
+  int newest_ = 0;
+  const float* held_[2] = {nullptr, nullptr};  // whose weights are packed: a block's keys and queries take turns
+  alignas(64) uint8_t before_[64];
+  alignas(64) uint32_t left_[ROWS * DEPTH / 2];
+  alignas(64) uint32_t right_[DEPTH / 2 * COLUMNS];
+  alignas(64) uint32_t weights_[2][WEIGHTS];
+};
+
+// Rows below which the tiles are not worth their packing.
+constexpr int TILE_ROWS_LEAST = 8;
+
+static inline TileProducts* tiles_for(int rows) {
+  return rows >= TILE_ROWS_LEAST ? TileProducts::current() : nullptr;
+}
+
+#else
+
+static bool tiles_granted() { return false; }
+
+class TileProducts {
+ public:
+  explicit TileProducts(bool) {}
+  void multiply(int, int, int, const float*, long, long, const float*, long, float*, long, bool) {}
+  void multiply_turned(int, int, int, const float*, long, const float*, long, float*, long) {}
+  void multiply_by_weights(int, int, int, const float*, long, const float*, long, float*, long) {}
+};
+
+static inline TileProducts* tiles_for(int) { return nullptr; }
+
+#endif
+
+// C[M, N] (+)= A[M, K] B[K, N]: A with a row or a column stride of one, B and C with rows of whole vectors.
+static void multiply(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
+                     long b_row, float* c, long c_row, bool add) {
+  if (TileProducts* tiles = tiles_for(rows))
+    tiles->multiply(rows, columns, depth, a, a_row, a_step, b, b_row, c, c_row, add);
+  else
+    multiply_floats(rows, columns, depth, a, a_row, a_step, b, b_row, c, c_row, add);
+}
+
+}  // namespace hla
