@@ -187,12 +187,12 @@ class WindowAttention(LinearAttention):
         A mask `[B, H, L, S]` has no count of its own: places in the sequence serve.
         """
         padding = None if mask is None or mask.dim() == 4 else mask
-        rows = None if padding is None else padding[:, padding.shape[1] - query.shape[2] :]
-        return self._rest_mix(query, key, causal, padding, state) + self._query_mix(query, scaling, rows)
+        rest = self._rest_mix(query, key, causal, padding, state)
+        return rest + self._query_mix(query, scaling, _of_rows(padding, query))
 
     def _rest_mix(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None) -> Tensor:
         """What g has besides the query's part: `[1, H, 1]`, or `[B | 1, H, L]` with a saturation."""
-        log_mix, length = self.log_mix.view(1, -1, 1), query.shape[2]
+        log_mix, length = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), query.shape[2]
         saturation, window = self.options.saturation, self.options.window_size
         if saturation is None:
             return log_mix
@@ -206,11 +206,9 @@ class WindowAttention(LinearAttention):
     def _sequence_mix(
         self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
     ) -> QueryMix:
+        rest = self._rest_mix(query, key, causal, mask, state)
         return QueryMix(
-            lambda: self._log_mix(query, key, scaling, causal, mask, state),
-            self._rest_mix(query, key, causal, mask, state),
-            self.mix_weight,
-            MIX_BOUND,
+            lambda: rest + self._query_mix(query, scaling, _of_rows(mask, query)), rest, self.mix_weight, MIX_BOUND
         )
 
     def _step_mix(self, query: Tensor, key: Tensor, scaling: float, state: State) -> StepMix:
@@ -288,6 +286,11 @@ def _new(key: Tensor, mask: Tensor | None) -> Tensor:
 
 def _seen(state: State | None) -> Tensor | int:
     return 0 if state is None else state["count"]
+
+
+def _of_rows(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The part of a padding mask that belongs to the queries, the last ones of the tokens."""
+    return None if mask is None else mask[:, mask.shape[1] - query.shape[2] :]
 
 
 def _far_tokens(key: Tensor, mask: Tensor | None, state: State | None, window: int, causal: bool) -> Tensor:

@@ -119,7 +119,7 @@ class ZeroModel(Shards):
     """
 
     def _place(self, model: Any) -> nn.Module:
-        whole = copy.deepcopy(model).to("cpu")
+        whole = copy.deepcopy(model.to("cpu"))
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         batch, passes = self.train.batch_size, self.train.accumulation
         self.accelerator.gradient_accumulation_steps = passes
@@ -148,7 +148,7 @@ class ZeroModel(Shards):
         for name, tensor in self.model.module.state_dict(keep_vars=True).items():
             # Outside stage 3 there is nothing to gather, and nothing is done.
             with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-                found[name] = tensor.detach().cpu().clone()
+                found[name] = tensor.detach().to("cpu", copy=True)
         return found
 
 
@@ -202,7 +202,8 @@ def _configure_zero(accelerator: Accelerator) -> None:
     config.update(
         bf16={"enabled": False},
         fp16={"enabled": False},
-        torch_autocast={"enabled": precision == "bf16", "dtype": "bfloat16"},
+        # Without its list of modules whose weights and gradients DeepSpeed would hand around rounded.
+        torch_autocast={"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []},
     )
 
 

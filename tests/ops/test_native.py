@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -389,6 +392,24 @@ def test_formulas_and_functions_are_two_forms_of_one_map():
         with torch.no_grad():
             assert_near(NativeBackend().run(call)[0], backends.TorchBackend().run(call)[0], 1e-4)
     assert found >= 6
+
+
+def test_small_stacks():
+    """The room for blocks is not on the threads' stacks, whose size is the user's."""
+    code = """
+import torch
+import hf_linear_attn as hla
+from transformers import BertConfig, BertModel
+torch.set_num_threads(3)
+for name in ("hedgehog", "window"):
+    config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+    model = hla.patch_model(BertModel(config), name).eval().to(torch.bfloat16)
+    with torch.no_grad():
+        print(model(torch.ones(2, 300, dtype=torch.long)).last_hidden_state.isfinite().all().item())
+"""
+    environment = {**os.environ, "OMP_STACKSIZE": "128k", "HF_LINEAR_ATTN_BACKEND": "native"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
 
 
 def test_what_it_refuses():

@@ -147,6 +147,21 @@ def test_mixing_weights_by_formula(backend, kind, saturation, causal):
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixing_weights_are_float32_in_half_precision_models(dtype, causal):
+    """Counts of thousands of tokens have no place in them."""
+    mechanism = build((1, 2, 2, 1), 16, "hedgehog", 16, 16, causal, saturation=20).to(dtype)
+    query, key, _ = inputs((1, 2, 2, 3000), 16, 16, dtype)
+    with torch.no_grad():
+        found = mechanism._log_mix(query, key, 0.4, causal, None, None)
+        formula = mechanism._sequence_mix(query, key, 0.4, causal, None, None)
+        wanted = mechanism.double()._log_mix(query.double(), key.double(), 0.4, causal, None, None)
+    assert found.dtype == formula.rest.dtype == torch.float32
+    assert_near(found, wanted, 1e-6)
+    assert torch.equal(formula.rows(), found)
+
+
+@BOTH
 def test_nan_stays_out_of_what_does_not_see_it(causal):
     shape = (1, 2, 2, 200)
     mechanism = build(shape, 16, "hedgehog", causal=causal)

@@ -157,8 +157,10 @@ def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, ki
 
 @needs_deepspeed
 def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
-    """The random features of favor+ are a buffer, which bfloat16 would round for good."""
-    changes = {"model__attention": "favor+", "run__precision": "bf16"}
+    """The random features of favor+ are a buffer, which bfloat16 would round for good. Two matrices are large enough
+    for ZeRO-3 to hand them around in pieces."""
+    wide = save_encoder(folder / "wide", hidden_dropout_prob=0.0, intermediate_size=4096)
+    changes = {"model__source": str(wide), "model__attention": "favor+", "run__precision": "bf16"}
     for name, run in (("half-copies", partial(start, processes=2)), ("half-zero3", partial(start_sharded, "zero3"))):
         done = run(settings_file(folder, name, 4, **changes))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -176,6 +178,9 @@ def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     for name in buffers:
         assert torch.equal(copies[name], sharded[name]), name
     assert {tensor.dtype for tensor in sharded.values() if tensor.is_floating_point()} == {torch.float32}
+    large = [tensor for tensor in sharded.values() if tensor.numel() > 100_000]
+    assert large
+    assert all((tensor.bfloat16().float() != tensor).any() for tensor in large)
 
 
 def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:

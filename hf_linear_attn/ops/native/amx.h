@@ -2,11 +2,11 @@
 // bfloat16, on processors that have them. There `multiply` and its kin take this way while a TileProducts is alive.
 //
 // Inputs are bfloat16 already, so only what is computed from them is rounded: features, weights, sums over keys, each by
-// at most 2^-9. Weights of feature maps count as two numbers, w = hi + lo, since exponentials follow.
+// at most 2^-9. Forward, the weights of feature maps count as two numbers, w = high + low, since exponentials follow.
 
 #pragma once
 
-#include "simd.h"
+#include "io.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #define HLA_TILES 1
@@ -34,8 +34,14 @@ static inline void settle() { __asm__ volatile("" ::: "memory"); }
 // Both factors in pairs of bfloat16 along the sum: left [rows, depth / 2], right [depth / 2, columns], in 32-bit words.
 class TileProducts {
  public:
-  explicit TileProducts(bool wanted) : active_(wanted && tiles_granted()) {
+  static size_t floats(bool wanted) {
+    return wanted && tiles_granted() ? ROWS * DEPTH / 2 + DEPTH / 2 * COLUMNS + 2 * WEIGHTS : 0;
+  }
+  TileProducts(bool wanted, Room& room) : active_(wanted && tiles_granted()) {
     if (!active_) return;
+    left_ = words_of(room, ROWS * DEPTH / 2);
+    right_ = words_of(room, DEPTH / 2 * COLUMNS);
+    for (uint32_t*& weights : weights_) weights = words_of(room, WEIGHTS);
     _tile_storeconfig(before_);
     alignas(64) uint8_t config[64] = {1};
     for (int tile = 0; tile < 8; ++tile) {
@@ -117,6 +123,7 @@ class TileProducts {
   static constexpr int SIDE = 16;  // rows of a tile, and 32-bit words in one of them
   static constexpr int ROWS = 64, DEPTH = 256, COLUMNS = 256, WEIGHTS = 24576;
 
+  static uint32_t* words_of(Room& room, size_t count) { return reinterpret_cast<uint32_t*>(room.take(count)); }
   static int steps(int depth) { return (depth + 2 * SIDE - 1) / (2 * SIDE); }
 
   // Two rows of 16 numbers -> 16 words, (low, high) each.
@@ -262,9 +269,7 @@ class TileProducts {
   int newest_ = 0;
   const float* held_[2] = {nullptr, nullptr};  // whose weights are packed: a block's keys and queries take turns
   alignas(64) uint8_t before_[64];
-  alignas(64) uint32_t left_[ROWS * DEPTH / 2];
-  alignas(64) uint32_t right_[DEPTH / 2 * COLUMNS];
-  alignas(64) uint32_t weights_[2][WEIGHTS];
+  uint32_t *left_, *right_, *weights_[2];
 };
 
 // Rows below which the tiles are not worth their packing.
@@ -276,11 +281,10 @@ static inline TileProducts* tiles_for(int rows) {
 
 #else
 
-static bool tiles_granted() { return false; }
-
 class TileProducts {
  public:
-  explicit TileProducts(bool) {}
+  static size_t floats(bool) { return 0; }
+  TileProducts(bool, Room&) {}
   void multiply(int, int, int, const float*, long, long, const float*, long, float*, long, bool) {}
   void multiply_turned(int, int, int, const float*, long, const float*, long, float*, long) {}
   void multiply_by_weights(int, int, int, const float*, long, const float*, long, float*, long) {}

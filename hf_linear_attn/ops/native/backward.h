@@ -106,12 +106,12 @@ static int bidirectional_backward(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     BackRoom back(c, room);
     Sums sums(m_row, e_row, room), slopes(m_row, e_row, room);
@@ -200,12 +200,12 @@ static int causal_backward(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     BackRoom back(c, room);
     Sums sums(m_row, e_row, room);  // forward: only z; backward: dS and dz

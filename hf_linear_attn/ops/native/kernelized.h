@@ -194,12 +194,12 @@ static int bidirectional(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     float *block = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK);
 #pragma omp barrier
@@ -373,12 +373,12 @@ static int causal(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
     Sums sums(m_row, e_row, room);
     float *value = room.take(BLOCK * e_row), *out = room.take(BLOCK * e_row), *turned = room.take((size_t)BLOCK * m_row);

@@ -168,8 +168,8 @@ static int explicit_weights(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
-    TileProducts tiles(rounds<T>);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
+    TileProducts tiles(rounds<T>, room);
     Side keys(c.key_map, x_row, room, count), queries(c.query_map, x_row, room, row_block);
     float *value = room.take((size_t)count * e_row), *turned = room.take((size_t)wide * m_row);
     float *out = room.take(BLOCK * e_row), *weights = room.take(BLOCK * BLOCK), *normaliser = room.take(BLOCK);

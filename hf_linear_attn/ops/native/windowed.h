@@ -115,8 +115,9 @@ struct Band {
     if (tiles) tiles->multiply_turned(count, columns, x_row, query, x_row, key, x_row, weights, columns);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      if (!tiles) strip(tall, end - begin, x_row, query + i * x_row, x_row, 1, turned_key + begin, columns,
-            weights + (size_t)i * columns + begin, columns, false);
+      if (!tiles)
+        strip(tall, end - begin, x_row, query + i * x_row, x_row, 1, turned_key + begin, columns,
+              weights + (size_t)i * columns + begin, columns, false);
       for (int t = i; t < i + tall; ++t) {
         float* row = weights + (size_t)t * columns;
         VecInt lane;
@@ -157,8 +158,9 @@ struct Band {
     }
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      if (!tiles) strip(tall, e_row, end - begin, weights + (size_t)i * columns + begin, columns, 1, value + (size_t)begin * e_row, e_row,
-            out + (size_t)i * e_row, e_row, true);
+      if (!tiles)
+        strip(tall, e_row, end - begin, weights + (size_t)i * columns + begin, columns, 1, value + (size_t)begin * e_row,
+              e_row, out + (size_t)i * e_row, e_row, true);
       for (int t = i; t < i + tall; ++t) {
         Vec total{};
         for (int j = begin; j < end; j += LANES) total += load(weights + (size_t)t * columns + j);
@@ -176,8 +178,9 @@ struct Band {
     clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tall = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tall);
-      if (!tiles) strip(tall, end - begin, e_row, rows.gradient + (size_t)i * e_row, e_row, 1, turned_value + begin, columns,
-            slopes + (size_t)i * columns + begin, columns, false);
+      if (!tiles)
+        strip(tall, end - begin, e_row, rows.gradient + (size_t)i * e_row, e_row, 1, turned_value + begin, columns,
+              slopes + (size_t)i * columns + begin, columns, false);
       for (int t = i; t < i + tall; ++t) {
         float *weight = weights + (size_t)t * columns, *slope = slopes + (size_t)t * columns;
         Vec total{}, ties{};
@@ -194,8 +197,9 @@ struct Band {
           store(slope + j, (load(slope + j) - mine) * scaling);
         }
       }
-      if (!tiles) strip(tall, x_row, end - begin, slopes + (size_t)i * columns + begin, columns, 1, key + (size_t)begin * x_row, x_row,
-            query_gradient + (size_t)i * x_row, x_row, true);
+      if (!tiles)
+        strip(tall, x_row, end - begin, slopes + (size_t)i * columns + begin, columns, 1, key + (size_t)begin * x_row, x_row,
+              query_gradient + (size_t)i * x_row, x_row, true);
     }
     if (tiles) {
       multiply(count, x_row, columns, slopes, columns, 1, key, x_row, query_gradient, x_row, true);
@@ -300,12 +304,12 @@ static int windowed(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Far far(c, room);
     Band band(c, room, false);
     float *out = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK), *top = room.take(BLOCK);
@@ -502,12 +506,12 @@ static int windowed_backward(const Call& c) {
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
   {
-    Room room(room_floats);
+    Room room(room_floats + TileProducts::floats(rounds<T>));
     if (room.failed()) {
 #pragma omp atomic write
       failed = 1;
     }
-    TileProducts tiles(rounds<T>);
+    TileProducts tiles(rounds<T>, room);
     Far far(c, room);
     FarBack far_room(c, room);
     BackRoom back(c, room);
