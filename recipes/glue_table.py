@@ -28,9 +28,10 @@ from hf_linear_attn.training.saving import write_json
 from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
 
 HERE = Path(__file__).parent
-#: Rows of the table: mechanism and options. With their default sizes the window and the slots would hold most of these
-#: short inputs, and say nothing. Other mechanisms can be asked for by name.
+#: Rows of the table: mechanism and options. In their default sizes the window and the slots hold most of these short
+#: inputs: smaller ones show what the rest is worth. Other mechanisms can be asked for by name.
 MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("window", {}),
     "hedgehog": ("hedgehog", {}),
     "window of 8": ("window", {"window_size": 8}),
     "linformer of 16": ("linformer", {"num_slots": 16}),
