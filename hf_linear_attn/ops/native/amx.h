@@ -89,7 +89,7 @@ class TileProducts {
     }
   }
 
-  // C = A B^T with B [columns, depth].
+  // C = A B^T with B [columns, depth]; at most ROWS rows.
   void multiply_turned(int rows, int columns, int depth, const float* a, long a_row, const float* b, long b_row, float* c,
                        long c_row) {
     for (int k = 0; k < depth; k += DEPTH) {
@@ -103,10 +103,12 @@ class TileProducts {
     }
   }
 
-  // C = A B with B = high + low as two bfloat16 numbers each. What B holds must not change while this object lives.
+  // C = A B with B = high + low as two bfloat16 numbers each; at most ROWS rows. What B holds must not change while this
+  // object lives.
   void multiply_by_weights(int rows, int columns, int depth, const float* a, long a_row, const float* b, long b_row, float* c,
                            long c_row) {
-    if (depth > DEPTH || 2 * steps(depth) * SIDE * columns > WEIGHTS) return multiply_floats(rows, columns, depth, a, a_row, 1, b, b_row, c, c_row, false);
+    if (depth > DEPTH || 2 * steps(depth) * SIDE * columns > WEIGHTS)
+      return multiply_floats(rows, columns, depth, a, a_row, 1, b, b_row, c, c_row, false);
     int place = b == held_[0] ? 0 : 1;
     if (b != held_[place]) {
       place = newest_ ^ 1;
@@ -227,10 +229,17 @@ class TileProducts {
     const bool whole = i + (BELOW ? 2 * SIDE : SIDE) <= rows;  // else what lies behind the last row is not ours
     const bool held = add && whole;
     const long stride = c_row * 4;
-    if (held) _tile_loadd(0, at, stride); else _tile_zero(0);
-    if (BESIDE) { if (held) _tile_loadd(1, at + SIDE, stride); else _tile_zero(1); }
-    if (BELOW) { if (held) _tile_loadd(2, at + SIDE * c_row, stride); else _tile_zero(2); }
-    if (BELOW && BESIDE) { if (held) _tile_loadd(3, at + SIDE * c_row + SIDE, stride); else _tile_zero(3); }
+    if (held) {
+      _tile_loadd(0, at, stride);
+      if (BESIDE) _tile_loadd(1, at + SIDE, stride);
+      if (BELOW) _tile_loadd(2, at + SIDE * c_row, stride);
+      if (BELOW && BESIDE) _tile_loadd(3, at + SIDE * c_row + SIDE, stride);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
     for (int part = 0; part < factors.parts; ++part) {
       const uint32_t *left = factors.left + i * words, *right = factors.right + part * words * columns + j;
       for (int k = 0; k < words; k += SIDE) {
