@@ -29,7 +29,7 @@ from .saving import (
     write_json,
 )
 from .settings import as_mapping, flat, flatten
-from .sharding import check_sharding
+from .sharding import check_sharding, runs_on_cpu
 from .stream import BatchStream
 from .tracking import JsonLinesTracker, Reporter, installed_trackers, short
 
@@ -78,7 +78,7 @@ class Run:
         self.accelerator = Accelerator(
             gradient_accumulation_steps=train.accumulation,
             mixed_precision=run.precision,
-            cpu=run.cpu or None,
+            cpu=runs_on_cpu(run.cpu) or None,
             log_with=[*trackers, self.log],
             project_config=ProjectConfiguration(project_dir=str(self.folder), logging_dir=str(self.folder / "logs")),
         )

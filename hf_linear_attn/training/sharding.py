@@ -8,6 +8,7 @@ learned parts alone; it and the teacher keep whole copies on each device.
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -158,15 +159,44 @@ def place(accelerator: Accelerator, model: nn.Module, train: TrainSettings) -> C
     return kinds.get(accelerator.distributed_type.value, Copies)(accelerator, model, train)
 
 
+def runs_on_cpu(wanted: bool) -> bool:
+    """Whether to tell accelerate to stay on the CPU. Of several processes without a GPU it would take each for the only
+    one, unless it is told so."""
+    return wanted or (_started() > 1 and not _asked_to_shard() and not torch.accelerator.is_available())
+
+
+def _started() -> int:
+    """How many processes torchrun or `accelerate launch` started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _asked_to_shard() -> str | None:
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            return name
+    return None
+
+
 def check_sharding(accelerator: Accelerator) -> None:
     """Raise where accelerate is configured for a way to shard the model that cannot be served; prepare the others.
 
     Raises:
         NotImplementedError: FSDP1 or Megatron.
-        ValueError: weights that only one process loads; fp16, an optimizer, a scheduler or tensor parallelism by
-            DeepSpeed.
+        ValueError: several processes that know nothing of each other; sharding without GPUs; weights that only one
+            process loads; fp16, an optimizer, a scheduler or tensor parallelism by DeepSpeed.
     """
-    kind = accelerator.distributed_type.value
+    kind, asked = accelerator.distributed_type.value, _asked_to_shard()
+    alone = accelerator.num_processes < _started()
+    if asked is not None and (alone or not kind.startswith(asked)):
+        raise ValueError(
+            f"accelerate is configured to shard by {asked}, which it does on GPUs only. Leave run.cpu out where there "
+            "are GPUs; without them use data parallelism (torchrun, and no configuration of accelerate)."
+        )
+    if alone:
+        raise ValueError(
+            f"{_started()} processes were started, and accelerate knows of {accelerator.num_processes}: each would do "
+            "the whole run in one folder. Start them with torchrun or accelerate launch."
+        )
     if kind == "DEEPSPEED":
         _configure_zero(accelerator)
     elif kind == "FSDP" and accelerator.is_fsdp2:

@@ -189,9 +189,21 @@ def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
     assert "Set it to false" in done.stderr
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate shards here")
+@pytest.mark.parametrize("cpu", ["true", "false"])
+@pytest.mark.parametrize("name", ["FSDP", pytest.param("DEEPSPEED", marks=needs_deepspeed)])
+def test_without_gpus_nothing_is_sharded_in_silence(name: str, cpu: str, folder: Path) -> None:
+    """accelerate would take each process for the only one, or share the work without sharding the model."""
+    path = settings_file(folder, f"no-gpu-{name}-{cpu}", 4)
+    done = start(path, 2, "--run.cpu", cpu, **{f"ACCELERATE_USE_{name}": "true"})
+    assert done.returncode != 0
+    assert f"shard by {name}, which it does on GPUs only" in done.stderr
+    assert not (folder / f"no-gpu-{name}-{cpu}").exists()
+
+
 @pytest.mark.parametrize(("kind", "message"), [("FSDP", "FSDP with fsdp_version 1"), ("MEGATRON_LM", "LM, which")])
 def test_other_ways_to_shard_are_refused(kind: str, message: str) -> None:
-    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False)
+    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), is_fsdp2=False, num_processes=1)
     with pytest.raises(NotImplementedError, match=message):
         check_sharding(accelerator)
 
@@ -210,6 +222,7 @@ def test_what_deepspeed_may_not_decide(config: dict[str, Any], precision: str, m
         distributed_type=SimpleNamespace(value="DEEPSPEED"),
         state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)),
         mixed_precision=precision,
+        num_processes=1,
     )
     with pytest.raises(ValueError, match=message):
         check_sharding(accelerator)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from hf_linear_attn.training.settings import as_mapping
@@ -105,6 +106,13 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "distill: goes on after step 4 of 6" in done.stderr
     assert (folder / "two" / "model" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would take the GPUs")
+def test_processes_find_each_other_without_a_gpu(folder: Path) -> None:
+    done = start(settings_file(folder, "unasked", 4, run__cpu=False), 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert results(folder, "unasked")["processes"] == 2
 
 
 def test_a_mistake_is_told_and_ends_all_processes(folder: Path) -> None:
