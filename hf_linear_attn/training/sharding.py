@@ -84,6 +84,14 @@ class Copies:
 class Shards(Copies):
     """Pieces of the model on each device; `result` is a whole copy on the CPU."""
 
+    def _place(self, model: Any) -> nn.Module:
+        self._configure(model)
+        return copy.deepcopy(model.to("cpu"))
+
+    def _configure(self, model: Any) -> None:
+        """Complete accelerate's configuration for this stage."""
+        raise NotImplementedError
+
     def last_state(self) -> dict[str, Tensor] | None:
         return self.whole_state()
 
@@ -94,10 +102,8 @@ class Shards(Copies):
 class FullyShardedModel(Shards):
     """FSDP2: weights, gradients and optimizer states are shards."""
 
-    def _place(self, model: Any) -> nn.Module:
-        model.to("cpu")
+    def _configure(self, model: Any) -> None:
         _name_layers(self.accelerator, model)
-        return copy.deepcopy(model)
 
     def whole_state(self) -> dict[str, Tensor]:
         from torch.distributed.tensor import DTensor
@@ -119,8 +125,7 @@ class ZeroModel(Shards):
     as random features, for good. A weight takes 16 bytes with its gradient and Adam's states in both.
     """
 
-    def _place(self, model: Any) -> nn.Module:
-        whole = copy.deepcopy(model.to("cpu"))
+    def _configure(self, model: Any) -> None:
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         batch, passes = self.train.batch_size, self.train.accumulation
         self.accelerator.gradient_accumulation_steps = passes
@@ -130,7 +135,6 @@ class ZeroModel(Shards):
             train_batch_size=batch * passes * self.accelerator.num_processes,
             gradient_clipping=self.train.clip or 0.0,
         )
-        return whole
 
     def collecting(self, last: bool) -> AbstractContextManager[None]:
         self.model.set_gradient_accumulation_boundary(last)

@@ -65,7 +65,7 @@ struct Band {
   static constexpr int SLIDE = 4 * BLOCK;
   float *key_room, *value_room;
   int place = 0, held = 0;  // of the rooms' rows: the first, and how many are read
-  long next = -1;                 // first row of the block that would go on
+  long next = -1;           // first row of the block that would go on
 
   static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.both_sides ? c.window : 0)); }
   static size_t floats(const Call& c, bool backward) {
