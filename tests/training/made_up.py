@@ -1,13 +1,15 @@
-"""A tiny task that can be learned, with a tiny checkpoint, on disk."""
+"""A tiny task that can be learned, with a tiny checkpoint, on disk; what a run left there."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import BertForSequenceClassification, BertModel, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings
@@ -108,3 +110,16 @@ def finetune_settings(model: Path, data: Path, output: Path, **changes: Any) -> 
         "run": {"output": str(output), "checkpoint_every": 2, "cpu": True, "speed_lengths": [], "trackers": []},
     }
     return build(FinetuneSettings, merged(base, {key.replace("__", "."): value for key, value in changes.items()}), "")
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def lines(out: Path, stage: str) -> list[dict[str, Any]]:
+    held = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in held if line.get("stage") == stage]

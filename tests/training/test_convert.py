@@ -14,11 +14,19 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import exact_attention
-from hf_linear_attn.training.convert import AdapterTeacher, add_adapters, convert, finetune
-from hf_linear_attn.training.options import DistillSettings
+from hf_linear_attn.training.convert import convert, finetune
 
-from .made_up import convert_settings, finetune_settings, save_decoder, save_encoder, save_task, save_text
+from .made_up import (
+    convert_settings,
+    finetune_settings,
+    lines,
+    quiet,
+    save_decoder,
+    save_encoder,
+    save_task,
+    save_text,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +55,6 @@ def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         run__trackers=["tensorboard"],
     )
     return out, convert(settings, console=Console(file=screen, width=200)), screen.getvalue()
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
-
-
-def weights(out: Path) -> bytes:
-    return (out / "model" / "model.safetensors").read_bytes()
-
-
-def lines(out: Path, stage: str) -> list[dict[str, Any]]:
-    held = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in held if line.get("stage") == stage]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -285,49 +280,6 @@ def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Adapters
-
-
-def test_adapters_train_and_are_merged(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    convert(
-        convert_settings(folder / "encoder", folder / "task", out, distill__lora_rank=2, run__checkpoint_every=0),
-        console=quiet(),
-    )
-    model = hla.load_pretrained(str(out / "model"))
-    assert not any("lora" in name for name, _ in model.named_parameters())
-    teacher = AutoModelForSequenceClassification.from_pretrained(out / "teacher").state_dict()
-    own = model.state_dict()
-    weight, bias = "bert.encoder.layer.0.intermediate.dense.weight", "bert.encoder.layer.0.intermediate.dense.bias"
-    difference = own[weight] - teacher[weight]
-    assert 0 < torch.linalg.matrix_rank(difference, rtol=1e-3) <= 2
-    assert torch.equal(own[bias], teacher[bias])
-    assert torch.equal(own["bert.embeddings.word_embeddings.weight"], teacher["bert.embeddings.word_embeddings.weight"])
-
-
-def test_the_teacher_within_adapters_is_the_exact_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(folder / "encoder").eval()
-    ids = torch.randint(4, 50, (2, 9))
-    expected = model(ids).logits
-    hla.patch_model(model, "hedgehog")
-    student = add_adapters(model, DistillSettings(lora_rank=2))
-    for name, parameter in student.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    teacher = AdapterTeacher(student)
-    student.train()
-    with torch.no_grad():
-        assert torch.allclose(teacher(input_ids=ids).logits, expected, atol=1e-6)
-        assert student.training
-        student.eval()
-        assert not torch.allclose(student(input_ids=ids).logits, expected, atol=1e-3)
-        with exact_attention(model):
-            assert not torch.allclose(student(input_ids=ids).logits, expected, atol=1e-3)
-    assert any(".linear_attention." in name for name, held in student.named_parameters() if held.requires_grad)
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Bad input: told before anything is trained
 
 
@@ -442,38 +394,3 @@ def test_the_result_is_pushed(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert calls[0][1] == {"name": "me/linear", "private": True, "exist_ok": True}
     assert calls[1][1]["repo_id"] == "me/linear"
     assert {"README.md", "config.json", "model.safetensors", "modeling_hf_linear_attn.py"} <= calls[1][1]["files"]
-
-
-@pytest.mark.parametrize("changes", [{"run__gradient_checkpointing": True}, {"run__precision": "bf16"}])
-def test_memory_settings(changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    """They change how it is computed, and the result hardly."""
-    losses = []
-    for name, given in (("plain", {}), ("changed", changes)):
-        out = tmp_path / name
-        convert(convert_settings(folder / "encoder", folder / "task", out, distill__lr=1e-4, **given), console=quiet())
-        losses.append([line["train/loss"] for line in lines(out, "distill") if "train/loss" in line])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
-
-
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_distillation_without_dropout(gradient_checkpointing: bool, folder: Path, tmp_path: Path) -> None:
-    """The default of the stage: the same losses as of a model that has none."""
-    assert not DistillSettings().dropout
-    losses = []
-    for name, changes in (("without", {}), ("switched off", {"distill__dropout": False}), ("with", {})):
-        source = save_encoder(tmp_path / name, hidden_dropout_prob=0.0 if name == "without" else 0.1)
-        settings = convert_settings(
-            source,
-            folder / "task",
-            tmp_path / f"out {name}",
-            teacher__steps=1,
-            teacher__dropout=False,
-            run__gradient_checkpointing=gradient_checkpointing,
-            **changes,
-        )
-        convert(settings, console=quiet())
-        losses.append(
-            [line["train/loss"] for line in lines(tmp_path / f"out {name}", "distill") if "train/loss" in line]
-        )
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert losses[2] != pytest.approx(losses[0], rel=1e-3)

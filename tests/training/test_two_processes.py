@@ -16,8 +16,7 @@ import yaml
 
 from hf_linear_attn.training.settings import as_mapping
 
-from .made_up import convert_settings, save_encoder, save_task
-from .test_convert import lines
+from .made_up import convert_settings, lines, save_encoder, save_task
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,73 @@
+"""Small runs of `evaluate`, for its tests, and a folder of what they read."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import BertForSequenceClassification
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.options import EvaluateOptions
+from hf_linear_attn.evaluation.runner import run_evaluate
+
+from .evaluation.models import WORDS, save_checkpoint, some_text, tiny_tokenizer
+from .helpers import bert_config
+
+SMALL: dict[str, Any] = {"quick": True, "lengths": (16, 24), "length": 32, "seconds": 0.01, "steps": 1}
+
+
+def save_folder(made: Path) -> Path:
+    """Checkpoints of each kind, with converted and tuned ones, a text, a task, sentence pairs."""
+    for kind in ("bert", "gpt2"):
+        save_checkpoint(made / kind, kind)
+    (made / "text.txt").write_text(some_text(), encoding="utf-8")
+    _classifiers(made)
+    rows = [" ".join(WORDS[(place * 7 + step) % len(WORDS)] for step in range(8)) for place in range(60)]
+    (made / "glue" / "SST-2").mkdir(parents=True)
+    (made / "glue" / "STS-B").mkdir()
+    for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
+        lines = [f"{text}\t{index % 2}" for index, text in enumerate(part)]
+        (made / "glue" / "SST-2" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n", encoding="utf-8")
+    (made / "glue" / "RTE").mkdir()
+    for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
+        labels = ("entailment", "not_entailment")
+        lines = [f"{index}\t{text}\t{rows[index]}\t{labels[index % 2]}" for index, text in enumerate(part)]
+        lines = ["index\tsentence1\tsentence2\tlabel", *lines]
+        (made / "glue" / "RTE" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name in ("sts-train.csv", "sts-dev.csv"):
+        lines = [
+            f"g\tf\t2030\t{index}\t{index % 5}.0\t{text}\t{rows[index // 2]}" for index, text in enumerate(rows[:20])
+        ]
+        (made / "glue" / "STS-B" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return made
+
+
+def _classifiers(made: Path) -> None:
+    """Two tasks: a fine-tuned classifier, two conversions that differ in their weights, and a tuned exact model."""
+    torch.manual_seed(0)
+    _save_conversions(made, "", {0: "negative", 1: "positive"})
+    _save_conversions(made, "rte-", {0: "entailment", 1: "not_entailment"})
+
+
+def _save_conversions(made: Path, task: str, labels: dict[int, str]) -> None:
+    model = BertForSequenceClassification(bert_config(id2label=labels))
+    for kind, attention in (("classifier", None), ("run0", "elu"), ("run1", "elu"), ("tuned", None)):
+        name = f"{task}{kind}"
+        model.classifier.weight.data += 0.5 * torch.randn(model.classifier.weight.shape)
+        if attention is not None:
+            hla.patch_model(model, attention)
+        model.save_pretrained(made / name)
+        tiny_tokenizer().save_pretrained(made / name)
+        if attention is not None:
+            hla.unpatch_model(model)
+
+
+def run(source: Path, **changes: Any) -> tuple[dict[str, Any], str]:
+    """The report and the screen."""
+    stream = io.StringIO()
+    report = run_evaluate(str(source), EvaluateOptions(**{**SMALL, **changes}), console=Console(file=stream, width=180))
+    return report, stream.getvalue()
