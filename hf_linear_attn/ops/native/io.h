@@ -89,6 +89,13 @@ inline void write_row(const float* in, int size, BFloat16* out) {
 }
 #endif
 
+// In a model's tensors a head's next token is kilobytes away, where the processor does not look ahead by itself.
+constexpr long AHEAD = 12;
+template <bool WRITE, typename T>
+static inline void prefetch_row(const T* row, int size) {
+  for (int j = 0; j < size; j += 64 / (int)sizeof(T)) __builtin_prefetch(row + j, WRITE, 2);
+}
+
 // Tokens start ... start + count - 1 of a head -> to [count, row]; masked tokens and the padding of a row are zero.
 template <typename T>
 static void read_rows(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
@@ -97,6 +104,7 @@ static void read_rows(const Strided& from, long b, long head, long start, int co
   for (int t = 0; t < count; ++t) {
     float* out = to + (size_t)t * row;
     const T* in = base + (start + t) * from.token;
+    prefetch_row<false>(in + AHEAD * from.token, size);
     const int real = !mask || mask[start + t] ? size : 0;
     read_row(in, real, out);
     for (int j = real; j < row; ++j) out[j] = 0.0f;
@@ -108,6 +116,7 @@ static void write_rows(const Strided& to, long b, long head, long start, int cou
   T* base = static_cast<T*>(to.data) + b * to.batch + head * to.head;
   for (int t = 0; t < count; ++t) {
     T* out = base + (start + t) * to.token;
+    prefetch_row<true>(out + AHEAD * to.token, size);
     write_row(from + (size_t)t * row, size, out);
   }
 }

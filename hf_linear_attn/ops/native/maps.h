@@ -62,6 +62,40 @@ static inline void softmax_row(const float* y, float sign, int width, float top,
   for (int j = 0; j < whole; j += LANES) store(out + j, load(out + j) * inverse);
 }
 
+// [softmax(y), softmax(-y)] with y = in_scale x + bias_scale b, for rows of N whole vectors, at most a block; x becomes y.
+// One pass over all rows after the other: within a row each step waits for the one before.
+template <int N>
+static void softmax_pairs(int count, float* x, float in_scale, const float* bias, float bias_scale, float* out) {
+  float high[BLOCK], depth[BLOCK], total_up[BLOCK], total_down[BLOCK];
+  for (int t = 0; t < count; ++t) {
+    Vec least = splat(INFINITY), most = splat(-INFINITY);
+    for (int j = 0; j < N; ++j) {
+      float* at = x + (t * N + j) * LANES;
+      Vec y = load(at) * in_scale;
+      if (bias) y += load(bias + j * LANES) * bias_scale;
+      store(at, y);
+      least = smaller(least, y);
+      most = larger(most, y);
+    }
+    maxima_of(most, -least, high[t], depth[t]);
+  }
+  for (int t = 0; t < count; ++t) {
+    Vec sum_up{}, sum_down{};
+    for (int j = 0; j < N; ++j) {
+      const Vec y = load(x + (t * N + j) * LANES), up = exp_of(y - high[t]), down = exp_of(-y - depth[t]);
+      store(out + (2 * t * N + j) * LANES, up);
+      store(out + ((2 * t + 1) * N + j) * LANES, down);
+      sum_up += up;
+      sum_down += down;
+    }
+    sums_of(sum_up, sum_down, total_up[t], total_down[t]);
+  }
+  for (int t = 0; t < count; ++t) {
+    scale_all(out + 2 * t * N * LANES, N * LANES, 1.0f / total_up[t]);
+    scale_all(out + (2 * t + 1) * N * LANES, N * LANES, 1.0f / total_down[t]);
+  }
+}
+
 static inline void range_of(const float* y, int width, float& low, float& high) {
   Vec least = splat(INFINITY), most = splat(-INFINITY);
   for (int j = 0; j < width; j += LANES) {
@@ -100,6 +134,11 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
     else
       multiply_floats(count, segment, map.input, x, x_row, 1, weight, segment, y, segment, false);
     const float* bias = map.bias ? map.bias + head * map.bias_head : nullptr;
+    if (map.activation == SOFTMAX_PAIR && width % LANES == 0) switch (width / LANES) {
+        case 2: return softmax_pairs<2>(count, y, map.in_scale, bias, map.bias_scale, out);
+        case 4: return softmax_pairs<4>(count, y, map.in_scale, bias, map.bias_scale, out);
+        case 8: return softmax_pairs<8>(count, y, map.in_scale, bias, map.bias_scale, out);
+      }
     if (bias || map.in_scale != 1.0f)
       for (int t = 0; t < count; ++t)
         for (int j = 0; j < segment; j += LANES) {
