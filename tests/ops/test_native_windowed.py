@@ -22,6 +22,10 @@ CASES = [
     ((2, 2, 2, 70), 100, "hedgehog"),
     ((1, 2, 2, 65), 1, "t2r"),
     ((1, 2, 2, 64), 64, "performer-relu"),
+    ((1, 2, 1, 450), 64, "elu"),  # many blocks of 64 rows: with a window on both sides they share blocks of keys
+    ((2, 1, 1, 300), 32, "elu"),
+    ((1, 2, 2, 333), 96, "hedgehog"),
+    ((1, 1, 1, 500), 160, "elu"),
 ]
 CASE = pytest.mark.parametrize(("shape", "window", "feature_map"), CASES, ids=str)
 

@@ -32,6 +32,7 @@ SOURCES = (
     "short.h",
     "backward.h",
     "windowed.h",
+    "windowed_back.h",
     "window_step.h",
     "kernels.cpp",
 )

@@ -79,8 +79,8 @@ class NativeBackend:
     factors of products are rounded to bfloat16 as exact attention's are (features, weights, sums over keys; 2⁻⁹; the
     weights of feature maps forward to 2⁻¹⁷ only), and an infinite or NaN value reaches all rows of its block of 64, as
     in exact attention's; products still add up in float32. Peak extra memory, forward and backward: some hundred
-    kilobytes a thread, and the sums, `H·m·e` floats for every 2,048 tokens (bidirectional). Hybrids: also one
-    output's size a thread (bidirectional), and the gradients of one head in float32 (backward).
+    kilobytes a thread, and the sums, `H·m·e` floats for every 2,048 tokens (bidirectional). Hybrids: also
+    `m·(e + 1)` floats a thread for every 64 tokens (bidirectional), and the gradients of a head in float32 (backward).
     Results are the same bits whatever the number of threads and whatever else is in the batch. (Features that torch
     computes, for maps without a formula, are as torch rounds them.)
     """

@@ -1,6 +1,7 @@
 // Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
 
 #include "window_step.h"
+#include "windowed_back.h"
 
 namespace {
 

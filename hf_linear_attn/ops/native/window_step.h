@@ -23,7 +23,7 @@ static float mixing_weight(const Call& c, long b, long h, const float* x, int x_
   if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
   const int64_t outside = c.count ? c.count[b] + 1 - c.window : 0;
   const float bound = outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
-  return std::exp(c.mix_base[h] + query_mix(c, h, x, x_row) - bound);
+  return std::exp(c.mix_base[h] + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }
 
 template <typename T>

@@ -5,12 +5,15 @@
 //
 // Rows are taken in blocks of n = 64. The far part is causal attention over keys delayed by `window`: with a block go the
 // keys from `window` before it, of which row t sees those up to its own place (a triangle), and sums over all earlier
-// ones. With a window on both sides the far part on the right is the same pass over the sequence read backwards.
+// ones. With a window on both sides go as well the keys from `window` behind it, of which row t sees those from its own
+// place on, and sums over all later ones: a first pass from the end leaves these for every block.
 // The near part is a band of an n x (n + window) matrix; only vectors that touch the band are computed.
 
 #pragma once
 
 #include <algorithm>
+#include <climits>
+#include <initializer_list>
 #include <vector>
 
 #include "backward.h"
@@ -45,15 +48,9 @@ struct Stream {
   }
 };
 
-static inline Strided reversed(Strided tensor, long tokens, int bytes) {
-  tensor.data = static_cast<char*>(tensor.data) + (tokens - 1) * tensor.token * bytes;
-  tensor.token = -tensor.token;
-  return tensor;
-}
-
-// What the query x of head h adds to its log mixing weight.
-static inline float query_mix(const Call& c, long h, const float* x, int x_row) {
-  const float part = dot(x, c.mix_weight + h * x_row, x_row) * std::sqrt(c.scaling);
+// What the query x of head h adds to its log mixing weight; root: of the scaling.
+static inline float query_mix(const Call& c, long h, float root, const float* x, int x_row) {
+  const float part = dot(x, c.mix_weight + h * x_row, x_row) * root;
   return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
 }
 
@@ -219,77 +216,212 @@ struct Band {
   }
 };
 
-// The far part: causal attention over keys delayed by `window`.
-struct Far {
-  Side keys, queries;
-  Sums sums;
-  float *value, *turned, *weights;
-  bool held = false;  // whether the sums hold any key
-  bool here = false;  // whether the block's keys hold one
+// A block of far keys: features and values.
+struct FarKeys {
+  static constexpr long NOWHERE = LONG_MIN;
+  Side side;
+  float *value, *turned;
+  long first = NOWHERE;  // place of the first one
+  bool here = false;     // whether any is a token
+  int held = 0;          // how many are read
+  bool is_turned = false;
 
   static size_t floats(const Call& c) {
-    const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-    return Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + Sums::floats(m_row, e_row) +
-           BLOCK * (e_row + m_row + BLOCK) + 512;
+    const size_t e_row = padded(c.value_size), m_row = c.key_map.features();
+    return Side::floats(c.key_map, padded(c.size)) + BLOCK * (e_row + m_row) + 128;
   }
-  Far(const Call& c, Room& room)
-      : keys(c.key_map, padded(c.size), room), queries(c.query_map, padded(c.size), room),
-        sums(c.key_map.features(), padded(c.value_size), room), value(room.take(BLOCK * padded(c.value_size))),
-        turned(room.take((size_t)BLOCK * c.key_map.features())), weights(room.take(BLOCK * BLOCK)) {}
+  FarKeys(const Call& c, Room& room)
+      : side(c.key_map, padded(c.size), room), value(room.take(BLOCK * padded(c.value_size))),
+        turned(room.take((size_t)BLOCK * c.key_map.features())) {}
 
-  void clear() {
-    sums.clear();
-    held = false;
+  static bool any(const Stream& s, long from, int count) {
+    const uint8_t* valid = s.valid() + from;
+    return std::any_of(valid, valid + count, [](uint8_t token) { return token != 0; });
   }
-
-  // Whether any key is far from the block's rows.
-  bool any() const { return held || here; }
 
   template <typename T>
-  void read_keys(const Call& c, const Stream& s, long first, int count) {
-    keys.read<T>(c.key, s.b, s.g, first - c.window, count, c.size, s.valid());
-    read_rows<T>(c.value, s.b, s.g, first - c.window, count, c.value_size, s.valid(), value, sums.columns);
-    turn_columns(count, sums.rows, keys.features, turned);
+  void read(const Call& c, const Stream& s, long from, int count) {
+    side.read<T>(c.key, s.b, s.g, from, count, c.size, s.valid());
+    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.valid(), value, padded(c.value_size));
+    held = count;
+    is_turned = false;
   }
 
-  static bool has_keys(const Call& c, const Stream& s, long first, int count) {
-    const uint8_t* valid = s.valid() + first - c.window;
-    return std::any_of(valid, valid + count, [](uint8_t token) { return token != 0; });
+  // The features transposed, where the triangle of so many rows wants them so.
+  void turn(int rows) {
+    if (is_turned || tiles_for(rows)) return;
+    transpose(held, side.row, side.features, side.row, turned, BLOCK);
+    is_turned = true;
   }
 
   // The keys, if there are any: at the ends of a sequence there are none, and short inputs consist of little else.
   template <typename T>
-  void begin(const Call& c, const Stream& s, long first, int count) {
-    here = has_keys(c, s, first, count);
-    if (here) read_keys<T>(c, s, first, count);
+  void begin(const Call& c, const Stream& s, long from, int count) {
+    first = from;
+    here = any(s, from, count);
+    if (here) read<T>(c, s, from, count);
   }
+};
+
+// Upper triangle of rows [n, m] columns [64, m]^T, zeros below it. turned: the columns transposed, where no tiles serve.
+static void upper_triangle(int count, int depth, const float* rows, const float* columns, const float* turned, float* out) {
+  if (TileProducts* tiles = tiles_for(count)) {  // the other half costs less than leaving it out
+    tiles->multiply_turned(count, BLOCK, depth, rows, depth, columns, depth, out, BLOCK);
+    for (int r = 1; r < count; ++r) memset(out + r * BLOCK, 0, r * sizeof(float));
+    return;
+  }
+  for (int i = 0; i < count; i += TILE_ROWS) {
+    const int tall = std::min(count - i, TILE_ROWS), begin = i / LANES * LANES;
+    strip(tall, BLOCK - begin, depth, rows + (size_t)i * depth, depth, 1, turned + begin, BLOCK, out + i * BLOCK + begin, BLOCK,
+          false);
+    for (int r = i; r < i + tall; ++r) memset(out + r * BLOCK, 0, r * sizeof(float));
+  }
+}
+
+// out [n, width] += upper triangle [n, 64] right [64, width].
+static void add_upper_times(int count, const float* weights, const float* right, int width, float* out) {
+  if (tiles_for(count)) return multiply(count, width, BLOCK, weights, BLOCK, 1, right, width, out, width, true);
+  for (int i = 0; i < count; i += TILE_ROWS)
+    strip(std::min(count - i, TILE_ROWS), width, BLOCK - i, weights + i * BLOCK + i, BLOCK, 1, right + (size_t)i * width, width,
+          out + (size_t)i * width, width, true);
+}
+
+// The far part of a block of rows: the sums that all of them see, and blocks of keys of which each sees some.
+struct Far {
+  bool both_sides;
+  Side queries;
+  long stride;  // of sums
+  Sums sums;    // over the keys before those of `before`
+  float* weights;
+  std::vector<FarKeys> blocks;
+  FarKeys *before, *after;  // row t sees the keys up to place t of the one, and from place t on of the other
+  bool held = false;        // whether the sums hold any key
+  // On both sides: for every block of rows the sums over the keys behind those of `after`, where there are some.
+  float* later;
+  long later_blocks = 0;
+  Sums together;
+  const Sums* seen = nullptr;
+
+  // On both sides blocks of rows share blocks of keys, where these meet: as many are kept as that takes, if they are few.
+  static int kept(const Call& c, bool both_sides) {
+    if (!both_sides) return 1;
+    return 2 * c.window % BLOCK == 0 && 2 * c.window <= 3 * BLOCK ? 2 * c.window / BLOCK + 1 : 2;
+  }
+  static long row_blocks(const Call& c) { return (c.length + BLOCK - 1) / BLOCK; }
+  static size_t sums_floats(const Call& c) {
+    return (Sums::floats(c.key_map.features(), padded(c.value_size)) + 15) / 16 * 16;
+  }
+  static size_t floats(const Call& c, bool both_sides) {
+    return kept(c, both_sides) * FarKeys::floats(c) + Side::floats(c.query_map, padded(c.size)) + BLOCK * BLOCK + 128 +
+           sums_floats(c) * (both_sides ? 2 + row_blocks(c) : 1);
+  }
+  Far(const Call& c, Room& room, bool both)
+      : both_sides(both), queries(c.query_map, padded(c.size), room), stride(sums_floats(c)), sums(made(c, room.take(stride))),
+        weights(room.take(BLOCK * BLOCK)), later(both ? room.take(stride * row_blocks(c)) : nullptr),
+        together(made(c, both ? room.take(stride) : nullptr)) {
+    for (int i = 0; i < kept(c, both); ++i) blocks.emplace_back(c, room);
+    before = after = &blocks[0];
+  }
+  long numbers() const { return (long)sums.rows * (sums.columns + 1); }  // kv, and k behind it
+  static Sums made(const Call& c, float* at) { return Sums(c.key_map.features(), padded(c.value_size), at); }
+
+  void clear() {
+    sums.clear();
+    held = false;
+    for (FarKeys& block : blocks) block.first = FarKeys::NOWHERE;
+  }
+
+  // Both sides: from the end on, the sums over the keys behind each block's `after`.
+  template <typename T>
+  void sum_later(const Call& c, const Stream& s) {
+    const long from = s.offset + c.window;  // where the first block's `after` begins
+    later_blocks = c.keys > from ? (c.keys - from + BLOCK - 1) / BLOCK - 1 : 0;
+    clear();
+    for (long block = later_blocks; block > 0; --block) {
+      const long first = from + block * BLOCK;
+      if (FarKeys::any(s, first, BLOCK)) {
+        before->read<T>(c, s, first, BLOCK);
+        sums.add(before->side.features, before->value, BLOCK);
+      }
+      if (block <= row_blocks(c)) memcpy(later + (block - 1) * stride, sums.kv, numbers() * sizeof(float));
+    }
+    clear();
+  }
+
+  // The keys from a place on: those that are there already, or read in place of the foremost.
+  template <typename T>
+  FarKeys* keys_at(const Call& c, const Stream& s, long from, int count) {
+    FarKeys* foremost = &blocks[0];
+    for (FarKeys& block : blocks) {
+      if (block.first == from) return &block;
+      if (block.first < foremost->first) foremost = &block;
+    }
+    foremost->begin<T>(c, s, from, count);
+    return foremost;
+  }
+
+  // What the rows of a block see, the first of them key `first`.
+  template <typename T>
+  void begin(const Call& c, const Stream& s, long start, int count) {
+    const long first = s.offset + start, block = start / BLOCK;
+    if (!both_sides) {
+      before->begin<T>(c, s, first - c.window, count);
+      if (before->here) before->turn(count);
+      seen = held ? &sums : nullptr;
+      return;
+    }
+    after = keys_at<T>(c, s, first + c.window, BLOCK);  // this one first: it does not take the place of the other
+    before = keys_at<T>(c, s, first - c.window, BLOCK);
+    for (FarKeys* keys : {after, before})
+      if (keys->here) keys->turn(count);
+    if (block >= later_blocks) {
+      seen = held ? &sums : nullptr;
+      return;
+    }
+    const float* behind = later + block * stride;
+    for (long i = 0; i < numbers(); i += LANES) store(together.kv + i, load(sums.kv + i) + load(behind + i));
+    seen = &together;
+  }
+
+  // Whether any key is far from the block's rows.
+  bool any() const { return seen || before->here || after->here; }
 
   // Queries and their features, times the mixing weight; what is no token is a query of zeros.
   template <typename T>
   void read_queries(const Call& c, const Stream& s, long h, long start, int count) {
     const uint8_t* valid = s.valid() + s.offset;
     queries.read<T>(c.query, s.b, h, start, count, c.size, valid, false);
+    float mix[BLOCK] = {};
+    if (c.mix_weight) {
+      const float root = std::sqrt(c.scaling);
+      for (int t = 0; t < count; ++t) mix[t] = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
+      for (int t = 0; t < padded(count); t += LANES) store(mix + t, exp_of(load(mix + t)));
+    }
     for (int t = 0; t < count; ++t) {
-      float mix = s.mix(c, h, start + t);
-      if (c.mix_weight) mix *= std::exp(query_mix(c, h, queries.x + (long)t * queries.x_row, queries.x_row));
-      scale_all(queries.features + (long)t * sums.rows, sums.rows, mix);
+      const float rest = s.mix(c, h, start + t);
+      scale_all(queries.features + (long)t * sums.rows, sums.rows, c.mix_weight ? rest * mix[t] : rest);
     }
   }
 
   void rows(int count, float* out, float* normaliser) {
-    if (here) {
-      causal_rows(count, queries, keys, turned, value, sums, held, weights, out, normaliser);
-    } else if (held) {
-      sums_rows(count, queries, sums, out, normaliser);
+    if (before->here) {
+      causal_rows(count, queries, before->side, before->turned, before->value, seen ? *seen : sums, seen, weights, out,
+                  normaliser);
+    } else if (seen) {
+      sums_rows(count, queries, *seen, out, normaliser);
     } else {
       memset(out, 0, (size_t)count * sums.columns * sizeof(float));
       memset(normaliser, 0, count * sizeof(float));
     }
+    if (!both_sides || !after->here) return;
+    upper_triangle(count, sums.rows, queries.features, after->side.features, after->turned, weights);
+    add_upper_times(count, weights, after->value, sums.columns, out);
+    for (int t = 0; t < count; ++t) normaliser[t] += row_sum(weights + t * BLOCK, BLOCK - 1);
   }
 
   void go_on(int count) {
-    if (!here) return;
-    sums.add(keys.features, value, count);
+    if (!before->here) return;
+    sums.add(before->side.features, before->value, count);
     held = true;
   }
 };
@@ -298,8 +430,7 @@ template <typename T>
 static int windowed(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size);
   const long repeats = c.heads / c.groups;
-  const size_t behind_floats = c.both_sides ? (size_t)repeats * c.length * (e_row + 1) + 32 : 0;
-  const size_t room_floats = Far::floats(c) + Band::floats(c, false) + BLOCK * (x_row + e_row + 2) + behind_floats + 256;
+  const size_t room_floats = Far::floats(c, c.both_sides) + Band::floats(c, false) + BLOCK * (x_row + e_row + 2) + 256;
   const long kv_size = (long)c.key_map.parts * c.key_map.width * c.value_size, k_size = (long)c.key_map.parts * c.key_map.width;
   int failed = 0;
 #pragma omp parallel num_threads(c.threads)
@@ -310,11 +441,9 @@ static int windowed(const Call& c) {
       failed = 1;
     }
     TileProducts tiles(rounds<T>, room);
-    Far far(c, room);
+    Far far(c, room, c.both_sides);
     Band band(c, room, false);
     float *out = room.take(BLOCK * e_row), *normaliser = room.take(BLOCK), *top = room.take(BLOCK);
-    float *behind = room.take(c.both_sides ? (size_t)repeats * c.length * e_row : 0);
-    float *behind_normaliser = room.take(c.both_sides ? (size_t)repeats * c.length : 0);
 #pragma omp barrier
     if (!failed) {
 #pragma omp for schedule(dynamic)
@@ -322,22 +451,7 @@ static int windowed(const Call& c) {
         Stream s(c, task);
         far.clear();
         if (c.both_sides) {
-          Call back = c;
-          back.query = reversed(c.query, c.length, sizeof(T));
-          back.key = reversed(c.key, c.keys, sizeof(T));
-          back.value = reversed(c.value, c.keys, sizeof(T));
-          s.reverse();
-          for (long start = 0; start < c.length; start += BLOCK) {
-            const int count = (int)std::min<long>(c.length - start, BLOCK);
-            far.begin<T>(back, s, start, count);
-            for (long r = 0; r < repeats; ++r) {
-              if (far.any()) far.read_queries<T>(back, s, s.g * repeats + r, start, count);
-              far.rows(count, behind + (r * c.length + start) * e_row, behind_normaliser + r * c.length + start);
-            }
-            if (start + count < c.length) far.go_on(count);
-          }
-          s.reverse();
-          far.clear();
+          far.sum_later<T>(c, s);
         } else if (c.state) {
           unpack_state(c.key_map, c.value_size, c.state + task * kv_size, c.state_sum + task * k_size, far.sums);
           far.held = true;
@@ -345,7 +459,7 @@ static int windowed(const Call& c) {
         for (long start = 0; start < c.length; start += BLOCK) {
           const int count = (int)std::min<long>(c.length - start, BLOCK);
           const long first = s.offset + start;
-          far.begin<T>(c, s, first, count);
+          far.begin<T>(c, s, start, count);
           band.read<T>(c, s, first, count);
           for (long r = 0; r < repeats; ++r) {
             const long h = s.g * repeats + r;
@@ -355,12 +469,6 @@ static int windowed(const Call& c) {
               read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, x_row);
             }
             far.rows(count, out, normaliser);
-            for (int t = 0; c.both_sides && t < count; ++t) {
-              const long place = r * c.length + c.length - 1 - (start + t);
-              normaliser[t] += behind_normaliser[place];
-              for (int j = 0; j < e_row; j += LANES)
-                store(out + t * e_row + j, load(out + t * e_row + j) + load(behind + place * e_row + j));
-            }
             band.exponentials(count, far.queries.x, c.scaling, false, top);
             band.add_to(count, out, normaliser);
             const size_t place = (s.b * c.heads + h) * c.length + start;
@@ -372,185 +480,6 @@ static int windowed(const Call& c) {
         }
         if (c.next_state)
           pack_state(c.key_map, c.value_size, far.sums, c.next_state + task * kv_size, c.next_sum + task * k_size);
-      }
-    }
-  }
-  return failed;
-}
-
-// Gradients that are still being added up: of all rows of a key-value head's queries, and of its keys and values, in the
-// order of the sequence, with room for blocks that reach beyond either end.
-struct Collected {
-  long rows, keys, room;
-  int x_row, e_row;
-  std::vector<float> query, key, value;
-
-  Collected(const Call& c)
-      : rows(c.length), keys(c.keys), room(2 * c.window + 4 * BLOCK), x_row(padded(c.size)), e_row(padded(c.value_size)),
-        query((c.heads / c.groups) * rows * x_row), key((keys + 2 * room) * x_row), value((keys + 2 * room) * e_row) {}
-  void clear() {
-    for (auto* held : {&query, &key, &value}) std::fill(held->begin(), held->end(), 0.0f);
-  }
-  float* query_at(long r, long row) { return query.data() + (r * rows + row) * x_row; }
-  float* key_at(long token) { return key.data() + (room + token) * x_row; }
-  float* value_at(long token) { return value.data() + (room + token) * e_row; }
-};
-
-// Adds rows [count, width] to rows that run forwards or backwards from `to`.
-static void add_rows_along(const float* from, int width, int count, float* to, bool backwards) {
-  for (int t = 0; t < count; ++t) {
-    float* row = to + (backwards ? -(long)t : (long)t) * width;
-    for (int j = 0; j < width; j += LANES) store(row + j, load(row + j) + load(from + (size_t)t * width + j));
-  }
-}
-
-// What the backward pass of the far part needs besides the forward's room.
-struct FarBack {
-  float *turned_sums, *turned_value, *slopes, *key_gradient;
-
-  static size_t floats(const Call& c) {
-    const size_t e_row = padded(c.value_size), m_row = c.key_map.features();
-    return m_row * e_row + e_row * BLOCK + BLOCK * BLOCK + BLOCK * m_row + 256;
-  }
-  FarBack(const Call& c, Room& room)
-      : turned_sums(room.take((size_t)c.key_map.features() * padded(c.value_size))),
-        turned_value(room.take((size_t)padded(c.value_size) * BLOCK)), slopes(room.take(BLOCK * BLOCK)),
-        key_gradient(room.take((size_t)BLOCK * c.key_map.features())) {}
-};
-
-// The far part's gradients in one direction; `normaliser` of all rows in the order of the sequence.
-template <typename T>
-static void far_back(const Call& c, const Stream& s, Far& far, FarBack& room, BackRoom& back,
-                     float* normaliser, Collected& to) {
-  const int e_row = far.sums.columns, m_row = far.sums.rows;
-  auto read_rows_back = [&](long h, long start, int count) {
-    const float* all = c.normaliser + (s.b * c.heads + h) * c.length;
-    for (int t = 0; t < count; ++t) normaliser[t] = all[s.row_at(start + t)];
-    row_gradients<T>(c, s.b, h, start, count, normaliser, back);
-  };
-  const auto key_place = [&](long token) { return s.backwards ? c.keys - 1 - token : token; };
-
-  // Rows before the first block that has keys have no far part.
-  long begin = 0;
-  while (begin < c.length && !Far::has_keys(c, s, s.offset + begin, (int)std::min<long>(c.length - begin, BLOCK))) begin += BLOCK;
-  far.clear();
-  memset(room.turned_sums, 0, (size_t)m_row * e_row * sizeof(float));
-  for (long start = begin; start < c.length; start += BLOCK) {
-    const int count = (int)std::min<long>(c.length - start, BLOCK);
-    far.read_keys<T>(c, s, s.offset + start, count);
-    turn_columns(count, e_row, far.value, room.turned_value);
-    for (long r = 0; r < s.repeats; ++r) {
-      const long h = s.g * s.repeats + r;
-      far.read_queries<T>(c, s, h, start, count);
-      read_rows_back(h, start, count);
-      weight_gradients(count, e_row, far.value, room.turned_value, back, room.slopes);
-      multiply(count, m_row, e_row, back.gradient, e_row, 1, room.turned_sums, m_row, back.feature_gradient, m_row, false);
-      add_outer(back.normaliser_gradient, far.sums.k, m_row, count, back.feature_gradient);
-      below_times(count, room.slopes, far.keys.features, m_row, back.feature_gradient, true);
-      for (int t = 0; t < count; ++t) {
-        float *slope = back.feature_gradient + (long)t * m_row, *feature = far.queries.features + (long)t * m_row;
-        const float mix = s.mix(c, h, start + t);
-        if (c.mix_gradient)
-          c.mix_gradient[(s.b * c.heads + h) * c.length + s.row_at(start + t)] += dot(slope, feature, m_row);
-        scale_all(slope, m_row, mix);
-        if (mix != 0.0f) scale_all(feature, m_row, 1.0f / mix);
-      }
-      side_back(c, far.queries, s.b, h, c.heads, start, count, c.query_weight_gradient, c.query_bias_gradient, back);
-      add_rows_along(back.x_gradient, to.x_row, count, to.query_at(r, s.row_at(start)), s.backwards);
-    }
-    multiply(e_row, m_row, count, far.value, 1, e_row, far.keys.features, m_row, room.turned_sums, m_row, true);
-    Sums::add_rows(far.keys.features, m_row, count, far.sums.k);
-  }
-  far.clear();
-  for (long start = c.length > 0 ? (c.length - 1) / BLOCK * BLOCK : -1; start >= begin; start -= BLOCK) {
-    const int count = (int)std::min<long>(c.length - start, BLOCK);
-    const long first = s.offset + start - c.window;
-    far.read_keys<T>(c, s, s.offset + start, count);
-    turn_columns(count, e_row, far.value, room.turned_value);
-    transpose(m_row, e_row, far.sums.kv, e_row, room.turned_sums, m_row);
-    multiply(count, m_row, e_row, far.value, e_row, 1, room.turned_sums, m_row, room.key_gradient, m_row, false);
-    multiply(count, e_row, m_row, far.keys.features, m_row, 1, far.sums.kv, e_row, back.value_gradient, e_row, false);
-    add_to_rows(far.sums.k, m_row, count, room.key_gradient);
-    for (long r = 0; r < s.repeats; ++r) {
-      const long h = s.g * s.repeats + r;
-      far.read_queries<T>(c, s, h, start, count);
-      read_rows_back(h, start, count);
-      weight_gradients(count, e_row, far.value, room.turned_value, back, room.slopes);
-      triangle(count, m_row, far.queries.features, far.keys.features, far.turned, far.weights);
-      above_times(count, room.slopes, far.queries.features, m_row, room.key_gradient);
-      above_times(count, far.weights, back.gradient, e_row, back.value_gradient);
-      multiply(m_row, e_row, count, far.queries.features, 1, m_row, back.gradient, e_row, far.sums.kv, e_row, true);
-      add_weighted(back.normaliser_gradient, far.queries.features, m_row, count, far.sums.k);
-    }
-    memcpy(back.feature_gradient, room.key_gradient, (size_t)count * m_row * sizeof(float));
-    clear_masked(s.valid(), first, count, back.feature_gradient, m_row);
-    clear_masked(s.valid(), first, count, back.value_gradient, e_row);
-    side_back(c, far.keys, s.b, s.g, c.groups, first, count, c.key_weight_gradient, c.key_bias_gradient, back);
-    clear_masked(s.valid(), first, count, back.x_gradient, to.x_row);
-    add_rows_along(back.x_gradient, to.x_row, count, to.key_at(key_place(first)), s.backwards);
-    add_rows_along(back.value_gradient, e_row, count, to.value_at(key_place(first)), s.backwards);
-  }
-}
-
-template <typename T>
-static int windowed_backward(const Call& c) {
-  const int x_row = padded(c.size), e_row = padded(c.value_size);
-  const size_t room_floats =
-      Far::floats(c) + FarBack::floats(c) + BackRoom::floats(c) + Band::floats(c, true) + BLOCK * (x_row + 2) + 256;
-  Call other = c;
-  if (c.both_sides) {
-    for (Strided Call::*rows : {&Call::query, &Call::out, &Call::out_gradient})
-      other.*rows = reversed(c.*rows, c.length, sizeof(T));
-    for (Strided Call::*tokens : {&Call::key, &Call::value}) other.*tokens = reversed(c.*tokens, c.keys, sizeof(T));
-  }
-  int failed = 0;
-#pragma omp parallel num_threads(c.threads)
-  {
-    Room room(room_floats + TileProducts::floats(rounds<T>));
-    if (room.failed()) {
-#pragma omp atomic write
-      failed = 1;
-    }
-    TileProducts tiles(rounds<T>, room);
-    Far far(c, room);
-    FarBack far_room(c, room);
-    BackRoom back(c, room);
-    Band band(c, room, true);
-    float *query = room.take(BLOCK * x_row), *normaliser = room.take(BLOCK), *top = room.take(BLOCK);
-    Collected to(c);
-#pragma omp barrier
-    if (!failed) {
-#pragma omp for schedule(dynamic)
-      for (long task = 0; task < c.batch * c.groups; ++task) {
-        Stream s(c, task);
-        to.clear();
-        far_back<T>(c, s, far, far_room, back, normaliser, to);
-        if (c.both_sides) {
-          s.reverse();
-          far_back<T>(other, s, far, far_room, back, normaliser, to);
-          s.reverse();
-        }
-        for (long start = 0; start < c.length; start += BLOCK) {
-          const int count = (int)std::min<long>(c.length - start, BLOCK);
-          const long first = s.offset + start;
-          band.read<T>(c, s, first, count);
-          for (long r = 0; r < s.repeats; ++r) {
-            const long h = s.g * s.repeats + r, place = (s.b * c.heads + h) * c.length + start;
-            read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, query, x_row);
-            row_gradients<T>(c, s.b, h, start, count, c.normaliser + place, back);
-            memcpy(top, c.top + place, count * sizeof(float));
-            band.exponentials(count, query, c.scaling, true, top);
-            band.back(count, query, c.scaling, back, to.query_at(r, start), to.key_at(first - c.window),
-                      to.value_at(first - c.window));
-          }
-        }
-        for (long r = 0; r < s.repeats; ++r) {
-          for (long row = 0; row < c.length; ++row)
-            if (!s.valid()[s.offset + row]) memset(to.query_at(r, row), 0, x_row * sizeof(float));
-          write_rows<T>(c.query_gradient, s.b, s.g * s.repeats + r, 0, (int)c.length, c.size, to.query_at(r, 0), x_row);
-        }
-        write_rows<T>(c.key_gradient, s.b, s.g, 0, (int)c.keys, c.size, to.key_at(0), x_row);
-        write_rows<T>(c.value_gradient, s.b, s.g, 0, (int)c.keys, c.value_size, to.value_at(0), e_row);
       }
     }
   }
