@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-from ..ops.common import State
+from ..ops.common import OwnState, State
 
 Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
 """Advances a state over recorded keys, values and mask."""
@@ -101,10 +101,14 @@ class LinearStateLayer(CacheLayerMixin):
         self.tokens = count
 
     def state_on(self, device: torch.device) -> State | None:
-        """The state, moved to `device` (it may have been offloaded)."""
-        if self.state is not None:
-            self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
-        return self.state
+        """The state to go on from, moved to `device` (it may have been offloaded).
+
+        The step may write over it, unless the tokens that follow may be taken back.
+        """
+        if self.state is None:
+            return None
+        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
+        return self.state if self.record_past else OwnState(self.state)
 
     def get_seq_length(self, *args: Any) -> int:
         return self.tokens

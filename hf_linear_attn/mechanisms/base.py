@@ -52,7 +52,8 @@ class LinearAttention(nn.Module):
     ) -> tuple[Tensor, State | None]:
         """The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token if `keep_state`.
 
-        With a `state`, query, key, value and mask hold the new tokens only (L = S).
+        With a `state`, query, key, value and mask hold the new tokens only (L = S). It stays as it is, unless it is an
+        `ops.common.OwnState`.
         """
         raise NotImplementedError
 

@@ -34,6 +34,13 @@ State = dict[str, Tensor]
 """A recurrent state: named tensors whose first dimension is the batch."""
 
 
+class OwnState(dict[str, Tensor]):
+    """A state that nobody else holds, and that is not read again: the next one may be written over it.
+
+    Decoding then touches half as much memory. Any other state that a call is given stays as it is.
+    """
+
+
 class Features(NamedTuple):
     """Features of queries or keys, `φ = exp(log_scale) · values`.
 

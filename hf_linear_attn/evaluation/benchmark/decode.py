@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...mechanisms.base import LinearAttention
-from ...ops.common import State
+from ...ops.common import OwnState, State
 from ...registry import ATTENTIONS
 from . import subjects
 from .bench import Bench
@@ -79,10 +79,10 @@ class Stepper:
         scaling = query.shape[3] ** -0.5
 
         def step() -> None:
+            # As in `generate`, the state is nobody else's; a growing one is put back, and so it is not.
+            state = OwnState(self.state or {}) if self.constant else self.state
             with torch.no_grad():
-                _, after = self.module(
-                    query, key, value, scaling=scaling, causal=True, state=self.state, keep_state=True
-                )
+                _, after = self.module(query, key, value, scaling=scaling, causal=True, state=state, keep_state=True)
             if self.constant:
                 self.state = after
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import Features, OutputBlocks, State, block_length, mask_tokens
+from ..common import Features, OutputBlocks, OwnState, State, block_length, mask_tokens
 from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
 from . import binding
 from .binding import Side, address
@@ -206,13 +206,16 @@ def _forward(
         given.state, given.state_sum = held["kv"].data_ptr(), held["k_sum"].data_ptr()
         given.state_scale = address(held.get("log_scale"))
     after: State = {}
-    if call.keep_state:
+    if call.keep_state and isinstance(call.state, OwnState):
+        after = {name: held[name] for name in ("kv", "k_sum", "log_scale") if name in held}
+    elif call.keep_state:
         after["kv"] = torch.empty(batch, groups, call.num_features, value_size)
         after["k_sum"] = torch.empty(batch, groups, call.num_features)
-        given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
         if sides[1].scaled:
             after["log_scale"] = torch.empty(batch, groups)
-            given.next_scale = after["log_scale"].data_ptr()
+    if after:
+        given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
+        given.next_scale = address(after.get("log_scale"))
     if normaliser is not None:
         given.normaliser = normaliser.data_ptr()
     if decay is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import State, mask_tokens
+from ..common import OwnState, State, mask_tokens
 from ..fused import QueryMix, StepMix, WindowedCall
 from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
@@ -75,7 +75,8 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
-    after = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+    own = isinstance(state, OwnState)  # (but for the ring's mask, which all heads read)
+    after = {name: held[name] if own and name != "ring_mask" else torch.empty_like(held[name]) for name in STATE}
     for name, (before, behind) in STATE.items():
         setattr(given, before, held[name].data_ptr())
         setattr(given, behind, after[name].data_ptr())

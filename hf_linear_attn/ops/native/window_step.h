@@ -64,10 +64,10 @@ static int windowed_step(const Call& c) {
           c.next_ring_mask[b * w + w - 1] = 1;
         }
         const T* token = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
-        memcpy(new_key, ring_key + c.size, (size_t)(w - 1) * c.size * sizeof(T));
+        memmove(new_key, ring_key + c.size, (size_t)(w - 1) * c.size * sizeof(T));
         memcpy(new_key + (size_t)(w - 1) * c.size, token, c.size * sizeof(T));
         token = static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head;
-        memcpy(new_value, ring_value + e, (size_t)(w - 1) * e * sizeof(T));
+        memmove(new_value, ring_value + e, (size_t)(w - 1) * e * sizeof(T));
         memcpy(new_value + (size_t)(w - 1) * e, token, e * sizeof(T));
         const bool as_it_lies = std::is_same<T, float>::value && c.size == x_row && e == e_row &&
                                 std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;

@@ -1,0 +1,53 @@
+"""A state that a step may write over: the same numbers, in the same memory. Any other state stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation.benchmark import subjects
+from hf_linear_attn.ops.common import OwnState
+from hf_linear_attn.registry import ATTENTIONS
+
+from .test_native import REASON
+
+NAMES = [name for name, entry in ATTENTIONS if entry.causal and entry.state == "constant"]
+
+
+def tokens(count, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 4, count, 16, generator=generator).to(dtype) for _ in range(3)]
+
+
+def run(module, given, state, backend):
+    with torch.no_grad(), hla.use_backend(backend):
+        return module(*given, scaling=0.25, causal=True, state=state, keep_state=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, backend, dtype):
+    module = subjects.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0, dtype=dtype)
+    _, kept = run(module, tokens(90, 0, dtype), None, backend)
+    own = {part: held.clone() for part, held in kept.items()}
+    for step, count in enumerate((1, 1, 5, 1, 70, 1)):
+        given = tokens(count, 1 + step, dtype)
+        before = {part: held.clone() for part, held in kept.items()}
+        wanted, after = run(module, given, kept, backend)
+        assert all(torch.equal(held, before[part]) for part, held in kept.items())
+        found, own = run(module, given, OwnState(own), backend)
+        assert torch.equal(found, wanted)
+        assert own.keys() == after.keys()
+        assert all(torch.equal(held, after[part]) for part, held in own.items())
+        kept = after
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
+def test_a_step_of_the_kernels_takes_no_new_memory_for_the_sums(name):
+    module = subjects.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0)
+    _, state = run(module, tokens(90, 0), None, "native")
+    _, after = run(module, tokens(1, 1), OwnState(state), "native")
+    assert [after[part].data_ptr() for part in ("kv", "k_sum")] == [state[part].data_ptr() for part in ("kv", "k_sum")]
