@@ -127,6 +127,9 @@ struct Band {
           most = larger(most, logit);
         }
         if (!known) top[t] = max_of(most);
+      }
+      for (int t = i; t < i + tall; ++t) {  // (a pass of its own: it waits for the maxima)
+        float* row = weights + (size_t)t * columns;
         if (top[t] == -INFINITY) {  // nothing near
           for (int j = begin; j < end; j += LANES) store(row + j, Vec{});
         } else {
