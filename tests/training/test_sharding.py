@@ -21,7 +21,7 @@ from hf_linear_attn import load_pretrained
 from hf_linear_attn.training.sharding import check_sharding
 
 from .made_up import lines, save_decoder, save_encoder, save_task, save_text
-from .test_two_processes import ROOT, settings_file, start
+from .test_two_processes import ROOT, complaint, settings_file, start
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
 KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(place / "encoder", hidden_dropout_prob=0.0)
     save_task(place / "task", validation=27)
     done = start(settings_file(place, "copies", 4), 2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     return place
 
 
@@ -67,7 +67,7 @@ def kind(request: pytest.FixtureRequest, folder: Path) -> str:
     """A way to shard. Its run is in the folder of its name."""
     kind: str = request.param
     done = start_sharded(kind, settings_file(folder, kind, 4))
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     return kind
 
 
@@ -111,7 +111,7 @@ def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
     path.write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(folder / kind / "model")
     done = start_sharded(kind, folder / f"{kind}.yaml", "--run.resume", "true")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     assert "distill: goes on after step 4 of 6" in done.stderr
     assert (folder / kind / "model" / "model.safetensors").read_bytes() == before
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
 def test_adapters(folder: Path, kind: str) -> None:
     name = f"adapters-{kind}"
     done = start_sharded(kind, settings_file(folder, name, 4, distill__lora_rank=2))
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     assert load_pretrained(folder / name / "model").num_parameters() > 0
 
 
@@ -135,7 +135,7 @@ def decoder_loss(folder: Path, name: str, run: Callable[[Path], subprocess.Compl
         "run__gradient_checkpointing": True,
     }
     done = run(settings_file(folder, name, 4, **changes))
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     loss: float = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["stages"]["distilled"][
         "loss"
     ]
@@ -162,7 +162,7 @@ def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     changes = {"model__source": str(wide), "model__attention": "favor+", "run__precision": "bf16"}
     for name, run in (("half-copies", partial(start, processes=2)), ("half-zero3", partial(start_sharded, "zero3"))):
         done = run(settings_file(folder, name, 4, **changes))
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, complaint(done)
     copies, sharded = (
         load_file(str(folder / name / "model" / "model.safetensors")) for name in ("half-copies", "half-zero3")
     )

@@ -34,6 +34,12 @@ def start(
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=given, cwd=ROOT, check=False)
 
 
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """What the processes raised, and the end of what they wrote: the first to fail writes first."""
+    raised = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    return "\n".join([*raised[:100], "...", done.stderr[-2000:]])
+
+
 def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> Path:
     """Batches of one process."""
     sizes = {f"{stage}__batch_size": batch_size for stage in ("teacher", "transfer", "distill")}
@@ -52,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_task(place / "task", validation=27)
     for name, batch, processes in (("one", 8, 1), ("two", 4, 2)):
         done = start(settings_file(place, name, batch), processes)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, complaint(done)
     return place
 
 
@@ -102,7 +108,7 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
     state_path.write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(folder / "two" / "model")
     done = start(folder / "two.yaml", 2, "--run.resume", "true")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     assert "distill: goes on after step 4 of 6" in done.stderr
     assert (folder / "two" / "model" / "model.safetensors").read_bytes() == before
 
@@ -110,7 +116,7 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would take the GPUs")
 def test_processes_find_each_other_without_a_gpu(folder: Path) -> None:
     done = start(settings_file(folder, "unasked", 4, run__cpu=False), 2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, complaint(done)
     assert results(folder, "unasked")["processes"] == 2
 
 
