@@ -31,6 +31,7 @@ from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops import backends
+from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.ops.native import binding
 from hf_linear_attn.ops.native.functions import NativeBackend
 from hf_linear_attn.registry import FEATURE_MAPS, build_options
@@ -125,15 +126,16 @@ def forms(name: str, length: int, causal: bool) -> dict[str, Any]:
 
 
 def step(name: str) -> dict[str, Any]:
-    """One token after a state, batch 1: each part contains the next."""
+    """One token after a state, batch 1, as `generate` takes it: each part contains the next."""
     module = mechanism(name, True)
     before = [torch.randn(1, HEADS, 100, SIZE) for _ in range(3)]
     token = [torch.randn(1, HEADS, 1, SIZE) for _ in range(3)]
     scaling = SIZE**-0.5
     _, state = module(*before, scaling=scaling, causal=True, keep_state=True)
+    own = OwnState(state)
 
     def run() -> None:
-        module(*token, scaling=scaling, causal=True, state=state, keep_state=True)
+        module(*token, scaling=scaling, causal=True, state=own, keep_state=True)
 
     times = medians(whole=run, floor=state_floor(token[0], module.feature_map.num_features))
     inner = {name: inner_seconds(run, *place) for name, place in PARTS_OF_A_STEP.items()}
