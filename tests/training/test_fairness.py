@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import BertForSequenceClassification
 
 from hf_linear_attn.training import loop as loops
@@ -18,7 +16,7 @@ from hf_linear_attn.training.loop import Loop
 from hf_linear_attn.training.problems import Classification, build_problem
 
 from ..helpers import bert_config
-from .made_up import convert_settings, finetune_settings, save_encoder, save_task, tokenizer_with_mask
+from .made_up import convert_settings, finetune_settings, quiet, save_encoder, save_task, tokenizer_with_mask
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(place / "encoder")
     save_task(place / "task")
     return place
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
 
 
 def save_classifier(place: Path, labels: list[str]) -> Path:

@@ -334,12 +334,11 @@ struct Far {
     for (FarKeys& block : blocks) block.first = FarKeys::NOWHERE;
   }
 
-  // Both sides: from the end on, the sums over the keys behind each block's `after`.
+  // Both sides: from the end on, the sums over the keys behind each block's `after`. Begins and ends cleared.
   template <typename T>
   void sum_later(const Call& c, const Stream& s) {
     const long from = s.offset + c.window;  // where the first block's `after` begins
     later_blocks = c.keys > from ? (c.keys - from + BLOCK - 1) / BLOCK - 1 : 0;
-    clear();
     for (long block = later_blocks; block > 0; --block) {
       const long first = from + block * BLOCK;
       if (FarKeys::any(s, first, BLOCK)) {
@@ -353,13 +352,13 @@ struct Far {
 
   // The keys from a place on: those that are there already, or read in place of the foremost.
   template <typename T>
-  FarKeys* keys_at(const Call& c, const Stream& s, long from, int count) {
+  FarKeys* keys_at(const Call& c, const Stream& s, long from) {
     FarKeys* foremost = &blocks[0];
     for (FarKeys& block : blocks) {
       if (block.first == from) return &block;
       if (block.first < foremost->first) foremost = &block;
     }
-    foremost->begin<T>(c, s, from, count);
+    foremost->begin<T>(c, s, from, BLOCK);
     return foremost;
   }
 
@@ -373,8 +372,8 @@ struct Far {
       seen = held ? &sums : nullptr;
       return;
     }
-    after = keys_at<T>(c, s, first + c.window, BLOCK);  // this one first: it does not take the place of the other
-    before = keys_at<T>(c, s, first - c.window, BLOCK);
+    after = keys_at<T>(c, s, first + c.window);  // this one first: it does not take the place of the other
+    before = keys_at<T>(c, s, first - c.window);
     for (FarKeys* keys : {after, before})
       if (keys->here) keys->turn(count);
     if (block >= later_blocks) {
