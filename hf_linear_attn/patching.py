@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from . import feature_maps, mechanisms  # noqa: F401  (their import fills the registries)
 from .config import DEFAULT_ATTENTION, LayerConfig, LinearAttentionConfig
 from .integration import attention
-from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, SUBMODULE, before_attention
+from .integration.attention import CAUSAL, EXACT, IMPLEMENTATION, NAME, OBSERVER, SUBMODULE, before_attention
 from .integration.boundaries import unwatch, watch
 from .integration.configs import configs_of, own_configs
 from .integration.discovery import (
@@ -127,7 +127,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, SUBMODULE):
             delattr(module, SUBMODULE)
         delattr(module, EXACT)
-        for mark in (NAME, CAUSAL):
+        for mark in (NAME, CAUSAL, OBSERVER):
             vars(module).pop(mark, None)
         _remove_hook(module)
     positions.apply(model)
@@ -286,6 +286,7 @@ def _apply(
     for layer in ours:
         setattr(layer.module, EXACT, layer.config._attn_implementation or "eager")
         setattr(layer.module, NAME, layer.name)
+        setattr(layer.module, OBSERVER, None)
         if id(layer.module) in modules:
             layer.module.add_module(SUBMODULE, modules[id(layer.module)])
         if not layer.cross:

@@ -32,8 +32,7 @@ from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import OwnState
-from hf_linear_attn.ops.native import binding
-from hf_linear_attn.ops.native.functions import NativeBackend
+from hf_linear_attn.ops.native.ready import ReadyStep
 from hf_linear_attn.registry import FEATURE_MAPS, build_options
 from hf_linear_attn.training.saving import write_json
 
@@ -47,13 +46,6 @@ KINDS = {
     "sums and maxima": ("sum", "max"),
     "copies": ("copy", "cat", "clone", "fill", "zero", "empty"),
     "element by element": ("add", "sub", "mul", "div", "clamp", "tril", "where", "neg", "relu"),
-}
-
-#: Functions of a decoding step; each calls the next.
-PARTS_OF_A_STEP = {
-    "from the choice of the backend on": (backends, "attend"),
-    "the native backend": (NativeBackend, "run"),
-    "its kernel": (binding, "run"),
 }
 
 
@@ -126,23 +118,31 @@ def forms(name: str, length: int, causal: bool) -> dict[str, Any]:
 
 
 def step(name: str) -> dict[str, Any]:
-    """One token after a state, batch 1, as `generate` takes it: each part contains the next."""
+    """One token after a state, batch 1: computed by itself, and like the step before it, as `generate` takes it."""
     module = mechanism(name, True)
     before = [torch.randn(1, HEADS, 100, SIZE) for _ in range(3)]
     token = [torch.randn(1, HEADS, 1, SIZE) for _ in range(3)]
     scaling = SIZE**-0.5
     _, state = module(*before, scaling=scaling, causal=True, keep_state=True)
-    own = OwnState(state)
 
-    def run() -> None:
-        module(*token, scaling=scaling, causal=True, state=own, keep_state=True)
+    def run(own: OwnState) -> Any:
+        return module(*token, scaling=scaling, causal=True, state=own, keep_state=True)[1]
 
-    times = medians(whole=run, floor=state_floor(token[0], module.feature_map.num_features))
-    inner = {name: inner_seconds(run, *place) for name, place in PARTS_OF_A_STEP.items()}
+    own = run(OwnState(state))
+    times = medians(
+        alone=lambda: run(OwnState(state)),
+        again=lambda: run(own),
+        floor=state_floor(token[0], module.feature_map.num_features),
+    )
+    kernel = inner_seconds(lambda: run(own), ReadyStep, "run")
     return {
         "mechanism": name,
         "features": module.feature_map.num_features,
-        "parts": {"the mechanism": times["whole"], **inner},
+        "parts": {
+            "by itself": times["alone"],
+            "like the one before": times["again"],
+            "of this its output and kernel": kernel,
+        },
         "floor": times["floor"],
     }
 

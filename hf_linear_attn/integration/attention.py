@@ -36,7 +36,7 @@ EXACT = "_exact_implementation"
 CAUSAL = "_is_causal_layer"
 #: On an attention module of a patched model: its name in the model.
 NAME = "_attention_name"
-#: On an attention module: sees the inputs and the exact outputs of each call instead of the linear form running.
+#: On an attention module: what sees inputs and exact outputs of each call instead of the linear form running; or None.
 OBSERVER = "_attention_observer"
 
 #: Arguments of the interface that change the weights in ways that the mechanisms do not know.
@@ -226,7 +226,7 @@ def _linear(
             keep_state=layer is not None,
         )
         if layer is not None:
-            layer.advance(after, key, value, mask, _replay(mechanism, query, scaling))
+            layer.advance(after, key, value, mask, _replay(mechanism, query, scaling) if layer.record_past else None)
         if wanted and state is not None:
             raise NotImplementedError(
                 "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
@@ -387,10 +387,7 @@ def _observed(modules: list[nn.Module], observer: Observer) -> Iterator[None]:
         yield
     finally:
         for module, held in zip(modules, before, strict=True):
-            if held is None:
-                delattr(module, OBSERVER)
-            else:
-                setattr(module, OBSERVER, held)
+            setattr(module, OBSERVER, held)
 
 
 def _ignore(call: AttentionCall) -> None:

@@ -77,8 +77,10 @@ class LinearStateLayer(CacheLayerMixin):
         _handoff.layer = self
         return key_states, value_states
 
-    def advance(self, state: State | None, key: Tensor, value: Tensor, mask: Tensor | None, replay: Replay) -> None:
-        """Store the state after `key.shape[2]` more tokens."""
+    def advance(
+        self, state: State | None, key: Tensor, value: Tensor, mask: Tensor | None, replay: Replay | None
+    ) -> None:
+        """Store the state after `key.shape[2]` more tokens. replay is needed while the past is recorded."""
         if self.record_past:
             if not self._record:
                 self._before = (self.state, self.tokens)
@@ -103,12 +105,15 @@ class LinearStateLayer(CacheLayerMixin):
     def state_on(self, device: torch.device) -> State | None:
         """The state to go on from, moved to `device` (it may have been offloaded).
 
-        The step may write over it, unless the tokens that follow may be taken back.
+        The step may write over it, unless the tokens that follow may be taken back or a graph may hold it.
         """
         if self.state is None:
             return None
-        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
-        return self.state if self.record_past else OwnState(self.state)
+        if not isinstance(self.state, OwnState) or any(held.device != device for held in self.state.values()):
+            self.state = {name: held.to(device) for name, held in self.state.items()}
+            if not any(held.requires_grad for held in self.state.values()):
+                self.state = OwnState(self.state)
+        return dict(self.state) if self.record_past else self.state
 
     def get_seq_length(self, *args: Any) -> int:
         return self.tokens

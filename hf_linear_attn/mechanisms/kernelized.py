@@ -12,7 +12,9 @@ from ..ops import backends
 from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from ..ops.fused import FusedMap, KernelizedCall
+from ..ops.window_step import is_step
 from .base import LinearAttention, visible
+from .repeated import remember, repeated
 
 
 class KernelizedAttention(LinearAttention):
@@ -43,6 +45,12 @@ class KernelizedAttention(LinearAttention):
         state: State | None = None,
         keep_state: bool = False,
     ) -> tuple[Tensor, State | None]:
+        if mask is not None and is_step(query, mask, state):
+            mask = None
+        if causal and keep_state and mask is None:
+            out = repeated(state, query, key, value, scaling)
+            if out is not None:
+                return out, state
         feature_map = self.feature_map
         if state is None and not self.goes_on:
             feature_map.begin_forward()
@@ -63,6 +71,7 @@ class KernelizedAttention(LinearAttention):
             keep_state,
         )
         out, after = backends.attend(call)
+        remember(self, scaling, after)
         return out, after if counts is None or after is None else {**after, "count": counts}
 
     def dense_forward(

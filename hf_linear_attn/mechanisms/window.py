@@ -12,12 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..feature_maps.base import AttentionShape
 from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
+from ..ops.common import Features, OwnState, State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.window_step import is_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import LinearAttention, visible
+from .repeated import remember, repeated
 
 #: Far tokens of a decoder that weigh in full. Without a bound their common weight grows with the length of the input,
 #: beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had perplexity 9.5 at
@@ -124,6 +125,9 @@ class WindowAttention(LinearAttention):
         log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_step(query, mask, state):
             mask = None
+            out = repeated(state, query, key, value, scaling)
+            if out is not None:
+                return out, state
             log_mix = self._step_mix(query, key, scaling, state)
         elif torch.is_grad_enabled() or torch.compiler.is_compiling():
             log_mix = self._log_mix(query, key, scaling, causal, mask, state)
@@ -145,7 +149,8 @@ class WindowAttention(LinearAttention):
             keep_state=keep_state,
         )
         out, after = backends.attend(call)
-        if self.options.saturation is None or after is None:
+        remember(self, scaling, after)
+        if self.options.saturation is None or after is None or isinstance(after, OwnState):  # (it has counted)
             return out, after
         if state is not None and mask is None:
             return out, {**after, "count": state["count"] + key.shape[2]}

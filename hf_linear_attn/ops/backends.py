@@ -117,6 +117,11 @@ def get_backend() -> str:
     return _chosen
 
 
+def choice() -> object:
+    """What `choose` goes by besides the call; equal as long as nobody has set or registered a backend."""
+    return _chosen, _BACKENDS
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """`set_backend` for a while."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,16 @@ State = dict[str, Tensor]
 class OwnState(dict[str, Tensor]):
     """A state that nobody else holds, and that is not read again: the next one may be written over it.
 
-    Decoding then touches half as much memory. Any other state that a call is given stays as it is.
+    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Its tensors are not
+    exchanged for others: where the last step left it `ready`, the next one goes straight to the kernel if all that the
+    `guard` names is as it was (`ops.native.ready`, `mechanisms.repeated`). Copies are plain states.
     """
+
+    ready: Any = None
+    guard: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class Features(NamedTuple):

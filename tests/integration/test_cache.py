@@ -257,3 +257,25 @@ def test_taking_tokens_back_keeps_no_graph():
     logits(model, token_ids(1, 5), past_key_values=cache)
     cache.crop(-2)
     assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.state.values())
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
+def test_a_step_without_gradients_leaves_the_graph_of_the_prompt_as_it_is(name):
+    model = patched(name, LLAMA)
+
+    def gradient(with_steps):
+        model.zero_grad()
+        cache = DynamicCache(config=model.config)
+        ids = token_ids(1, 12)
+        model(ids[:, :6], past_key_values=cache)
+        kept = copy.copy(cache.layers[0].state)
+        if with_steps:
+            with torch.no_grad():
+                for place in range(6, 9):
+                    model(ids[:, place : place + 1], past_key_values=cache)
+        sum(held.float().square().sum() for held in kept.values() if held.requires_grad).backward()
+        return [held.grad.clone() for held in model.parameters() if held.grad is not None]
+
+    wanted, found = gradient(False), gradient(True)
+    assert len(wanted) > 1
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))

@@ -79,6 +79,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.tokens = [old + more for old, more in zip(self.tokens, new.tolist(), strict=True)]
             self.removable = self.removable + count if self.recording else 0
 
+    @rule(count=st.integers(3, 6))
+    def append_one_by_one(self, count: int) -> None:
+        """Steps that follow a step may write over its state (`OwnState`)."""
+        for _ in range(count):
+            self.append(1)
+
     @precondition(lambda self: self.length)
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:

@@ -60,7 +60,7 @@ def test_inside_of_an_observation_and_out_again() -> None:
         logits(model, ids)
     assert len(calls) == 3
     assert all(isinstance(call, AttentionCall) for call in calls)
-    assert not any(hasattr(module, OBSERVER) for module in model.modules())
+    assert all(getattr(module, OBSERVER, None) is None for module in model.modules())
     assert torch.equal(logits(model, ids), before)
 
 

@@ -80,7 +80,7 @@ class Stepper:
 
         def step() -> None:
             # As in `generate`, the state is nobody else's; a growing one is put back, and so it is not.
-            state = OwnState(self.state or {}) if self.constant else self.state
+            state = self.state if not self.constant or isinstance(self.state, OwnState) else OwnState(self.state or {})
             with torch.no_grad():
                 _, after = self.module(query, key, value, scaling=scaling, causal=True, state=state, keep_state=True)
             if self.constant:

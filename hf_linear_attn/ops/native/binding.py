@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,8 @@ class Arguments(ctypes.Structure):
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value", "next_ring_mask")),
-        *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count")),
+        *((name, ctypes.c_int64) for name in ("ring_room", "next_ring_room")),
+        *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count", "next_count")),
         *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
         ("decay", Strided),
     ]
@@ -290,8 +292,18 @@ def run(name: str, given: Arguments) -> None:
     Raises:
         MemoryError: it got no memory.
     """
-    if _kernel(name)(ctypes.byref(given)):
-        raise MemoryError(f"The native kernel {name!r} got no memory. Free some, or use set_backend('torch').")
+    prepared_run(name, given)()
+
+
+def prepared_run(name: str, given: Arguments) -> Callable[[], None]:
+    """`run` with these arguments, whatever is written into them until then."""
+    kernel, address = _kernel(name), ctypes.byref(given)
+
+    def prepared() -> None:
+        if kernel(address):
+            raise MemoryError(f"The native kernel {name!r} got no memory. Free some, or use set_backend('torch').")
+
+    return prepared
 
 
 class ParameterGradients:

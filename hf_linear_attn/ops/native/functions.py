@@ -17,6 +17,7 @@ from . import binding
 from .binding import Side, address
 from .build import BuildError, library
 from .hybrids import run_windowed
+from .ready import ReadyStep
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,10 @@ def _forward(
     if decay is not None:
         given.decay = binding.strided(decay)
     binding.run("causal", given)
+    formulas = sides[0].fused is not None  # (the next step's features have yet to be computed otherwise)
+    if length == 1 and after and isinstance(call.state, OwnState) and call.mask is None and formulas:
+        after = OwnState(after)
+        after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), (sides, *after.values()))
     return out, after or None
 
 

@@ -13,7 +13,8 @@ from ..fused import QueryMix, StepMix, WindowedCall
 from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
-from .binding import Side, address
+from .binding import Arguments, Side, address
+from .ready import ReadyStep
 
 #: The state of a step, and the kernel's names for it before and after.
 STATE = {
@@ -23,6 +24,10 @@ STATE = {
     "ring_value": ("ring_value", "next_ring_value"),
     "ring_mask": ("ring_mask", "next_ring_mask"),
 }
+RINGS = ("ring_key", "ring_value")
+
+#: By so many tokens a ring slides before it is copied to the start of its room: a copy takes as long as its attention.
+SLIDES = 16
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -75,19 +80,59 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
-    own = isinstance(state, OwnState)  # (but for the ring's mask, which all heads read)
-    after = {name: held[name] if own and name != "ring_mask" else torch.empty_like(held[name]) for name in STATE}
+    own = isinstance(state, OwnState)
+    rings = [_with_room(held[name]) if own else torch.empty_like(held[name]) for name in RINGS]
+    after = {name: held[name] if own else torch.empty_like(held[name]) for name in STATE if name not in RINGS}
+    after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
     for name, (before, behind) in STATE.items():
         setattr(given, before, held[name].data_ptr())
         setattr(given, behind, after[name].data_ptr())
+    given.ring_room, given.next_ring_room = call.window, rings[0].shape[2]
+    kept = None
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
         given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
         if mix.seen is not None:
             seen = mix.seen.long().contiguous()
             given.count, given.saturation = seen.data_ptr(), mix.saturation
+            if own:
+                after["count"], given.next_count = seen, seen.data_ptr()
+        kept = base, weight
     binding.run("windowed_step", given)
+    if own and kept:
+        after = OwnState(after)
+        after.ready = ReadyWindowStep("windowed_step", given, tensors, (sides, kept, *after.values()), rings)
     return out, after
+
+
+def _with_room(ring: Tensor) -> Tensor:
+    """Room for a ring `[B, G, w, d]` and the tokens that follow: it slides, and is copied once in `SLIDES` steps."""
+    batch, groups, window, width = ring.shape
+    return torch.empty(batch, groups, window + SLIDES, width, dtype=ring.dtype)
+
+
+class ReadyWindowStep(ReadyStep):
+    """As `ReadyStep`; the rings slide through their rooms `[B, G, w + SLIDES, d]`."""
+
+    def __init__(
+        self, name: str, given: Arguments, inputs: tuple[Tensor, Tensor, Tensor], kept: Any, rings: list[Tensor]
+    ) -> None:
+        super().__init__(name, given, inputs, kept)
+        self._given, self._rings, self._at = given, rings, 0
+        self._starts = [ring.data_ptr() for ring in rings]
+        self._steps = [ring.stride(2) * ring.element_size() for ring in rings]
+        given.ring_room = given.next_ring_room
+
+    def run(self, state: State, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        given, (key_start, value_start), (key_step, value_step) = self._given, self._starts, self._steps
+        at, after = self._at, (self._at + 1) % (SLIDES + 1)
+        given.ring_key, given.ring_value = key_start + at * key_step, value_start + at * value_step
+        given.next_ring_key, given.next_ring_value = key_start + after * key_step, value_start + after * value_step
+        out = super().run(state, query, key, value)
+        self._at = after
+        for name, ring in zip(RINGS, self._rings, strict=True):
+            state[name] = ring.narrow(2, after, given.window)
+        return out
 
 
 def _arguments(
@@ -100,7 +145,7 @@ def _arguments(
     out: Tensor,
     backs: tuple[Tensor | None, Tensor | None] = (None, None),
     offset: int = 0,
-) -> binding.Arguments:
+) -> Arguments:
     query, key, value = tensors
     given = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), sides, out, backs)
     given.skip = address(skip)

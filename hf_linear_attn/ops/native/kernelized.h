@@ -43,14 +43,17 @@ struct Call {
   int32_t window, both_sides;                          // both_sides: distances below `window` before and after
   float scaling;
   // One token of a hybrid: the last `window` keys [B, G, w, d], values, and which are tokens [B, w]; before and after.
+  // A ring of either kind is followed by that of the next head after ring_room tokens (next_ring_room).
   const void *ring_key, *ring_value;
   const uint8_t* ring_mask;
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
+  int64_t ring_room, next_ring_room;
   // Log mixing weights by formula: `mix` and clip(√τ u·q, ±bound), u [H, padded d] or null. For one token they are
   // b + clip(√τ u·q, ±bound) - log(1 + n / N), b [H]; null b: `mix` holds them.
   const float *mix_base, *mix_weight;
   const int64_t* count;                                // [B]: tokens before this one, of which n lie outside; null: n = 0
+  int64_t* next_count;                                 // with this one; or null
   float mix_bound, saturation;                         // N
   // Causal form with given features only: log decays [B, G, L, m] of the sums, in float32; null data: none.
   Strided decay;

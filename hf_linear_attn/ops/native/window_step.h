@@ -18,6 +18,13 @@ static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to,
   read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
 }
 
+// The ring without its oldest token and with a new one. Where it begins one token later in the same room, nothing moves.
+template <typename T>
+static void advance_ring(const T* ring, int w, int size, const T* token, T* next) {
+  if (next != ring + size) memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
+  memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
+}
+
 // The mixing weight of head h, for its query x.
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
@@ -51,24 +58,16 @@ static int windowed_step(const Call& c) {
         const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
         const float *kv = c.state + stream * features * e, *k = c.state_sum + stream * features;
         float *next = c.next_state + stream * features * e, *next_k = c.next_sum + stream * features;
-        const T *ring_key = static_cast<const T*>(c.ring_key) + stream * w * c.size;
-        const T *ring_value = static_cast<const T*>(c.ring_value) + stream * w * e;
-        T *new_key = static_cast<T*>(c.next_ring_key) + stream * w * c.size;
-        T *new_value = static_cast<T*>(c.next_ring_value) + stream * w * e;
+        const T *ring_key = static_cast<const T*>(c.ring_key) + stream * c.ring_room * c.size;
+        const T *ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_room * e;
+        T *new_key = static_cast<T*>(c.next_ring_key) + stream * c.next_ring_room * c.size;
+        T *new_value = static_cast<T*>(c.next_ring_value) + stream * c.next_ring_room * e;
         const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
         keys.read<T>(key_rows, 0, g, 0, 1, c.size, valid);
         read_rows<T>(value_rows, 0, 0, 0, 1, e, valid, value, e_row);
-
-        if (g == 0) {
-          memcpy(c.next_ring_mask + b * w, next_valid, w - 1);
-          c.next_ring_mask[b * w + w - 1] = 1;
-        }
-        const T* token = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
-        memmove(new_key, ring_key + c.size, (size_t)(w - 1) * c.size * sizeof(T));
-        memcpy(new_key + (size_t)(w - 1) * c.size, token, c.size * sizeof(T));
-        token = static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head;
-        memmove(new_value, ring_value + e, (size_t)(w - 1) * e * sizeof(T));
-        memcpy(new_value + (size_t)(w - 1) * e, token, e * sizeof(T));
+        advance_ring<T>(ring_key, w, c.size, static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head, new_key);
+        advance_ring<T>(ring_value, w, e, static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head,
+                        new_value);
         const bool as_it_lies = std::is_same<T, float>::value && c.size == x_row && e == e_row &&
                                 std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;
         const float *near_key = key_room, *near_value = value_room;
@@ -112,6 +111,13 @@ static int windowed_step(const Call& c) {
           multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
           divide_rows<T>(c, b, h, 0, 1, out, &normaliser);
         }
+      }
+      // What all heads of a row of the batch have read may be the same memory before and after.
+#pragma omp single
+      for (long b = 0; b < c.batch; ++b) {
+        memmove(c.next_ring_mask + b * w, c.ring_mask + b * w + 1, w - 1);
+        c.next_ring_mask[b * w + w - 1] = 1;
+        if (c.next_count) c.next_count[b] = c.count[b] + 1;
       }
     }
   }

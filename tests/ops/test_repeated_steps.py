@@ -1,0 +1,282 @@
+"""Decoding steps that are taken like the one before: the same numbers, and never where something has changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps.base import AttentionShape, FeatureMap
+from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
+from hf_linear_attn.ops.common import Features, OwnState
+from hf_linear_attn.ops.native.hybrids import SLIDES
+from hf_linear_attn.ops.native.ready import ReadyStep
+from hf_linear_attn.registry import ATTENTIONS, build_options
+
+from .test_native import REASON
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+NAMES = ["elu", "hedgehog", "favor+", "t2r", "performer-relu", "window"]
+HEADS, SIZE, BATCH = 4, 16, 2
+
+
+def tokens(count, seed, dtype=torch.float32, groups=HEADS):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(BATCH, heads, count, SIZE, generator=generator).to(dtype) for heads in (HEADS, groups, groups)]
+
+
+def build(name, dtype=torch.float32, groups=HEADS, **options):
+    entry = ATTENTIONS.get(name)
+    shape = AttentionShape(HEADS, groups, SIZE, SIZE, max_length=256, causal=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = entry.factory(shape, build_options(entry, options)).to(dtype).eval()
+        with torch.no_grad():
+            for parameter in module.parameters():  # nothing that begins at zero stays there
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+@torch.no_grad()
+def step(module, given, state, **more):
+    return module(*given, **{"scaling": 0.25, "causal": True, "state": state, "keep_state": True, **more})
+
+
+def plain(state):
+    """A copy that every step computes from the beginning."""
+    return {name: held.clone() for name, held in state.items()}
+
+
+def begun(module, dtype=torch.float32, length=90, groups=HEADS):
+    """A state that the last step left ready."""
+    _, state = step(module, tokens(length, 0, dtype, groups), None)
+    _, state = step(module, tokens(1, 1, dtype, groups), OwnState(state))
+    return state
+
+
+def owned(state):
+    """The state as the cache hands it to the next step."""
+    return state if isinstance(state, OwnState) else OwnState(state)
+
+
+def same(module, given, state, **more):
+    """The next step from `state` is what it is from a copy of it: output and state after it."""
+    wanted, kept = step(module, given, plain(state), **more)
+    found, after = step(module, given, state, **more)
+    assert torch.equal(found, wanted)
+    assert after.keys() == kept.keys()
+    assert all(torch.equal(after[name], kept[name]) for name in kept)
+    return after
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """How many steps went straight to the kernel."""
+    seen = []
+    original = ReadyStep.run
+    monkeypatch.setattr(ReadyStep, "run", lambda self, *given: seen.append(1) or original(self, *given))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_give_the_same_numbers_as_each_by_itself(name, dtype, repeats):
+    module = build(name, dtype)
+    state = begun(module, dtype)
+    count = 2 * SLIDES + 5
+    for number in range(count):
+        state = same(module, tokens(1, 2 + number, dtype), state)
+    assert len(repeats) == count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grouped_heads(name, repeats):
+    module = build(name, groups=2)
+    state = begun(module, groups=2)
+    for number in range(3):
+        state = same(module, tokens(1, 2 + number, groups=2), state)
+    assert len(repeats) == 3
+
+
+class Rectified(FeatureMap):
+    """As many features as the tokens have numbers, and no formula: torch computes them."""
+
+    def __init__(self, shape, options=None):
+        super().__init__(shape, options)
+        self.num_features = shape.head_dim
+
+    def query(self, x, scaling):
+        return Features(torch.nn.functional.softplus(x))
+
+    key = query
+
+
+def test_features_are_never_taken_for_tokens(repeats):
+    module = KernelizedAttention(AttentionShape(HEADS, HEADS, SIZE, SIZE, causal=True), None, Rectified).eval()
+    state = begun(module)
+    for number in range(3):
+        state = owned(same(module, tokens(1, 2 + number), state))
+    assert not repeats
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ATTENTIONS if entry.state == "constant"])
+def test_every_mechanism_takes_a_state_of_its_own(name):
+    module = build(name)
+    state = begun(module)
+    for number in range(3):
+        state = owned(same(module, tokens(1, 2 + number), state))
+
+
+@pytest.mark.parametrize("window", [1, 3, 70])
+def test_windows_of_any_length_slide(window, repeats):
+    module = build("window", window_size=window)
+    state = begun(module, length=40)
+    for number in range(2 * SLIDES + 5):
+        state = same(module, tokens(1, 2 + number), state)
+    assert len(repeats) == 2 * SLIDES + 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_before_the_steps(name, repeats):
+    module = build(name)
+    mask = torch.ones(BATCH, 90, dtype=torch.bool)
+    mask[0, :70] = False
+    _, state = step(module, tokens(90, 0), None, mask=mask)
+    ones = torch.ones(BATCH, 1, dtype=torch.bool)
+    _, state = step(module, tokens(1, 1), OwnState(state), mask=ones)
+    for number in range(5):
+        state = same(module, tokens(1, 2 + number), state, mask=ones)
+    assert len(repeats) == 5
+    same(module, tokens(1, 9), state, mask=torch.tensor([[True], [False]]))
+    assert len(repeats) == 5
+
+
+def halve(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
+def exchange(module):
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                part._parameters[name] = torch.nn.Parameter(parameter.detach() + 0.1)
+
+
+def other_data(module):
+    for parameter in module.parameters():
+        parameter.data = parameter.data + 0.1
+
+
+def other_map(module):
+    with torch.no_grad():
+        module.feature_map = copy.deepcopy(module.feature_map)
+        for parameter in module.feature_map.parameters():
+            parameter.add_(0.1)
+
+
+@pytest.mark.parametrize("change", [halve, exchange, other_data, other_map])
+@pytest.mark.parametrize("name", ["hedgehog", "window", "t2r"])
+def test_other_weights_are_seen(name, change, repeats):
+    module = build(name)
+    state = begun(module)
+    change(module)
+    state = same(module, tokens(1, 2), state)
+    assert not repeats
+    same(module, tokens(1, 3), state)
+    assert len(repeats) == 1
+
+
+def test_a_new_draw_of_random_features_is_seen(repeats):
+    module = build("favor+")
+    state = begun(module)
+    module.feature_map.redraw(7)
+    same(module, tokens(1, 2), state)
+    assert not repeats
+
+
+def turned(tensor):
+    """The same numbers in another order in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def spread(tensor):
+    """The same numbers with gaps between them."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("form", [turned, spread])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
+def test_other_places_in_memory_are_computed_anew(name, form, repeats):
+    module = build(name)
+    state = begun(module)
+    given = tokens(1, 2)
+    for place in range(3):
+        state = same(module, [form(x) if place == number else x for number, x in enumerate(given)], state)
+    assert not repeats
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
+def test_other_scales_lengths_and_dtypes_are_computed_anew(name, repeats):
+    module = build(name)
+    state = same(module, tokens(1, 2), begun(module), scaling=0.5)
+    state = same(module, tokens(5, 3), state)
+    state = same(module, tokens(1, 4), OwnState(state))
+    assert not repeats
+    same(module, tokens(1, 5, torch.bfloat16), state)
+    assert not repeats
+
+
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_another_backend_is_asked(name, repeats):
+    module = build(name)
+    state = begun(module)
+    with hla.use_backend("torch"):
+        wanted, _ = step(module, tokens(1, 2), plain(state))
+        found, state = step(module, tokens(1, 2), state)
+    assert torch.equal(found, wanted)
+    assert not repeats
+    assert not isinstance(state, OwnState)
+
+
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_a_step_with_gradients_is_another(name, repeats):
+    module = build(name)
+    state = begun(module)
+    query, key, value = tokens(1, 2)
+    query.requires_grad_()
+    out, _ = module(query, key, value, scaling=0.25, causal=True, state=plain(state), keep_state=True)
+    again, _ = module(query, key, value, scaling=0.25, causal=True, state=OwnState(plain(state)), keep_state=True)
+    found, _ = module(query, key, value, scaling=0.25, causal=True, state=state, keep_state=True)
+    assert torch.equal(found, out)
+    assert torch.equal(again, out)
+    assert found.requires_grad
+    assert not repeats
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
+def test_copies_are_states_of_their_own(name, copied, repeats):
+    module = build(name)
+    state = begun(module)
+    other = copied(state)
+    assert not isinstance(other, OwnState)
+    before = plain(other)
+    state = same(module, tokens(1, 2), state)
+    assert all(torch.equal(other[part], before[part]) for part in before)
+    same(module, tokens(1, 3), OwnState(other))
+    same(module, tokens(1, 4), state)
+
+
+def test_weights_whose_changes_cannot_be_seen():
+    with torch.inference_mode():
+        module = build("hedgehog")
+        _, state = step(module, tokens(90, 0), None)
+        _, state = step(module, tokens(1, 1), OwnState(state))
+        assert state.guard is None
+        same(module, tokens(1, 2), state)
