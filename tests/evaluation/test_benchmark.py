@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hf_linear_attn.evaluation.benchmark.compare import compare, load_report
 from hf_linear_attn.evaluation.benchmark.options import BenchmarkOptions
 from hf_linear_attn.evaluation.benchmark.subjects import Inputs
 from hf_linear_attn.evaluation.benchmark.tables import times
-from hf_linear_attn.evaluation.benchmark.turns import ratio, take_turns
+from hf_linear_attn.evaluation.benchmark.turns import Within, ratio, take_turns
 from hf_linear_attn.evaluation.measurements import NAME, Store
 
 from ..helpers import every_mechanism, relative_error
@@ -191,6 +194,26 @@ def test_turns_take_slow_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == {"fast": 7, "slow": 1}
     assert samples["slow"] == [2.0]
     assert len(samples["fast"]) == 5
+
+
+def test_turns_enter_what_surrounds_a_call_once_for_a_sample() -> None:
+    entered: list[str] = []
+    calls = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.append(f"left {name}")
+
+    call = Within(Within(lambda: calls.append(torch.is_grad_enabled()), torch.no_grad), partial(around, "backend"))
+    call()
+    assert (entered, calls) == (["backend", "left backend"], [False])
+    samples = take_turns({"one": call}, seconds=0.001)
+    assert len(calls) > 10 * len(samples["one"])
+    assert len(entered) == 2 * (1 + 2 + len(samples["one"]))
+    assert not any(calls)
+    assert torch.is_grad_enabled()
 
 
 def test_ratio_pairs_rounds() -> None:

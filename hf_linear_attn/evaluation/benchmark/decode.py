@@ -16,7 +16,7 @@ from ...registry import ATTENTIONS
 from . import subjects
 from .bench import Bench
 from .resident import available_bytes
-from .turns import ratio, spread, take_turns
+from .turns import Within, ratio, spread, take_turns
 
 SECTION = "decode"
 STEP = "step"
@@ -81,12 +81,11 @@ class Stepper:
         def step() -> None:
             # As in `generate`, the state is nobody else's; a growing one is put back, and so it is not.
             state = self.state if not self.constant or isinstance(self.state, OwnState) else OwnState(self.state or {})
-            with torch.no_grad():
-                _, after = self.module(query, key, value, scaling=scaling, causal=True, state=state, keep_state=True)
+            _, after = self.module(query, key, value, scaling=scaling, causal=True, state=state, keep_state=True)
             if self.constant:
                 self.state = after
 
-        return subjects.on_backend(step, self.backend)
+        return subjects.on_backend(Within(step, torch.no_grad), self.backend)
 
 
 def run_steps(bench: Bench) -> list[dict[str, Any]]:
@@ -231,16 +230,14 @@ class StepCell:
         attend = torch.nn.functional.scaled_dot_product_attention
 
         def growing() -> Tensor:
-            with torch.no_grad():
-                return attend(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
+            return attend(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
 
         def preallocated() -> Tensor:
-            with torch.no_grad():
-                key_room[:, :, -1:] = key
-                value_room[:, :, -1:] = value
-                return attend(query, key_room, value_room)
+            key_room[:, :, -1:] = key
+            value_room[:, :, -1:] = value
+            return attend(query, key_room, value_room)
 
-        return {GROWING: growing, PREALLOCATED: preallocated}
+        return {GROWING: Within(growing, torch.no_grad), PREALLOCATED: Within(preallocated, torch.no_grad)}
 
 
 def state_floor(query: Tensor, features: int) -> Callable[[], object]:
@@ -251,11 +248,10 @@ def state_floor(query: Tensor, features: int) -> Callable[[], object]:
     mapped, out = torch.rand(rows, 1, features, **options), torch.empty(rows, 1, width, **options)
 
     def run() -> None:
-        with torch.no_grad():
-            state.baddbmm_(mapped.transpose(1, 2), value)
-            torch.bmm(mapped, state, out=out)
+        state.baddbmm_(mapped.transpose(1, 2), value)
+        torch.bmm(mapped, state, out=out)
 
-    return run
+    return Within(run, torch.no_grad)
 
 
 def _floor(features: int) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .turns import Within
+
 #: Tokens of a chunk of the causal products.
 CHUNK = 128
 
@@ -76,7 +78,7 @@ def _given(key: Tensor, value: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Callable[[], object]:
     make = causal_products if causal else bidirectional_products
-    return _without_gradients(make(key, value, features))
+    return Within(make(key, value, features), torch.no_grad)
 
 
 def reference_product(key: Tensor, value: Tensor) -> tuple[Callable[[], object], int]:
@@ -90,19 +92,11 @@ def reference_product(key: Tensor, value: Tensor) -> tuple[Callable[[], object],
     def run() -> None:
         torch.bmm(left, right, out=out)
 
-    return _without_gradients(run), 2 * rows * length * dim * right.shape[2]
+    return Within(run, torch.no_grad), 2 * rows * length * dim * right.shape[2]
 
 
 def copying(amount: int, device: torch.device) -> Callable[[], object]:
     """Read half of `amount` bytes and write the other half."""
     source = torch.zeros(max(1, amount // 2), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return _without_gradients(lambda: target.copy_(source))
-
-
-def _without_gradients(call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> None:
-        with torch.no_grad():
-            call()
-
-    return run
+    return Within(lambda: target.copy_(source), torch.no_grad)

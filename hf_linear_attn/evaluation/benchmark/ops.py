@@ -15,7 +15,7 @@ from . import limits, subjects
 from .bench import BASELINE, Bench
 from .peers import PEERS
 from .subjects import Inputs
-from .turns import Samples, ratio, spread, take_turns
+from .turns import Samples, Within, ratio, spread, take_turns
 
 SECTION = "ops"
 COPY = "copy"
@@ -157,11 +157,7 @@ def eager_candidate(cell: Cell) -> Candidate:
     """Exact attention that writes all weights down, as published comparisons have it."""
 
     def make(inputs: Inputs) -> Callable[[], object]:
-        def run() -> object:
-            with torch.no_grad():
-                return subjects.eager(inputs, cell.causal)
-
-        return run
+        return Within(lambda: subjects.eager(inputs, cell.causal), torch.no_grad)
 
     return Candidate("eager", {"name": "softmax", "implementation": "eager"}, make, forward=make, quadratic=True)
 
@@ -246,12 +242,7 @@ def _peers(bench: Bench, first: Cell, inputs: Inputs) -> list[Candidate]:
             attend = peer.attend(given, causal)
             if backward:
                 return subjects.forward_backward(attend, given)
-
-            def run() -> object:
-                with torch.no_grad():
-                    return attend(given.query, given.key, given.value)
-
-            return run
+            return Within(lambda: attend(given.query, given.key, given.value), torch.no_grad)
 
         try:
             make(inputs)()

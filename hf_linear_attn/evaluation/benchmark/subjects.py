@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...mechanisms.kernelized import KernelizedAttention
 from ...mechanisms.softmax import EXACT
 from ...ops import backends
 from ...registry import ATTENTIONS, AttentionEntry, build_options, list_attentions
+from .turns import Within
 
 #: The backend of mechanisms that have one form only.
 OWN = "own"
@@ -110,13 +112,11 @@ def num_features(module: LinearAttention) -> int | None:
 # Calls
 
 
-def forward(module: LinearAttention, inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
+def forward(module: LinearAttention, inputs: Inputs, causal: bool) -> Callable[[], object]:
     def run() -> Tensor:
-        with torch.no_grad():
-            out, _ = module(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal)
-        return out
+        return module(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal)[0]
 
-    return run
+    return Within(run, torch.no_grad)
 
 
 def forward_backward(
@@ -148,11 +148,7 @@ def exact_call(inputs: Inputs, causal: bool, backward: bool) -> Callable[[], obj
     if backward:
         return forward_backward(lambda q, k, v: _sdpa(q, k, v, causal), inputs)
 
-    def run() -> Tensor:
-        with torch.no_grad():
-            return _sdpa(inputs.query, inputs.key, inputs.value, causal)
-
-    return run
+    return Within(lambda: _sdpa(inputs.query, inputs.key, inputs.value, causal), torch.no_grad)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -171,14 +167,7 @@ def eager(inputs: Inputs, causal: bool) -> Tensor:
 
 def on_backend(call: Callable[[], object], backend: str) -> Callable[[], object]:
     """The call with a backend of that name; a mechanism of one form runs as it is."""
-    if backend == OWN:
-        return call
-
-    def run() -> object:
-        with backends.use_backend(backend):
-            return call()
-
-    return run
+    return call if backend == OWN else Within(call, partial(backends.use_backend, backend))
 
 
 # --------------------------------------------------------------------------------------------------------------------

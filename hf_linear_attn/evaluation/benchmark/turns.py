@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,8 +19,31 @@ MAX_ROUNDS = 15
 #: A call of so many seconds is timed once, cold: what a first call allocates does not show in it.
 SLOW = 1.0
 
+Context = Callable[[], AbstractContextManager[object]]
+
 Samples = dict[str, list[float]]
 """Seconds of one call, by name and round. Slow calls take part in the first rounds only."""
+
+
+class Within:
+    """A call inside contexts, such as a backend or `torch.no_grad`: a sample of many calls enters them once."""
+
+    def __init__(self, call: Callable[[], object], *contexts: Context) -> None:
+        self._call, self._contexts = call, contexts
+
+    def __call__(self) -> object:
+        with ExitStack() as entered:
+            return self.enter(entered)()
+
+    def enter(self, entered: ExitStack) -> Callable[[], object]:
+        """What to call inside."""
+        for context in self._contexts:
+            entered.enter_context(context())
+        return _inside(self._call, entered)
+
+
+def _inside(call: Callable[[], object], entered: ExitStack) -> Callable[[], object]:
+    return call.enter(entered) if isinstance(call, Within) else call
 
 
 def take_turns(
@@ -37,10 +61,12 @@ def take_turns(
     clock = clock_of(device)
 
     def sample(call: Callable[[], object], repeats: int) -> float:
-        began = clock()
-        for _ in range(repeats):
-            call()
-        return (clock() - began) / repeats
+        with ExitStack() as entered:
+            inside = _inside(call, entered)
+            began = clock()
+            for _ in range(repeats):
+                inside()
+            return (clock() - began) / repeats
 
     samples: Samples = {}
     repeats: dict[str, int] = {}
