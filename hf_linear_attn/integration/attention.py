@@ -211,7 +211,11 @@ def _linear(
         out = mechanism.dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
     else:
         mask = _new_tokens(mask, layer, key)
-        state = None if layer is None else layer.state_on(query.device)
+        state = None if layer is None else layer.state_for(query)
+        if wanted and state is not None:
+            raise NotImplementedError(
+                "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
+            )
         if layer is not None and not causal:  # some models make a cache for whatever they run
             layer.pass_over(key.shape[2])
             layer = None
@@ -226,11 +230,8 @@ def _linear(
             keep_state=layer is not None,
         )
         if layer is not None:
-            layer.advance(after, key, value, mask, _replay(mechanism, query, scaling) if layer.record_past else None)
-        if wanted and state is not None:
-            raise NotImplementedError(
-                "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
-            )
+            replay = _replay(mechanism, query, scaling) if layer.record_past else None
+            layer.advance(after, key, value, mask, replay, held=out.requires_grad)
     weights = None
     if wanted:
         with in_memory(mechanism):  # its own call has put its weights away

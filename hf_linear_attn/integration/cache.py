@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-from ..ops.common import OwnState, State
+from ..ops.common import OwnState, State, compute_dtype
 
 Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
 """Advances a state over recorded keys, values and mask."""
@@ -51,6 +51,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.tokens = 0
         self.record_past = False
         self._armed = False
+        self._held = False
         self._before: tuple[State | None, int] = (None, 0)
         self._record: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._replay: Replay | None = None
@@ -78,15 +79,24 @@ class LinearStateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def advance(
-        self, state: State | None, key: Tensor, value: Tensor, mask: Tensor | None, replay: Replay | None
+        self,
+        state: State | None,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        replay: Replay | None,
+        held: bool = False,
     ) -> None:
-        """Store the state after `key.shape[2]` more tokens. replay is needed while the past is recorded."""
+        """Store the state after `key.shape[2]` more tokens. replay is needed while the past is recorded.
+
+        held: a graph may hold the state.
+        """
         if self.record_past:
             if not self._record:
                 self._before = (self.state, self.tokens)
             self._record.append((key, value, mask))
             self._replay = replay
-        self.state = state
+        self.state, self._held = state, held
         self.tokens += key.shape[2]
 
     def pass_over(self, count: int) -> None:
@@ -102,16 +112,21 @@ class LinearStateLayer(CacheLayerMixin):
             )
         self.tokens = count
 
-    def state_on(self, device: torch.device) -> State | None:
-        """The state to go on from, moved to `device` (it may have been offloaded).
+    def state_for(self, query: Tensor) -> State | None:
+        """The state to go on from, on the query's device (it may have been offloaded) and in its precision.
 
         The step may write over it, unless the tokens that follow may be taken back or a graph may hold it.
         """
         if self.state is None:
             return None
-        if not isinstance(self.state, OwnState) or any(held.device != device for held in self.state.values()):
-            self.state = {name: held.to(device) for name, held in self.state.items()}
-            if not any(held.requires_grad for held in self.state.values()):
+        device, dtype = query.device, compute_dtype(query)
+        other = torch.float32 if dtype == torch.float64 else torch.float64
+        fits = not any(held.device != device or held.dtype is other for held in self.state.values())
+        if not isinstance(self.state, OwnState) or not fits:
+            self.state = {
+                name: held.to(device, dtype if held.dtype is other else held.dtype) for name, held in self.state.items()
+            }
+            if not self._held and not any(held.requires_grad for held in self.state.values()):
                 self.state = OwnState(self.state)
         return dict(self.state) if self.record_past else self.state
 

@@ -48,7 +48,7 @@ class KernelizedAttention(LinearAttention):
         if mask is not None and is_step(query, mask, state):
             mask = None
         if causal and keep_state and mask is None:
-            out = repeated(state, query, key, value, scaling)
+            out = repeated(self, state, query, key, value, scaling)
             if out is not None:
                 return out, state
         feature_map = self.feature_map
@@ -71,7 +71,7 @@ class KernelizedAttention(LinearAttention):
             keep_state,
         )
         out, after = backends.attend(call)
-        remember(self, scaling, after)
+        remember(self, scaling, state, after)
         return out, after if counts is None or after is None else {**after, "count": counts}
 
     def dense_forward(

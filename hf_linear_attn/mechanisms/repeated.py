@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -10,54 +11,74 @@ from torch import Tensor, nn
 from ..ops import backends
 from ..ops.common import OwnState, State
 
+#: What every module has; the parts and tensors among it are looked at one by one.
+_COMMON = frozenset(nn.Module().__dict__) - {"training", "_modules"}
 
-class Weights:
-    """The tensors and parts of a module as they are now, to see whether one was exchanged or written to."""
+
+class Snapshot:
+    """A module's attributes, parts and tensors as they are now, to see whether one was exchanged or written to.
+
+    Not seen is what PyTorch does not count either: numbers written through `.data` or NumPy, and changes inside of an
+    attribute that is a list or the like. (Every decoding step asks: loops where they are the fastest.)
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self._parts = [(part._modules, name, held) for part in parts for name, held in part._modules.items()]
-        self._tensors = [
-            (holder, name, held, held._version, held.data_ptr())
-            for part in parts
-            for holder in (part._parameters, part._buffers)
-            for name, held in holder.items()
-            if held is not None
-        ]
+        self._attributes, self._held, self._tensors = [], [], []
+        for part in module.modules():
+            names = [name for name in part.__dict__ if name not in _COMMON]
+            getter = operator.itemgetter(*names)
+            self._attributes.append((part.__dict__, len(part.__dict__), getter, getter(part.__dict__)))
+            for table in (part._modules, part._parameters, part._buffers):
+                for name, held in table.items():
+                    self._held.append((table, name, held))
+                    if isinstance(held, Tensor):
+                        self._tensors.append((held, held._version, held.data_ptr()))
 
     def unchanged(self) -> bool:
-        for holder, name, held, version, address in self._tensors:
-            if holder.get(name) is not held or held._version != version or held.data_ptr() != address:
+        for attributes, count, getter, values in self._attributes:
+            try:
+                if len(attributes) != count or not all(map(operator.is_, getter(attributes), values)):
+                    return False
+            except KeyError:
                 return False
-        for parts, name, part in self._parts:  # noqa: SIM110 (twice as fast, and every step comes here)
-            if parts.get(name) is not part:
+        for table, name, held in self._held:
+            if table.get(name) is not held:
+                return False
+        for held, version, address in self._tensors:
+            if held._version != version or held.data_ptr() != address:
                 return False
         return True
 
 
 class Guard(NamedTuple):
-    """What must be as it was for a step to be repeated, besides the inputs."""
+    """What must be as it was for a step to be repeated, besides the inputs and the state."""
 
-    weights: Weights
+    mechanism: nn.Module
+    snapshot: Snapshot
     scaling: float
     choice: object
 
 
-def remember(mechanism: nn.Module, scaling: float, after: State | None) -> None:
+def remember(mechanism: nn.Module, scaling: float, before: State | None, after: State | None) -> None:
     """Let the next step be like this one, where a backend left the state ready for it."""
-    if not isinstance(after, OwnState) or after.ready is None:
+    if not isinstance(after, OwnState) or after is before or after.ready is None:
         return
     if not any(held.is_inference() for held in (*mechanism.parameters(), *mechanism.buffers())):  # (has no version)
-        after.guard = Guard(Weights(mechanism), scaling, backends.choice())
+        after.ready.guard = Guard(mechanism, Snapshot(mechanism), float(scaling), backends.choice())
 
 
-def repeated(state: State | None, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor | None:
+def repeated(
+    mechanism: nn.Module, state: State | None, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor | None:
     """The output of a step like the last one, with the state written over; None where something is different."""
-    if torch.compiler.is_compiling() or not isinstance(state, OwnState) or state.guard is None:
+    if torch.compiler.is_compiling() or not isinstance(state, OwnState) or state.ready is None:
         return None
-    guard, ready = state.guard, state.ready
-    if torch.is_grad_enabled() or scaling != guard.scaling or guard.choice != backends.choice():
+    ready = state.ready
+    guard = ready.guard
+    if guard is None or guard.mechanism is not mechanism or torch.is_grad_enabled():
         return None
-    if not (guard.weights.unchanged() and ready.fits(query, key, value)):
+    if float(scaling) != guard.scaling or guard.choice != backends.choice():
+        return None
+    if not (guard.snapshot.unchanged() and ready.fits(state, query, key, value)):
         return None
     return ready.run(state, query, key, value)

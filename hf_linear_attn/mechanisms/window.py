@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..feature_maps.base import AttentionShape
 from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.common import Features, OwnState, State, block_length, compute_dtype, mask_tokens
+from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.window_step import is_step
@@ -125,7 +125,7 @@ class WindowAttention(LinearAttention):
         log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_step(query, mask, state):
             mask = None
-            out = repeated(state, query, key, value, scaling)
+            out = repeated(self, state, query, key, value, scaling)
             if out is not None:
                 return out, state
             log_mix = self._step_mix(query, key, scaling, state)
@@ -149,8 +149,8 @@ class WindowAttention(LinearAttention):
             keep_state=keep_state,
         )
         out, after = backends.attend(call)
-        remember(self, scaling, after)
-        if self.options.saturation is None or after is None or isinstance(after, OwnState):  # (it has counted)
+        remember(self, scaling, state, after)
+        if self.options.saturation is None or after is None or "count" in after:
             return out, after
         if state is not None and mask is None:
             return out, {**after, "count": state["count"] + key.shape[2]}

@@ -37,13 +37,12 @@ State = dict[str, Tensor]
 class OwnState(dict[str, Tensor]):
     """A state that nobody else holds, and that is not read again: the next one may be written over it.
 
-    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Its tensors are not
-    exchanged for others: where the last step left it `ready`, the next one goes straight to the kernel if all that the
-    `guard` names is as it was (`ops.native.ready`, `mechanisms.repeated`). Copies are plain states.
+    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Where the last step
+    left it `ready`, the next one goes straight to the kernel if nothing else has changed (`ops.native.ready`,
+    `mechanisms.repeated`). Copies are plain states.
     """
 
     ready: Any = None
-    guard: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -11,7 +11,17 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache import LinearStateLayer, adopt, take_layer
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import DECODERS, GPT2, LLAMA, assert_close, every_pair, logits, patched, token_ids
+from tests.helpers import (
+    DECODERS,
+    GPT2,
+    LLAMA,
+    assert_close,
+    every_pair,
+    logits,
+    patched,
+    randomize_learned,
+    token_ids,
+)
 
 
 def summed(key, value, mask, state):
@@ -35,7 +45,7 @@ class Pair:
         self.layer.arm()
         self.layer.update(key, key)
         assert take_layer() is self.layer
-        state = self.layer.state_on(key.device)
+        state = self.layer.state_for(key)
         self.layer.advance(summed(key, key, None, state), key, key, None, summed)
 
     def rearrange(self, order):
@@ -279,3 +289,67 @@ def test_a_step_without_gradients_leaves_the_graph_of_the_prompt_as_it_is(name):
     wanted, found = gradient(False), gradient(True)
     assert len(wanted) > 1
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
+def test_a_step_without_gradients_leaves_the_graph_of_a_step_as_it_is(name):
+    """Only queries learn: the graph of a step holds its state, though the state itself wants no gradient."""
+    model = patched(name, LLAMA).requires_grad_(False)
+    learned = model.model.layers[-1].self_attn.q_proj.weight.requires_grad_()
+    ids = token_ids(1, 12)
+
+    def gradient(steps):
+        cache = prompt_cache(model, ids[:, :6])
+        loss = model(ids[:, 6:7], past_key_values=cache).logits.square().sum()
+        with torch.no_grad():
+            for place in range(7, 7 + steps):
+                model(ids[:, place : place + 1], past_key_values=cache)
+        return torch.autograd.grad(loss, learned)[0]
+
+    wanted = gradient(0)
+    assert wanted.abs().max() > 0
+    assert torch.equal(gradient(3), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
+@pytest.mark.parametrize(("before", "after"), [("double", "float"), ("float", "double"), ("double", "bfloat16")])
+def test_a_model_in_another_precision_goes_on_from_the_state(name, before, after):
+    model = getattr(patched(name, LLAMA), before)()
+    ids = token_ids(1, 12)
+    cache = prompt_cache(model, ids[:, :6])
+    model = getattr(model, after)()
+    for place in range(6, 10):
+        found = logits(model, ids[:, place : place + 1], past_key_values=cache)
+        assert_close(found, logits(model, ids[:, : place + 1])[:, -1:], torch.bfloat16)
+
+
+def test_weights_are_refused_before_the_state_moves_on():
+    model = patched("hedgehog", LLAMA)
+    ids = token_ids(1, 12)
+    cache = prompt_cache(model, ids[:, :6])
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model(ids[:, 6:7], past_key_values=cache, output_attentions=True)
+    assert [layer.tokens for layer in cache.layers] == [6] * len(cache.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hedgehog", "window"])
+def test_a_cache_that_goes_on_in_another_model(name):
+    """The states belong to the cache, and nothing that a model prepared for its next step does."""
+    first, second = patched(name, LLAMA), randomize_learned(patched(name, LLAMA))
+    ids = token_ids(1, 14)
+
+    def begun():
+        cache = prompt_cache(first, ids[:, :6])
+        for place in range(6, 9):
+            logits(first, ids[:, place : place + 1], past_key_values=cache)
+        return cache
+
+    kept, plain = begun(), begun()
+    for layer in plain.layers:
+        layer.state = dict(layer.state)
+    for place in range(9, 12):
+        token = ids[:, place : place + 1]
+        found = logits(second, token, past_key_values=kept)
+        assert torch.equal(found, logits(second, token, past_key_values=plain))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape, FeatureMap
@@ -16,6 +18,7 @@ from hf_linear_attn.ops.native.hybrids import SLIDES
 from hf_linear_attn.ops.native.ready import ReadyStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
 
+from ..helpers import assert_close
 from .test_native import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -192,6 +195,109 @@ def test_other_weights_are_seen(name, change, repeats):
     assert len(repeats) == 1
 
 
+@pytest.mark.parametrize(("name", "other"), [("hedgehog", "hedgehog"), ("hedgehog", "t2r"), ("window", "window")])
+def test_another_mechanism_computes_for_itself(name, other, repeats):
+    width = {"num_features": build(name).feature_map.num_features} if other == "t2r" else {}
+    first, second = build(name), build(other, **width)
+    halve(second)
+    state = begun(first)
+    state = same(second, tokens(1, 2), state)
+    assert not repeats
+    same(second, tokens(1, 3), state)
+    assert len(repeats) == 1
+
+
+def other_options(module):
+    module.feature_map.options = replace(module.feature_map.options, temperature=20.0)
+
+
+def other_formula(module):
+    original = module.feature_map.fused
+    module.feature_map.fused = lambda scaling, *places: original(2 * scaling, *places)
+
+
+def other_formula_instead_of_a_part(module):
+    del module.feature_map.training
+    other_formula(module)
+
+
+@pytest.mark.parametrize("change", [other_options, other_formula, other_formula_instead_of_a_part])
+@pytest.mark.parametrize("name", ["hedgehog", "window"])
+def test_other_attributes_are_seen(name, change, repeats):
+    module = build(name)
+    state = begun(module)
+    change(module)
+    state = same(module, tokens(1, 2), state)
+    assert not repeats
+
+
+def test_a_scale_that_is_a_tensor(repeats):
+    module, scaling = build("hedgehog"), torch.tensor(0.25)
+    state = begun(module)
+    state = same(module, tokens(1, 2), state, scaling=scaling)
+    assert len(repeats) == 1
+    scaling.mul_(3)
+    same(module, tokens(1, 3), state, scaling=scaling)
+    assert len(repeats) == 1
+
+
+def exchanged(state):
+    for name, held in state.items():
+        state[name] = held.clone()
+    state["kv"].mul_(0.5)
+
+
+def moved(state):
+    for held in state.values():
+        held.share_memory_()
+
+
+@pytest.mark.parametrize("change", [exchanged, moved])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
+def test_a_state_in_other_memory_is_read_there(name, steps, change, repeats):
+    module = build(name)
+    state = begun(module)
+    for number in range(1, steps):
+        state = same(module, tokens(1, 20 + number), state)
+    change(state)
+    state = same(module, tokens(1, 2), state)
+    assert len(repeats) == steps - 1
+    same(module, tokens(1, 3), state)
+    assert len(repeats) == steps
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_negative_views(name, place, repeats):
+    module = build(name)
+    state = begun(module)
+    given = tokens(1, 2)
+    wanted, _ = step(module, given, plain(state))
+    given[place] = torch._neg_view(-given[place])
+    found, _ = step(module, given, state)
+    assert torch.equal(found, wanted)
+    assert not repeats
+
+
+@pytest.mark.parametrize("name", ["elu", "window"])
+def test_forward_mode_derivatives(name, repeats):
+    module = build(name)
+    state = begun(module)
+    query, key, value = tokens(1, 2)
+    tangent = torch.ones_like(query)
+
+    def along(distance):
+        return step(module, [query + distance * tangent, key, value], plain(state))[0]
+
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, tangent)
+        out, _ = module(dual, key, value, scaling=0.25, causal=True, state=state, keep_state=True)
+        found = forward_ad.unpack_dual(out).tangent
+    assert_close(found, (along(0.01) - along(-0.01)) / 0.02, factor=100)
+    assert not repeats
+
+
 def test_a_new_draw_of_random_features_is_seen(repeats):
     module = build("favor+")
     state = begun(module)
@@ -278,5 +384,5 @@ def test_weights_whose_changes_cannot_be_seen():
         module = build("hedgehog")
         _, state = step(module, tokens(90, 0), None)
         _, state = step(module, tokens(1, 1), OwnState(state))
-        assert state.guard is None
+        assert state.ready.guard is None
         same(module, tokens(1, 2), state)

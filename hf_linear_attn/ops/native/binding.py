@@ -159,7 +159,7 @@ def _is_turned(tensor: Tensor) -> bool:
 
 def _turn_back(tensor: Tensor) -> Tensor:
     """A contiguous copy, ten times as fast as torch's: a decoding step needs one."""
-    made = torch.empty(tensor.shape)
+    made = room(*tensor.shape)
     library().hla_transpose(tensor.data_ptr(), made.data_ptr(), tensor.shape[2], tensor.shape[1])
     return made
 
@@ -170,15 +170,22 @@ def turned(weight: Tensor | None) -> Tensor | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but that of the numbers within a token."""
+    """The kernels take any strides but that of the numbers within a token, and numbers as they lie in memory."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
+
+
+def room(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An empty tensor for a kernel to write to, whatever dtype and device others have made the default."""
+    return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def token_major(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
     """`[B, H, L, e]` that lies in memory as `[B, L, H, e]`, the order in which a model goes on with it."""
     if length == 1:
-        return torch.empty(batch, heads, 1, width, dtype=dtype)
-    return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+        return room(batch, heads, 1, width, dtype=dtype)
+    return room(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def token_major_like(tensor: Tensor) -> Tensor:
@@ -314,7 +321,7 @@ class ParameterGradients:
     ) -> None:
         self.parameters = parameters
         self.parts = [
-            torch.zeros(batch, heads[place // 2], *tensor.shape[1:]) if tensor is not None and wanted[place] else None
+            room(batch, heads[place // 2], *tensor.shape[1:]).zero_() if tensor is not None and wanted[place] else None
             for place, tensor in enumerate(parameters)
         ]
 

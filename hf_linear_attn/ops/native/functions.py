@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..common import Features, OutputBlocks, OwnState, State, block_length, mask_tokens
@@ -109,6 +110,10 @@ class NativeBackend:
             return f"the dtype is {query.dtype}"
         if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
             return "the inputs are no plain tensors"
+        if forward_ad._current_level >= 0:
+            return "forward-mode differentiation asks for torch operations"
+        if call.state is not None and call.state["kv"].dtype != torch.float32:
+            return f"the state is in {call.state['kv'].dtype}"
         if isinstance(call, WindowedCall):
             if call.fused is not None and call.fused[0].scaled:
                 return "windows over a feature map with a log scale are not fused"
@@ -210,10 +215,10 @@ def _forward(
     if call.keep_state and isinstance(call.state, OwnState):
         after = {name: held[name] for name in ("kv", "k_sum", "log_scale") if name in held}
     elif call.keep_state:
-        after["kv"] = torch.empty(batch, groups, call.num_features, value_size)
-        after["k_sum"] = torch.empty(batch, groups, call.num_features)
+        after["kv"] = binding.room(batch, groups, call.num_features, value_size)
+        after["k_sum"] = binding.room(batch, groups, call.num_features)
         if sides[1].scaled:
-            after["log_scale"] = torch.empty(batch, groups)
+            after["log_scale"] = binding.room(batch, groups)
     if after:
         given.next_state, given.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
         given.next_scale = address(after.get("log_scale"))
@@ -225,7 +230,7 @@ def _forward(
     formulas = sides[0].fused is not None  # (the next step's features have yet to be computed otherwise)
     if length == 1 and after and isinstance(call.state, OwnState) and call.mask is None and formulas:
         after = OwnState(after)
-        after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), (sides, *after.values()))
+        after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), after, sides)
     return out, after or None
 
 
@@ -235,7 +240,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         call, sides = rest[4:]
-        normaliser = torch.empty(query.shape[:3]) if call.causal else None
+        normaliser = binding.room(*query.shape[:3]) if call.causal else None
         out, _ = _forward(call, sides, normaliser)
         ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, call.mask)
         ctx.call = call._replace(query=None, key=None, value=None, mask=None)  # what is saved is not held twice

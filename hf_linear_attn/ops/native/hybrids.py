@@ -94,30 +94,37 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
         given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
         if mix.seen is not None:
             seen = mix.seen.long().contiguous()
-            given.count, given.saturation = seen.data_ptr(), mix.saturation
-            if own:
-                after["count"], given.next_count = seen, seen.data_ptr()
+            after["count"] = seen if own else torch.empty_like(seen)
+            given.count, given.next_count = seen.data_ptr(), after["count"].data_ptr()
+            given.saturation = mix.saturation
         kept = base, weight
     binding.run("windowed_step", given)
     if own and kept:
         after = OwnState(after)
-        after.ready = ReadyWindowStep("windowed_step", given, tensors, (sides, kept, *after.values()), rings)
+        after.ready = ReadyWindowStep("windowed_step", given, tensors, after, (sides, kept), rings)
     return out, after
 
 
 def _with_room(ring: Tensor) -> Tensor:
     """Room for a ring `[B, G, w, d]` and the tokens that follow: it slides, and is copied once in `SLIDES` steps."""
     batch, groups, window, width = ring.shape
-    return torch.empty(batch, groups, window + SLIDES, width, dtype=ring.dtype)
+    return binding.room(batch, groups, window + SLIDES, width, dtype=ring.dtype)
 
 
 class ReadyWindowStep(ReadyStep):
     """As `ReadyStep`; the rings slide through their rooms `[B, G, w + SLIDES, d]`."""
 
     def __init__(
-        self, name: str, given: Arguments, inputs: tuple[Tensor, Tensor, Tensor], kept: Any, rings: list[Tensor]
+        self,
+        name: str,
+        given: Arguments,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        state: State,
+        kept: Any,
+        rings: list[Tensor],
     ) -> None:
-        super().__init__(name, given, inputs, kept)
+        super().__init__(name, given, inputs, state, kept)
+        self._others = [entry for entry in self._state if entry[0] not in RINGS]
         self._given, self._rings, self._at = given, rings, 0
         self._starts = [ring.data_ptr() for ring in rings]
         self._steps = [ring.stride(2) * ring.element_size() for ring in rings]
@@ -129,9 +136,10 @@ class ReadyWindowStep(ReadyStep):
         given.ring_key, given.ring_value = key_start + at * key_step, value_start + at * value_step
         given.next_ring_key, given.next_ring_value = key_start + after * key_step, value_start + after * value_step
         out = super().run(state, query, key, value)
-        self._at = after
-        for name, ring in zip(RINGS, self._rings, strict=True):
-            state[name] = ring.narrow(2, after, given.window)
+        self._at, (ring_key, ring_value) = after, (ring.narrow(2, after, given.window) for ring in self._rings)
+        state["ring_key"], state["ring_value"] = ring_key, ring_value
+        rings = ("ring_key", ring_key, given.next_ring_key), ("ring_value", ring_value, given.next_ring_value)
+        self._state = [*self._others, *rings]
         return out
 
 
@@ -178,12 +186,12 @@ class _Windowed(torch.autograd.Function):
             arguments.mix_weight, arguments.mix_bound = address(weight), call.log_mix.bound
         kv = k_sum = None
         if call.causal:
-            kv, k_sum = (torch.empty(batch, groups, call.num_features, *last) for last in ((value_size,), ()))
+            kv, k_sum = (binding.room(batch, groups, call.num_features, *last) for last in ((value_size,), ()))
             arguments.next_state, arguments.next_sum = address(kv), address(k_sum)
         if call.state is not None:
             held = [call.state[name].contiguous() for name in ("kv", "k_sum")]
             arguments.state, arguments.state_sum = address(held[0]), address(held[1])
-        normaliser, top = torch.empty(batch, heads, length), torch.empty(batch, heads, length)
+        normaliser, top = binding.room(batch, heads, length), binding.room(batch, heads, length)
         arguments.normaliser, arguments.top = address(normaliser), address(top)
         binding.run("windowed", arguments)
         if any(ctx.needs_input_grad):
@@ -207,7 +215,7 @@ class _Windowed(torch.autograd.Function):
         backs = (binding.turned(parameters[0]), binding.turned(parameters[2]))
         arguments = _arguments(ctx.call, (query, key, value), sides, mask, skip, mix, out, backs, ctx.offset)
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
-        to_mix = torch.zeros(query.shape[:3])
+        to_mix = binding.room(*query.shape[:3]).zero_()
         arguments.out_gradient = binding.strided(gradient)
         arguments.query_gradient, arguments.key_gradient = binding.strided(to_query), binding.strided(to_key)
         arguments.value_gradient, arguments.mix_gradient = binding.strided(to_value), address(to_mix)

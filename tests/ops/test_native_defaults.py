@@ -1,0 +1,78 @@
+"""The kernels write float32 to the CPU's memory, whatever dtype and device others have made the default."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.ops.common import OwnState
+from hf_linear_attn.registry import ATTENTIONS, build_options
+
+from .test_native import REASON
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+HEADS, SIZE = 4, 16
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+def tokens(count):
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(2, HEADS, count, SIZE, generator=generator) for _ in range(3)]
+
+
+def everything(module, given, single, causal, around):
+    """Output and gradients of a sequence and, of a decoder, three steps after it with their state."""
+    results = []
+    leaves = [*(held.clone().requires_grad_() for held in given), *module.parameters()]
+    with around():
+        out, _ = module(*leaves[:3], scaling=0.25, causal=causal)
+        results += [out, *torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)]
+        if causal:
+            with torch.no_grad():
+                _, state = module(*given, scaling=0.25, causal=True, keep_state=True)
+                for _ in range(3):
+                    state = state if isinstance(state, OwnState) else OwnState(state)
+                    out, state = module(*single, scaling=0.25, causal=True, state=state, keep_state=True)
+                    results.append(out)
+            results += [held.clone() for held in state.values()]
+    return results
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "t2r", "window"])
+def test_other_defaults_change_nothing(name, causal, default):
+    entry = ATTENTIONS.get(name)
+    options = {"window_size": 8} if name == "window" else {}
+    module = entry.factory(
+        AttentionShape(HEADS, HEADS, SIZE, SIZE, causal=causal), build_options(entry, options)
+    ).eval()
+    given, single = tokens(90), tokens(1)
+    wanted = everything(module, given, single, causal, lambda: default_dtype(torch.float32))
+    found = everything(module, given, single, causal, DEFAULTS[default])
+    for one, other in zip(wanted, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
