@@ -2,11 +2,11 @@
 
     python recipes/profile_attention.py
 
-Needs the package only. One thread, float32, heads of 64 (12 of them), a row of `--length` tokens. Torch forms:
+Needs the package only. One thread, heads of 64 (12 of them), a row of `--length` tokens. Torch forms, float32:
 PyTorch's profiler, by the time that every operation itself takes, and the time of the matrix products by themselves
-beside it. Native kernels: operations of all their products (that of the feature map too) a second, beside the rate of
-one large product of PyTorch. Decoding: the medians of nested parts of one step, of which each contains the next. Use a
-quiet machine. Writes recipes/results/profile.json; about a minute.
+beside it. Native kernels, float32 and bfloat16: operations of all their products (those of feature maps and windows
+too) a second, beside the rate of one large product of PyTorch. Decoding: the medians of nested parts of one step, of
+which each contains the next. Use a quiet machine. Writes recipes/results/profile.json; about two minutes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_linear_attn.evaluation.benchmark.decode import state_floor
 from hf_linear_attn.evaluation.benchmark.limits import products
-from hf_linear_attn.evaluation.benchmark.turns import take_turns
+from hf_linear_attn.evaluation.benchmark.turns import Within, take_turns
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
+from hf_linear_attn.mechanisms.window import WindowAttention
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.ops.native.ready import ReadyStep
-from hf_linear_attn.registry import FEATURE_MAPS, build_options
+from hf_linear_attn.registry import ATTENTIONS, build_options
 from hf_linear_attn.training.saving import write_json
 
 HEADS, SIZE = 12, 64
+SCALING = SIZE**-0.5
 NAMES = ("elu", "hedgehog", "favor+")
+DTYPES = (torch.float32, torch.bfloat16)
+#: Tokens that the native kernels take at once.
+BLOCK = 64
+DIRECTIONS = {False: "bidirectional", True: "causal"}
 #: Kinds of operations, by parts of their names.
 KINDS = {
     "products": ("mm", "matmul"),
@@ -49,11 +54,11 @@ KINDS = {
 }
 
 
-def mechanism(name: str, causal: bool) -> KernelizedAttention:
+def mechanism(name: str, causal: bool, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    entry = FEATURE_MAPS.get(name)
+    entry = ATTENTIONS.get(name)
     shape = AttentionShape(HEADS, HEADS, SIZE, SIZE, causal=causal)
-    return KernelizedAttention(shape, build_options(entry, {}), entry.cls)
+    return entry.factory(shape, build_options(entry, {})).to(dtype).eval()
 
 
 def medians(**calls: Callable[[], object]) -> dict[str, float]:
@@ -79,42 +84,64 @@ def by_kind(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
     return {kind: spent[kind] / total for kind in sorted(KINDS, key="rest".__eq__)}
 
 
-def operations(features: int, projected: int, length: int, causal: bool) -> float:
-    """Multiplications and additions of all products; projected: numbers that the feature map computes by a product."""
-    chunk = 64  # of the native kernels; half of the weights are computed
-    within = length * chunk * (features + SIZE) if causal else 0
-    return HEADS * (4.0 * length * features * SIZE + within + 4.0 * length * SIZE * projected)
+def multiplications(module: Any, causal: bool) -> float:
+    """Of all products, for one token and head, as the native kernels do them: half of a triangle of weights."""
+    features, weight = module.feature_map.num_features, module.feature_map.fused(SCALING)[0].weight
+    found = 2 * features * SIZE + (0 if weight is None else 2 * SIZE * weight.shape[-1])
+    triangle = BLOCK // 2 * (features + SIZE)
+    if not isinstance(module, WindowAttention):
+        return found + (triangle if causal else 0)
+    window = module.options.window_size
+    if causal:
+        return found + triangle + 2 * SIZE * window
+    return found + features * SIZE + 2 * triangle + 2 * SIZE * (2 * window - 1)  # (sums from the end as well)
 
 
-def forms(name: str, length: int, causal: bool) -> dict[str, Any]:
-    module = mechanism(name, causal)
-    inputs = [torch.randn(1, HEADS, length, SIZE) for _ in range(3)]
-    features = module.feature_map.num_features
+def runs(module: Any, causal: bool, length: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """A row of tokens by the torch form and by the native kernel."""
+    inputs = [torch.randn(1, HEADS, length, SIZE).to(dtype) for _ in range(3)]
 
     def run(backend: str) -> Callable[[], object]:
-        def call() -> None:
-            with backends.use_backend(backend):
-                module(*inputs, scaling=SIZE**-0.5, causal=causal)
+        return Within(lambda: module(*inputs, scaling=SCALING, causal=causal), lambda: backends.use_backend(backend))
 
-        return call
+    return {backend: run(backend) for backend in ("torch", "native")}
 
-    fused = module.feature_map.fused(SIZE**-0.5)
-    assert fused is not None
-    weight = fused[0].weight
-    work = operations(features, 0 if weight is None else weight.shape[-1], length, causal)
-    alone = products(inputs[1], inputs[2], features, causal)
-    times = medians(torch=run("torch"), native=run("native"), products=alone)
+
+def torch_form(name: str, length: int, causal: bool) -> dict[str, Any]:
+    module = mechanism(name, causal)
+    features = module.feature_map.num_features
+    form = runs(module, causal, length, torch.float32)["torch"]
+    key, value = (torch.randn(1, HEADS, length, SIZE) for _ in range(2))
+    times = medians(form=form, products=products(key, value, features, causal))
     return {
         "mechanism": name,
-        "direction": "causal" if causal else "bidirectional",
-        "length": length,
+        "direction": DIRECTIONS[causal],
         "features": features,
-        "torch_seconds": times["torch"],
+        "seconds": times["form"],
         "products_seconds": times["products"],
-        "torch_shares": by_kind(run("torch")),
-        "native_seconds": times["native"],
-        "native_operations_per_second": work / times["native"],
+        "shares": by_kind(form),
     }
+
+
+def native_kernel(name: str, length: int, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
+    module = mechanism(name, causal, dtype)
+    each = multiplications(module, causal)
+    times = medians(**runs(module, causal, length, dtype))
+    return {
+        "mechanism": name,
+        "direction": DIRECTIONS[causal],
+        "dtype": str(dtype).removeprefix("torch."),
+        "multiplications_a_token_and_head": each,
+        "seconds": times["native"],
+        "operations_per_second": 2.0 * HEADS * length * each / times["native"],
+        "torch_seconds": times["torch"],
+    }
+
+
+def large_product(dtype: torch.dtype) -> float:
+    """Operations a second of one large product."""
+    square = torch.randn(1024, 1024).to(dtype)
+    return 2.0 * 1024**3 / medians(product=lambda: square @ square)["product"]
 
 
 def step(name: str) -> dict[str, Any]:
@@ -122,11 +149,10 @@ def step(name: str) -> dict[str, Any]:
     module = mechanism(name, True)
     before = [torch.randn(1, HEADS, 100, SIZE) for _ in range(3)]
     token = [torch.randn(1, HEADS, 1, SIZE) for _ in range(3)]
-    scaling = SIZE**-0.5
-    _, state = module(*before, scaling=scaling, causal=True, keep_state=True)
+    _, state = module(*before, scaling=SCALING, causal=True, keep_state=True)
 
     def run(own: OwnState) -> Any:
-        return module(*token, scaling=scaling, causal=True, state=own, keep_state=True)[1]
+        return module(*token, scaling=SCALING, causal=True, state=own, keep_state=True)[1]
 
     own = run(OwnState(state))
     times = medians(
@@ -173,17 +199,24 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console()
-    square = torch.randn(1024, 1024)
+    length = arguments.length
     with torch.no_grad():
-        peak = 2.0 * 1024**3 / medians(product=lambda: square @ square)["product"]
-        found = [forms(name, arguments.length, causal) for causal in (False, True) for name in NAMES]
+        peaks = {str(dtype).removeprefix("torch."): large_product(dtype) for dtype in DTYPES}
+        found = [torch_form(name, length, causal) for causal in (False, True) for name in NAMES]
+        kernels = [
+            native_kernel(name, length, causal, dtype)
+            for dtype in DTYPES
+            for causal in (False, True)
+            for name in (*NAMES, "window")
+        ]
         steps = [step(name) for name in NAMES]
     made = {
-        "format_version": 1,
+        "format_version": 2,
         "settings": {"length": arguments.length, "heads": HEADS, "size": SIZE},
         "environment": environment(torch.device("cpu")),
-        "product_operations_per_second": peak,
-        "forms": found,
+        "product_operations_per_second": peaks,
+        "torch_forms": found,
+        "native_kernels": kernels,
         "steps": steps,
     }
     write_json(arguments.out, made)

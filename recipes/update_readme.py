@@ -140,26 +140,30 @@ def benchmark_results(make: Callable[[dict[str, Any]], str], path: Path = BENCHM
 def profile_tables(path: Path = RESULTS / "profile.json") -> str:
     """What the torch forms, the native kernels and a decoding step spend their time on."""
     held = json.loads(path.read_text(encoding="utf-8"))
-    peak = held["product_operations_per_second"]
-    kinds = list(held["forms"][0]["torch_shares"])
+    peaks = held["product_operations_per_second"]
+    kinds = list(held["torch_forms"][0]["shares"])
+    rates = " and ".join(f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items())
     lines = [
-        f"{_measured_on(held)}; {held['settings']['length']:,} tokens, 12 heads of 64, float32. One large product of "
-        f"PyTorch: {peak / 1e9:.0f} GFLOP/s.",
+        f"{_measured_on(held)}; {held['settings']['length']:,} tokens, 12 heads of 64. One large product of PyTorch: "
+        f"{rates}.",
         "",
-        _row(["torch form", "features", "time over products alone", *kinds]),
+        _row(["torch form, float32", "features", "time over products alone", *kinds]),
         _row(["---", *["---:"] * (2 + len(kinds))]),
     ]
-    for row in held["forms"]:
-        shares = [f"{100 * row['torch_shares'][kind]:.0f} %" for kind in kinds]
-        over = f"{row['torch_seconds'] / row['products_seconds']:.1f}"
+    for row in held["torch_forms"]:
+        shares = [f"{100 * row['shares'][kind]:.0f} %" for kind in kinds]
+        over = f"{row['seconds'] / row['products_seconds']:.1f}"
         lines.append(_row([f"`{row['mechanism']}`, {row['direction']}", str(row["features"]), over, *shares]))
-    columns = ["native kernel", "GFLOP/s of all products", "of one large product", "times as fast as the torch form"]
-    lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
-    for row in held["forms"]:
-        rate = row["native_operations_per_second"]
-        faster = f"{row['torch_seconds'] / row['native_seconds']:.1f}"
-        named = f"`{row['mechanism']}`, {row['direction']}"
-        lines.append(_row([named, f"{rate / 1e9:.0f}", f"{100 * rate / peak:.0f} %", faster]))
+    for dtype, peak in peaks.items():
+        columns = [f"native kernel, {dtype}", "multiplications a token and head", "GFLOP/s of all products"]
+        columns += ["of one large product", "times as fast as the torch form"]
+        lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
+        for row in held["native_kernels"]:
+            if row["dtype"] == dtype:
+                rate, each = row["operations_per_second"], row["multiplications_a_token_and_head"]
+                cells = [f"`{row['mechanism']}`, {row['direction']}", f"{each:,}", f"{rate / 1e9:,.0f}"]
+                faster = f"{row['torch_seconds'] / row['seconds']:.1f}"
+                lines.append(_row([*cells, f"{100 * rate / peak:.0f} %", faster]))
     parts = list(held["steps"][0]["parts"])
     columns = ["decoding step, µs", *parts, "the state's own update"]
     lines += ["", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
