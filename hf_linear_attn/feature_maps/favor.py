@@ -88,4 +88,4 @@ class FavorFeatureMap(FeatureMap):
 def _phases(count: int, seed: int) -> Tensor:
     """`[count]`, uniform in [0, 2π), float32 on the CPU, from a generator of their own."""
     generator = torch.Generator(device="cpu").manual_seed(seed + PHASE_SEED_OFFSET)
-    return 2 * math.pi * torch.rand(count, generator=generator, device="cpu")
+    return 2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")

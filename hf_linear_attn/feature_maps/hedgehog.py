@@ -75,9 +75,9 @@ class HedgehogFeatureMap(FeatureMap):
         self.num_features = 2 * rows
         start = _initial_rows(shape.head_dim, rows, shape.layer_index)
         self.query_weight = nn.Parameter(start.expand(shape.num_heads, -1, -1).clone())
-        self.query_bias = nn.Parameter(torch.zeros(shape.num_heads, rows, device="cpu"))
+        self.query_bias = nn.Parameter(torch.zeros(shape.num_heads, rows, dtype=torch.float32, device="cpu"))
         self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
-        self.key_bias = nn.Parameter(torch.zeros(shape.num_key_value_heads, rows, device="cpu"))
+        self.key_bias = nn.Parameter(torch.zeros(shape.num_key_value_heads, rows, dtype=torch.float32, device="cpu"))
 
     def query(self, x: Tensor, scaling: float) -> Features:
         return self._features(x, self.query_weight, self.query_bias, scaling)

@@ -64,7 +64,7 @@ class T2RFeatureMap(FeatureMap):
         self.key_weight, self.key_bias = self._layer(shape.num_key_value_heads, start)
 
     def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-        bias = torch.full((heads, self.num_features), float(self.options.bias_init), device="cpu")
+        bias = torch.full((heads, self.num_features), float(self.options.bias_init), dtype=torch.float32, device="cpu")
         weight = start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format)
         return nn.Parameter(weight), nn.Parameter(bias)
 

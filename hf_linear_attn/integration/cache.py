@@ -52,7 +52,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.record_past = False
         self._armed = False
         self._held = False
-        self._before: tuple[State | None, int] = (None, 0)
+        self._before: tuple[State | None, int, bool] = (None, 0, False)
         self._record: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._replay: Replay | None = None
 
@@ -93,7 +93,7 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self.record_past:
             if not self._record:
-                self._before = (self.state, self.tokens)
+                self._before = (self.state, self.tokens, self._held)
             self._record.append((key, value, mask))
             self._replay = replay
         self.state, self._held = state, held
@@ -119,6 +119,13 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self.state is None:
             return None
+        rows = {held.shape[0] for held in self.state.values()}
+        if rows != {query.shape[0]}:
+            raise ValueError(
+                f"The cache holds the states of {max(rows)} rows, and the input has {query.shape[0]}. Give each row a "
+                "state: cache.batch_repeat_interleave(n) repeats every one n times, "
+                "cache.batch_select_indices(indices) takes some."
+            )
         device, dtype = query.device, compute_dtype(query)
         other = torch.float32 if dtype == torch.float64 else torch.float64
         fits = not any(held.device != device or held.dtype is other for held in self.state.values())
@@ -144,8 +151,8 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens = None, 0
-        self._record, self._before = [], (None, 0)
+        self.state, self.tokens, self._held = None, 0, False
+        self._forget()
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -162,15 +169,15 @@ class LinearStateLayer(CacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
         count = -tokens_to_remove
         if count == 0:
-            self._record = []
-            return
+            return self._forget()
         recorded = sum(key.shape[2] for key, _, _ in self._record)
         if count > recorded or self._replay is None:
             raise ValueError(
                 f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
                 "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
             )
-        state, tokens = self._before
+        state, tokens, held = self._before
+        state = None if state is None else dict(state)  # as it is now: the replay writes over nothing
         keep = recorded - count
         # What was recorded without gradients is replayed without them, wherever `crop` is called.
         wanted = torch.is_grad_enabled() and any(
@@ -181,9 +188,14 @@ class LinearStateLayer(CacheLayerMixin):
                 size = min(keep, key.shape[2])
                 if size:
                     part = None if mask is None else mask[:, :size]
-                    state = self._replay(key[:, :, :size], value[:, :, :size], part, state)
+                    state, held = self._replay(key[:, :, :size], value[:, :, :size], part, state), False
                 keep, tokens = keep - size, tokens + size
-        self.state, self.tokens, self._record = state, tokens, []
+        self.state, self.tokens, self._held = state, tokens, held
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was recorded."""
+        self._record, self._before, self._replay = [], (None, 0, False), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -210,7 +222,7 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
-        self._before = (mapped(self._before[0]), self._before[1])
+        self._before = (mapped(self._before[0]), *self._before[1:])
         self._record = [
             (function(key), function(value), None if mask is None else function(mask))
             for key, value, mask in self._record

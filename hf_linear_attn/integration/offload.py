@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Where accelerate puts the hook of a module: `pre_forward` brings its tensors, `post_forward` takes them away.
-HOOK = "_hf_hook"
+from ..ops.common import HOOK
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

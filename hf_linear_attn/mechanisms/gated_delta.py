@@ -75,8 +75,8 @@ class GatedDeltaAttention(LinearAttention):
         rate = (options.initial_rate - MIN_RATE) / (1 - MIN_RATE)
         starts = (-math.log(options.initial_decay / (1 - options.initial_decay)), math.log(rate / (1 - rate)))
         #: Rows: decay and rate.
-        self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 2, device="cpu"))
-        self.gate_bias = nn.Parameter(torch.tensor(starts, device="cpu").repeat(groups, 1))
+        self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 2, dtype=torch.float32, device="cpu"))
+        self.gate_bias = nn.Parameter(torch.tensor(starts, dtype=torch.float32, device="cpu").repeat(groups, 1))
 
     def forward(
         self,

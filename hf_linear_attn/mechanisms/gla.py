@@ -73,9 +73,11 @@ class GatedLinearAttention(LinearAttention):
         size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
         self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone(memory_format=torch.contiguous_format))
-        self.gate_up = nn.Parameter(torch.zeros(groups, rank, size, device="cpu"))
+        self.gate_up = nn.Parameter(torch.zeros(groups, rank, size, dtype=torch.float32, device="cpu"))
         log_decay = -math.log1p(-options.initial_decay) / ops.MAX_DECAY
-        self.gate_bias = nn.Parameter(torch.full((groups, size), math.log(log_decay / (1 - log_decay)), device="cpu"))
+        self.gate_bias = nn.Parameter(
+            torch.full((groups, size), math.log(log_decay / (1 - log_decay)), dtype=torch.float32, device="cpu")
+        )
 
     def forward(
         self,

@@ -120,7 +120,7 @@ class LinformerAttention(LinearAttention):
         if options.init == "segment-mean":
             return nn.Parameter(ops.segment_means(slots, length).repeat(heads, 1, 1))
         generator = torch.Generator(device="cpu").manual_seed(options.seed * 1_000_003 + stream)
-        start = torch.randn(heads, slots, length, generator=generator, device="cpu")
+        start = torch.randn(heads, slots, length, generator=generator, dtype=torch.float32, device="cpu")
         return nn.Parameter(start / (slots if linear else length) ** 0.5)
 
     def _projections(self, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

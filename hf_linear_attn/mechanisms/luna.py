@@ -83,7 +83,7 @@ class LunaAttention(LinearAttention):
         self.transfer_lr = 5e-2 if shape.causal else 1e-2
         generator = torch.Generator(device="cpu").manual_seed(options.seed + LAYER_SEED_STRIDE * shape.layer_index)
         size = (shape.num_key_value_heads, options.num_packed, shape.head_dim)
-        start = torch.randn(size, generator=generator, device="cpu")
+        start = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
         self.packed = nn.Parameter(start * float(options.init_scale or 0.0))
 
     @classmethod

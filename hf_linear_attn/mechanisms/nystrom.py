@@ -63,7 +63,9 @@ class NystromAttention(LinearAttention):
         super().__init__(shape, options)
         self.kernel: nn.Parameter | None = None
         if options.conv_kernel is not None:
-            self.kernel = nn.Parameter(torch.zeros(shape.num_heads, options.conv_kernel, device="cpu"))
+            self.kernel = nn.Parameter(
+                torch.zeros(shape.num_heads, options.conv_kernel, dtype=torch.float32, device="cpu")
+            )
 
     def forward(
         self,

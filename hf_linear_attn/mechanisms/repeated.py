@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import backends
-from ..ops.common import OwnState, State
+from ..ops.common import HOOK, OwnState, State
 
 #: What every module has; the parts and tensors among it are looked at one by one.
 _COMMON = frozenset(nn.Module().__dict__) - {"training", "_modules"}
@@ -57,14 +57,18 @@ class Guard(NamedTuple):
     snapshot: Snapshot
     scaling: float
     choice: object
+    threads: int
 
 
 def remember(mechanism: nn.Module, scaling: float, before: State | None, after: State | None) -> None:
     """Let the next step be like this one, where a backend left the state ready for it."""
     if not isinstance(after, OwnState) or after is before or after.ready is None:
         return
-    if not any(held.is_inference() for held in (*mechanism.parameters(), *mechanism.buffers())):  # (has no version)
-        after.ready.guard = Guard(mechanism, Snapshot(mechanism), float(scaling), backends.choice())
+    if HOOK in mechanism.__dict__:  # weights that come for a call and go after it: nothing is to hold them
+        after.ready = None
+    elif not any(held.is_inference() for held in (*mechanism.parameters(), *mechanism.buffers())):  # (has no version)
+        guard = Guard(mechanism, Snapshot(mechanism), float(scaling), backends.choice(), torch.get_num_threads())
+        after.ready.guard = guard
 
 
 def repeated(
@@ -78,6 +82,8 @@ def repeated(
     if guard is None or guard.mechanism is not mechanism or torch.is_grad_enabled():
         return None
     if float(scaling) != guard.scaling or guard.choice != backends.choice():
+        return None
+    if torch.get_num_threads() != guard.threads:
         return None
     if not (guard.snapshot.unchanged() and ready.fits(state, query, key, value)):
         return None

@@ -71,13 +71,15 @@ class RandomFeatureAttention(LinearAttention):
         groups = shape.num_key_value_heads
         seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
         self.register_buffer("weight", gaussian_features(options.num_features // 2, shape.head_dim, seed=seed))
-        self.sigma = nn.Parameter(torch.full((groups, shape.head_dim), float(options.sigma_init), device="cpu"))
+        self.sigma = nn.Parameter(
+            torch.full((groups, shape.head_dim), float(options.sigma_init), dtype=torch.float32, device="cpu")
+        )
         self.gated = options.gate and shape.causal
         self.dense_masks = not self.gated
         if self.gated:
             bias = -math.log(options.initial_decay / (1 - options.initial_decay))
-            self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 1, device="cpu"))
-            self.gate_bias = nn.Parameter(torch.full((groups, 1), bias, device="cpu"))
+            self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 1, dtype=torch.float32, device="cpu"))
+            self.gate_bias = nn.Parameter(torch.full((groups, 1), bias, dtype=torch.float32, device="cpu"))
 
     def forward(
         self,

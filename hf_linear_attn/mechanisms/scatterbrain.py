@@ -88,7 +88,9 @@ class ScatterbrainAttention(LinearAttention):
             seed = options.seed + HASH_SEED_OFFSET + LAYER_SEED_STRIDE * shape.layer_index
             generator = torch.Generator(device="cpu").manual_seed(seed)
             size = (options.hash_rounds, shape.head_dim, options.num_hash_buckets // 2)
-            self.register_buffer("directions", torch.randn(size, generator=generator, device="cpu"))
+            self.register_buffer(
+                "directions", torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+            )
 
     def forward(
         self,

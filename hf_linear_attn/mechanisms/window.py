@@ -95,8 +95,10 @@ class WindowAttention(LinearAttention):
                 f"window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
                 "normaliser over them and the exact weights could cross zero."
             )
-        self.log_mix = nn.Parameter(torch.full((shape.num_heads,), float(options.mix_init), device="cpu"))
-        self.mix_weight = nn.Parameter(torch.zeros(shape.num_heads, shape.head_dim, device="cpu"))
+        self.log_mix = nn.Parameter(
+            torch.full((shape.num_heads,), float(options.mix_init), dtype=torch.float32, device="cpu")
+        )
+        self.mix_weight = nn.Parameter(torch.zeros(shape.num_heads, shape.head_dim, dtype=torch.float32, device="cpu"))
 
     @classmethod
     def resolve_options(cls, shape: AttentionShape, options: WindowOptions) -> WindowOptions:
@@ -150,6 +152,8 @@ class WindowAttention(LinearAttention):
         )
         out, after = backends.attend(call)
         remember(self, scaling, state, after)
+        if not keep_state:
+            return out, None
         if self.options.saturation is None or after is None or "count" in after:
             return out, after
         if state is not None and mask is None:

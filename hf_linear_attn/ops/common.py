@@ -30,6 +30,9 @@ LOG2_E = 1 / math.log(2)
 #: Block lengths are multiples of this.
 BLOCK_QUANTUM = 128
 
+#: Where accelerate puts the hook of a module: `pre_forward` brings its tensors, `post_forward` takes them away.
+HOOK = "_hf_hook"
+
 State = dict[str, Tensor]
 """A recurrent state: named tensors whose first dimension is the batch."""
 
@@ -37,12 +40,14 @@ State = dict[str, Tensor]
 class OwnState(dict[str, Tensor]):
     """A state that nobody else holds, and that is not read again: the next one may be written over it.
 
-    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Where the last step
-    left it `ready`, the next one goes straight to the kernel if nothing else has changed (`ops.native.ready`,
-    `mechanisms.repeated`). Copies are plain states.
+    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Where a step wrote
+    over it (`stepped`), the next one leaves it `ready`: those that follow go straight to the kernel if nothing else has
+    changed (`ops.native.ready`, `mechanisms.repeated`). Beam search, which makes states anew after every step, does not
+    come that far. Copies are plain states.
     """
 
     ready: Any = None
+    stepped = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -41,7 +41,7 @@ def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) 
     """
     n = projection.shape[-1]
     total = torch.nn.functional.pad(projection.cumsum(dim=-1), (1, 0))  # [h, k, n + 1]
-    share = (n / lengths.clamp_min(1)).to(projection.dtype).unsqueeze(-1)  # [B, 1]
+    share = n / lengths.clamp_min(1).to(projection.dtype).unsqueeze(-1)  # [B, 1]
     places = positions.clamp_min(0).to(projection.dtype)
 
     def integral(at: Tensor) -> Tensor:  # [B, S] -> [h, k, B, S]

@@ -353,3 +353,41 @@ def test_a_cache_that_goes_on_in_another_model(name):
         token = ids[:, place : place + 1]
         found = logits(second, token, past_key_values=kept)
         assert torch.equal(found, logits(second, token, past_key_values=plain))
+
+
+@pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
+def test_taking_tokens_back_leaves_the_graph_of_a_step_as_it_is(name):
+    model = patched(name, LLAMA).requires_grad_(False)
+    learned = model.model.layers[-1].self_attn.q_proj.weight.requires_grad_()
+    ids = token_ids(1, 16)
+
+    def gradient(again):
+        cache = prompt_cache(model, ids[:, :6])
+        loss = model(ids[:, 6:7], past_key_values=cache).logits.square().sum()
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for place in range(7, 7 + again):
+                model(ids[:, place : place + 1], past_key_values=cache)
+                cache.crop(-1)
+                model(ids[:, place : place + 2], past_key_values=cache)
+                cache.crop(-1)
+            for layer in cache.layers:
+                layer.record_past = False
+            for place in range(12, 12 + again):
+                model(ids[:, place : place + 1], past_key_values=cache)
+        return torch.autograd.grad(loss, learned)[0]
+
+    wanted = gradient(0)
+    assert wanted.abs().max() > 0
+    assert torch.equal(gradient(2), wanted)
+
+
+@torch.no_grad()
+@every_pair(DECODERS)
+def test_a_cache_of_other_rows_is_refused(name, family):
+    model = patched(name, family)
+    cache = prompt_cache(model, token_ids(1, 6))
+    with pytest.raises(ValueError, match=r"states of 1 rows, and the input has 3.*batch_repeat_interleave"):
+        model(token_ids(3, 1), past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    model(token_ids(3, 1), past_key_values=cache)

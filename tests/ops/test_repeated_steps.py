@@ -55,9 +55,10 @@ def plain(state):
 
 
 def begun(module, dtype=torch.float32, length=90, groups=HEADS):
-    """A state that the last step left ready."""
+    """A state that the last step left ready: the second one that wrote over it."""
     _, state = step(module, tokens(length, 0, dtype, groups), None)
-    _, state = step(module, tokens(1, 1, dtype, groups), OwnState(state))
+    for number in range(2):
+        _, state = step(module, tokens(1, 100 + number, dtype, groups), owned(state))
     return state
 
 
@@ -150,7 +151,8 @@ def test_padding_before_the_steps(name, repeats):
     mask[0, :70] = False
     _, state = step(module, tokens(90, 0), None, mask=mask)
     ones = torch.ones(BATCH, 1, dtype=torch.bool)
-    _, state = step(module, tokens(1, 1), OwnState(state), mask=ones)
+    for number in range(2):
+        _, state = step(module, tokens(1, 100 + number), owned(state), mask=ones)
     for number in range(5):
         state = same(module, tokens(1, 2 + number), state, mask=ones)
     assert len(repeats) == 5
@@ -365,6 +367,34 @@ def test_a_step_with_gradients_is_another(name, repeats):
     assert not repeats
 
 
+def test_the_number_of_threads_is_seen(repeats):
+    module = build("elu")
+    state = begun(module)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        same(module, tokens(1, 2), state)
+    finally:
+        torch.set_num_threads(before)
+    assert not repeats
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_made_anew_after_every_step_are_not_made_ready(name):
+    """As beam search makes them: preparing would cost as much as the step."""
+    module = build(name)
+    _, state = step(module, tokens(90, 0), None)
+    for number in range(3):
+        state = same(module, tokens(1, 2 + number), OwnState(plain(state)))
+        assert state.ready is None
+
+
+def test_weights_that_come_and_go_are_not_held():
+    module = build("hedgehog")
+    module._hf_hook = object()
+    assert begun(module).ready is None
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
 def test_copies_are_states_of_their_own(name, copied, repeats):
@@ -382,7 +412,6 @@ def test_copies_are_states_of_their_own(name, copied, repeats):
 def test_weights_whose_changes_cannot_be_seen():
     with torch.inference_mode():
         module = build("hedgehog")
-        _, state = step(module, tokens(90, 0), None)
-        _, state = step(module, tokens(1, 1), OwnState(state))
+        state = begun(module)
         assert state.ready.guard is None
         same(module, tokens(1, 2), state)

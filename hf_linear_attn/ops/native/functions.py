@@ -74,6 +74,31 @@ def _fits(mix: StepMix | QueryMix, query: Tensor) -> bool:
     return mix.base.shape == (heads,) and mix.weight.shape == (heads, size)
 
 
+def _agree(call: AttentionCall) -> bool:
+    """As `_misfit`, for the inputs; who misuses them is told by torch."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    batch, heads, length, size = query.shape
+    rows, groups, keys, width = key.shape
+    if rows != batch or width != size or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
+        return False
+    if call.causal and keys != length:
+        return False
+    return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
+
+
+def _continues(call: AttentionCall, state: State) -> bool:
+    """As `_misfit`, for a state: that of another mechanism, batch size or precision is none of this call."""
+    kv, k_sum, log_scale = state.get("kv"), state.get("k_sum"), state.get("log_scale")
+    sizes = (call.key.shape[0], call.key.shape[1], call.num_features)
+    if kv is None or k_sum is None or kv.shape != (*sizes, call.value.shape[3]) or k_sum.shape != sizes:
+        return False
+    if not kv.dtype is k_sum.dtype is torch.float32:
+        return False
+    if call.fused is not None and call.fused[1].scaled is (log_scale is None):
+        return False
+    return log_scale is None or (log_scale.dtype is torch.float32 and log_scale.shape == sizes[:2])
+
+
 class NativeBackend:
     """C++ kernels: one pass over blocks of 64 tokens, the features of a block never leaving the cache.
 
@@ -112,8 +137,8 @@ class NativeBackend:
             return "the inputs are no plain tensors"
         if forward_ad._current_level >= 0:
             return "forward-mode differentiation asks for torch operations"
-        if call.state is not None and call.state["kv"].dtype != torch.float32:
-            return f"the state is in {call.state['kv'].dtype}"
+        if not _agree(call) or (call.state is not None and not _continues(call, call.state)):
+            return "queries, keys, values, mask and state do not belong together"
         if isinstance(call, WindowedCall):
             if call.fused is not None and call.fused[0].scaled:
                 return "windows over a feature map with a log scale are not fused"
@@ -164,6 +189,8 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         size = call.num_features
         _check_sizes("queries", query, (batch, heads, value.shape[2], size))
         _check_sizes("keys", key, (*value.shape[:3], size))
+        if state is not None and (log_scale is None) != ("log_scale" not in state):
+            raise ValueError("The state is not of this feature map: one of the two has a log scale. Start anew.")
         keep = call.keep_state or now.stop < length
         functions = call.query_features, call.query_features
         part = KernelizedCall(query, key, value, *functions, None, size, True, False, mask, state, keep)
@@ -230,7 +257,9 @@ def _forward(
     formulas = sides[0].fused is not None  # (the next step's features have yet to be computed otherwise)
     if length == 1 and after and isinstance(call.state, OwnState) and call.mask is None and formulas:
         after = OwnState(after)
-        after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), after, sides)
+        if call.state.stepped:
+            after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), after, sides)
+        after.stepped = True
     return out, after or None
 
 

@@ -65,10 +65,13 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 
 def _steps(call: WindowedCall) -> bool:
     """Whether the kernel for one token serves: it reads whole vectors of the state, and a ring of the inputs' dtype."""
-    state, query = call.state, call.query
-    if state is None or call.value.shape[3] % binding.lanes() or state["ring_key"].dtype != query.dtype:
+    state, query, window = call.state, call.query, call.window
+    if state is None or call.value.shape[3] % binding.lanes() or not is_step(query, call.mask, state):
         return False
-    return state["ring_value"].dtype == query.dtype and is_step(query, call.mask, state)
+    batch, groups, _, size = call.key.shape
+    rings = [(state[name].shape, state[name].dtype) for name in RINGS]
+    wanted = [((batch, groups, window, width), query.dtype) for width in (size, call.value.shape[3])]
+    return rings == wanted and state["ring_mask"].shape == (batch, window) and state["ring_mask"].dtype is torch.bool
 
 
 def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[Tensor, State]:
@@ -81,7 +84,8 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
     own = isinstance(state, OwnState)
-    rings = [_with_room(held[name]) if own else torch.empty_like(held[name]) for name in RINGS]
+    again = isinstance(state, OwnState) and state.stepped and isinstance(call.log_mix, StepMix)
+    rings = [_with_room(held[name]) if again else torch.empty_like(held[name]) for name in RINGS]
     after = {name: held[name] if own else torch.empty_like(held[name]) for name in STATE if name not in RINGS}
     after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
     for name, (before, behind) in STATE.items():
@@ -99,10 +103,13 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
             given.saturation = mix.saturation
         kept = base, weight
     binding.run("windowed_step", given)
-    if own and kept:
-        after = OwnState(after)
-        after.ready = ReadyWindowStep("windowed_step", given, tensors, after, (sides, kept), rings)
-    return out, after
+    if not (own and kept):
+        return out, after
+    stepped = OwnState(after)
+    stepped.stepped = True
+    if again:
+        stepped.ready = ReadyWindowStep("windowed_step", given, tensors, stepped, (sides, kept), rings)
+    return out, stepped
 
 
 def _with_room(ring: Tensor) -> Tensor:
