@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_linear_attn.evaluation.benchmark.decode import state_floor
 from hf_linear_attn.evaluation.benchmark.limits import products
-from hf_linear_attn.evaluation.benchmark.turns import Within, take_turns
+from hf_linear_attn.evaluation.benchmark.subjects import on_backend
+from hf_linear_attn.evaluation.benchmark.turns import take_turns
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.window import WindowAttention
-from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.ops.native.ready import ReadyStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
@@ -39,7 +39,7 @@ from hf_linear_attn.training.saving import write_json
 HEADS, SIZE = 12, 64
 SCALING = SIZE**-0.5
 NAMES = ("elu", "hedgehog", "favor+")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = ("float32", "bfloat16")
 #: Tokens that the native kernels take at once.
 BLOCK = 64
 DIRECTIONS = {False: "bidirectional", True: "causal"}
@@ -54,11 +54,11 @@ KINDS = {
 }
 
 
-def mechanism(name: str, causal: bool, dtype: torch.dtype = torch.float32) -> Any:
+def mechanism(name: str, causal: bool, dtype: str = "float32") -> Any:
     torch.manual_seed(0)
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(HEADS, HEADS, SIZE, SIZE, causal=causal)
-    return entry.factory(shape, build_options(entry, {})).to(dtype).eval()
+    return entry.factory(shape, build_options(entry, {})).to(getattr(torch, dtype)).eval()
 
 
 def medians(**calls: Callable[[], object]) -> dict[str, float]:
@@ -97,20 +97,20 @@ def multiplications(module: Any, causal: bool) -> float:
     return found + features * SIZE + 2 * triangle + 2 * SIZE * (2 * window - 1)  # (sums from the end as well)
 
 
-def runs(module: Any, causal: bool, length: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def runs(module: Any, causal: bool, length: int, dtype: str) -> dict[str, Callable[[], object]]:
     """A row of tokens by the torch form and by the native kernel."""
-    inputs = [torch.randn(1, HEADS, length, SIZE).to(dtype) for _ in range(3)]
+    inputs = [torch.randn(1, HEADS, length, SIZE).to(getattr(torch, dtype)) for _ in range(3)]
 
-    def run(backend: str) -> Callable[[], object]:
-        return Within(lambda: module(*inputs, scaling=SCALING, causal=causal), lambda: backends.use_backend(backend))
+    def run() -> object:
+        return module(*inputs, scaling=SCALING, causal=causal)
 
-    return {backend: run(backend) for backend in ("torch", "native")}
+    return {backend: on_backend(run, backend) for backend in ("torch", "native")}
 
 
 def torch_form(name: str, length: int, causal: bool) -> dict[str, Any]:
     module = mechanism(name, causal)
     features = module.feature_map.num_features
-    form = runs(module, causal, length, torch.float32)["torch"]
+    form = runs(module, causal, length, "float32")["torch"]
     key, value = (torch.randn(1, HEADS, length, SIZE) for _ in range(2))
     times = medians(form=form, products=products(key, value, features, causal))
     return {
@@ -123,14 +123,14 @@ def torch_form(name: str, length: int, causal: bool) -> dict[str, Any]:
     }
 
 
-def native_kernel(name: str, length: int, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
+def native_kernel(name: str, length: int, causal: bool, dtype: str) -> dict[str, Any]:
     module = mechanism(name, causal, dtype)
     each = multiplications(module, causal)
     times = medians(**runs(module, causal, length, dtype))
     return {
         "mechanism": name,
         "direction": DIRECTIONS[causal],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "multiplications_a_token_and_head": each,
         "seconds": times["native"],
         "operations_per_second": 2.0 * HEADS * length * each / times["native"],
@@ -138,9 +138,9 @@ def native_kernel(name: str, length: int, causal: bool, dtype: torch.dtype) -> d
     }
 
 
-def large_product(dtype: torch.dtype) -> float:
+def large_product(dtype: str) -> float:
     """Operations a second of one large product."""
-    square = torch.randn(1024, 1024).to(dtype)
+    square = torch.randn(1024, 1024).to(getattr(torch, dtype))
     return 2.0 * 1024**3 / medians(product=lambda: square @ square)["product"]
 
 
@@ -154,7 +154,7 @@ def step(name: str) -> dict[str, Any]:
     def run(own: OwnState) -> Any:
         return module(*token, scaling=SCALING, causal=True, state=own, keep_state=True)[1]
 
-    own = run(OwnState(state))
+    own = run(run(OwnState(state)))  # (the second step that writes over its state leaves it ready)
     times = medians(
         alone=lambda: run(OwnState(state)),
         again=lambda: run(own),
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     length = arguments.length
     with torch.no_grad():
-        peaks = {str(dtype).removeprefix("torch."): large_product(dtype) for dtype in DTYPES}
+        peaks = {dtype: large_product(dtype) for dtype in DTYPES}
         found = [torch_form(name, length, causal) for causal in (False, True) for name in NAMES]
         kernels = [
             native_kernel(name, length, causal, dtype)
