@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,17 @@ def randomize_learned(model: nn.Module) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
     return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.set_default_dtype` for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:

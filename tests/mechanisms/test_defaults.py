@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import every_direction, padding_mask, qkv, small_options
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+from tests.helpers import default_dtype, every_direction, padding_mask, qkv, small_options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -11,21 +9,12 @@ from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS, build_options
 
+from ..helpers import default_dtype
 from .test_native import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 HEADS, SIZE = 4, 16
-
-
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 DEFAULTS = {

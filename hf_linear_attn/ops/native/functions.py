@@ -18,7 +18,7 @@ from . import binding
 from .binding import Side, address
 from .build import BuildError, library
 from .hybrids import run_windowed
-from .ready import ReadyStep
+from .ready import ReadyStep, stepped
 
 logger = logging.getLogger(__name__)
 
@@ -256,10 +256,8 @@ def _forward(
     binding.run("causal", given)
     formulas = sides[0].fused is not None  # (the next step's features have yet to be computed otherwise)
     if length == 1 and after and isinstance(call.state, OwnState) and call.mask is None and formulas:
-        after = OwnState(after)
-        if call.state.stepped:
-            after.ready = ReadyStep("causal", given, (call.query, call.key, call.value), after, sides)
-        after.stepped = True
+        inputs = call.query, call.key, call.value
+        after = stepped(call.state, after, functools.partial(ReadyStep, "causal", given, inputs, kept=sides))
     return out, after or None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..window_step import is_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
 from .binding import Arguments, Side, address
-from .ready import ReadyStep
+from .ready import ReadyStep, stepped
 
 #: The state of a step, and the kernel's names for it before and after.
 STATE = {
@@ -83,10 +84,10 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
-    own = isinstance(state, OwnState)
-    again = isinstance(state, OwnState) and state.stepped and isinstance(call.log_mix, StepMix)
-    rings = [_with_room(held[name]) if again else torch.empty_like(held[name]) for name in RINGS]
-    after = {name: held[name] if own else torch.empty_like(held[name]) for name in STATE if name not in RINGS}
+    own = state if isinstance(state, OwnState) else None
+    slides = own is not None and own.stepped and isinstance(mix, StepMix)
+    rings = [_with_room(held[name]) if slides else torch.empty_like(held[name]) for name in RINGS]
+    after = {name: torch.empty_like(held[name]) if own is None else held[name] for name in STATE if name not in RINGS}
     after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
     for name, (before, behind) in STATE.items():
         setattr(given, before, held[name].data_ptr())
@@ -98,18 +99,15 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
         given.mix_base, given.mix_weight, given.mix_bound = base.data_ptr(), address(weight), mix.bound
         if mix.seen is not None:
             seen = mix.seen.long().contiguous()
-            after["count"] = seen if own else torch.empty_like(seen)
+            after["count"] = torch.empty_like(seen) if own is None else seen
             given.count, given.next_count = seen.data_ptr(), after["count"].data_ptr()
             given.saturation = mix.saturation
         kept = base, weight
     binding.run("windowed_step", given)
-    if not (own and kept):
+    if own is None or kept is None:
         return out, after
-    stepped = OwnState(after)
-    stepped.stepped = True
-    if again:
-        stepped.ready = ReadyWindowStep("windowed_step", given, tensors, stepped, (sides, kept), rings)
-    return out, stepped
+    ready = functools.partial(ReadyWindowStep, "windowed_step", given, tensors, kept=(sides, kept), rings=rings)
+    return out, stepped(own, after, ready)
 
 
 def _with_room(ring: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..common import State
+from ..common import OwnState, State
 from . import binding
 
 
@@ -66,3 +67,12 @@ class ReadyStep:
         to_value.data, to_out.data = value.data_ptr(), out.data_ptr()
         self._run()
         return out
+
+
+def stepped(before: OwnState, after: State, ready: Callable[[State], ReadyStep]) -> OwnState:
+    """The state after a step that wrote over the one before, ready for the next one where steps follow each other."""
+    made = OwnState(after)
+    made.stepped = True
+    if before.stepped:
+        made.ready = ready(made)
+    return made
