@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -171,6 +173,16 @@ def randomize_learned(model: nn.Module) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
     return model
+
+
+def load_script(path: Path) -> ModuleType:
+    """A recipe as a module, wherever it lies."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """The recipe that measures what packing saves."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import load_script
 
 SCRIPT = Path(__file__).resolve().parents[1] / "recipes" / "packing.py"
 
@@ -12,9 +13,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs the reposito
 
 
 def test_both_forms_compute_the_same(tmp_path):
-    found = importlib.util.spec_from_file_location("packing_recipe", SCRIPT)
-    recipe = importlib.util.module_from_spec(found)
-    found.loader.exec_module(recipe)
+    recipe = load_script(SCRIPT)
     documents = [
         " ".join(f"word{k}" for k in range(start, start + (3, 40, 12, 80, 7, 25)[start % 6])) for start in range(90)
     ]

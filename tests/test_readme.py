@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
@@ -19,7 +18,7 @@ from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
 from hf_linear_attn.training.entry import settings_class
 from hf_linear_attn.training.settings import read_arguments, read_settings
 
-from .helpers import entries, serves
+from .helpers import entries, load_script, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -87,12 +86,7 @@ def test_python_runs_and_prints_what_it_says(
 
 
 def update_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "recipes" / "update_readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return load_script(ROOT / "recipes" / "update_readme.py")
 
 
 def test_generated_parts_are_up_to_date() -> None:

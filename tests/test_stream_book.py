@@ -1,6 +1,5 @@
 """The recipe that reads a book: a tiny decoder, a small book, every way to count."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
 
+from .helpers import load_script
 from .training.made_up import save_decoder
 
 SCRIPT = Path(__file__).resolve().parents[1] / "recipes" / "stream_book.py"
@@ -18,10 +18,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="needs the reposito
 
 @pytest.fixture(scope="module")
 def recipe():
-    found = importlib.util.spec_from_file_location("stream_book", SCRIPT)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Random features as estimators of the softmax kernel: bias, published variance, orthogonality, which is best where."""
 
-import importlib.util
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +14,8 @@ from hf_linear_attn.evaluation.random_features import (
     orthogonal_gain,
     pairs_at,
 )
+
+from ..helpers import load_script
 
 DIM, FEATURES, DRAWS = 8, 8, 4000
 LENGTHS = torch.tensor([0.2, 0.6, 1.0])
@@ -102,9 +103,7 @@ def test_pairs_have_the_norms_asked_for():
 
 
 def test_the_recipe_writes_its_results(tmp_path):
-    spec = importlib.util.spec_from_file_location("random_feature_statistics", RECIPE)
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_script(RECIPE)
     assert recipe.main(["--draws", "20", "--dim", "4", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "random-features.json").read_text(encoding="utf-8"))
     assert report["settings"]["draws"] == 20

@@ -1,7 +1,6 @@
 """The machinery of the architecture sweep: results on disk at once, crashes and time limits, resumption, files."""
 
 import csv
-import importlib.util
 import json
 import os
 import time
@@ -18,15 +17,14 @@ from hf_linear_attn.evaluation.sweep_pool import read_journal, run_sweep
 from hf_linear_attn.evaluation.sweep_report import markdown, reason, write_report
 from hf_linear_attn.evaluation.tiny import CannotBuildError, Case, every_case, sharpen, tiny_config, tiny_model
 
+from ..helpers import load_script
+
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "sweep.py"
 fork_only = pytest.mark.skipif(not hasattr(os, "fork"), reason="stand-ins reach the processes by fork only")
 
 
 def recipe():
-    spec = importlib.util.spec_from_file_location("sweep_recipe", RECIPE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(RECIPE)
 
 
 def test_every_model_type_is_a_case():
