@@ -1,0 +1,99 @@
+"""Versions and hardware, as reports state them, and values in a form that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..version import __version__
+
+#: Packages whose versions `package_versions` reports beside our own.
+REPORTED_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "peft", "datasets", "numpy", "triton")
+
+
+def utc_now() -> str:
+    """Return the time in UTC, to the second, in ISO 8601."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def json_safe(value: Any) -> Any:
+    """Return nested data in a form that JSON can hold.
+
+    Tuples become lists, keys become strings, NaN and infinity become None.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the operating system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def environment(device: Any = None) -> dict[str, Any]:
+    """Return versions and hardware, to be stored beside every measurement.
+
+    Args:
+        device: The torch device that is measured. None means the CPU.
+
+    Returns:
+        `{"versions": {package: version}, "hardware": {device, cpu, logical_cpus, threads, load_average_at_start,
+        platform}}`.
+    """
+    import torch
+    import transformers
+
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    return {
+        "versions": {
+            "hf_linear_attn": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": {
+            "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            "cpu": cpu_name(),
+            "logical_cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load_average_at_start": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions and hardware that a bug report needs, as text."""
+    import torch
+
+    report = {"hf-linear-attn": __version__, "python": platform.python_version()}
+    for package in REPORTED_PACKAGES:
+        try:
+            report[package] = version(package)
+        except PackageNotFoundError:
+            report[package] = "not installed"
+    report["platform"] = platform.platform()
+    report["cpu"] = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    report["threads"] = str(torch.get_num_threads())
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        report["cuda"] = f"{torch.version.cuda}: {', '.join(names)}"
+    else:
+        report["cuda"] = "not available"
+    return report

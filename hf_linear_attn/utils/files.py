@@ -1,0 +1,128 @@
+"""Atomic writes: a file or folder appears under its name completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+#: `replace_folder` renames the previous content of a folder to this form: `.NAME.xxxxxxxx.old`.
+_BACKUP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")
+
+
+def _temporary_name(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Context manager that yields a temporary folder, which is renamed to `target` at the end.
+
+    The folder `target` holds either its previous content or the new content, never a mixture. If the process is killed
+    between the two renames that replace an existing folder, `remove_partial_files` restores the previous content.
+
+    Args:
+        target: Path that the folder gets when the block ends without an exception.
+
+    Yields:
+        The temporary folder to write to. It is removed if the block raises.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(target, "part")
+    temporary.mkdir()
+    try:
+        yield temporary
+        replace_folder(target, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_folder(target: Path, new: Path) -> None:
+    """Rename the folder `new` to `target`, and remove what `target` held before."""
+    if not target.exists():
+        new.rename(target)
+        return
+    backup = _temporary_name(target, "old")
+    target.rename(backup)
+    try:
+        new.rename(target)
+    except BaseException:
+        backup.rename(target)
+        raise
+    # The new folder has its name: a backup that cannot be removed is a leftover, not a failure.
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name in the same folder, then rename it to `path`. Text is written as UTF-8."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path, "part")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON-compatible data to a file, atomically (see `utils.environment.json_safe` for other data)."""
+    atomic_write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what a killed process left unfinished in a folder, and restore a backup whose replacement never came."""
+    for backup in folder.glob(".*.old"):
+        match = _BACKUP_NAME.fullmatch(backup.name)
+        if match is None:
+            continue
+        target = backup.with_name(match[1])
+        if target.exists():
+            shutil.rmtree(backup, ignore_errors=True)
+        else:
+            backup.rename(target)
+    for partial in folder.glob(".*.part"):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Create a folder and write a test file in it.
+
+    Raises:
+        OSError: The folder cannot be created or written to. The message names it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{secrets.token_hex(4)}.part"
+        try:
+            probe.write_bytes(b"\0" * 4096)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"Cannot write to {str(folder)!r} ({error.strerror or error}). Choose another folder.") from error
+
+
+def check_disk_space(folder: Path, required: int, remedy: str = "Free some space or choose another folder.") -> None:
+    """Check that the disk of a folder has enough free space.
+
+    Args:
+        folder: An existing folder.
+        required: Bytes that are going to be written.
+        remedy: Last sentence of the error message.
+
+    Raises:
+        OSError: Fewer than `required` bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < required:
+        raise OSError(
+            f"{str(folder)!r} has {free / 1e9:.2f} GB free; about {required / 1e9:.2f} GB are needed. {remedy}"
+        )

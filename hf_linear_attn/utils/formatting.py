@@ -1,0 +1,46 @@
+"""Numbers and suggestions as text, the same on the screen, on pages and in plots."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that suggests similar names, with a space before it, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def fixed(value: float, digits: int) -> str:
+    """Format a number with a fixed count of decimals, and never as `-0.00`."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def format_seconds(value: float) -> str:
+    """Format seconds in the unit that fits: `1.2 s`, `35 ms`, `80 µs`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} µs"
+
+
+def format_bytes(value: float) -> str:
+    """Format bytes in powers of 1000: `640 B`, `12 kB`, `3.1 MB`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_flops(value: float) -> str:
+    """Format floating-point operations in powers of 1000: `640 FLOP`, `12.3 MFLOP`, `3.1 GFLOP`, `1.2 TFLOP`."""
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f} FLOP"
+
+
+def format_rate(value: float) -> str:
+    """Format a number per second: `12,345`, and below ten `3.4`."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -1,0 +1,101 @@
+"""Files of JSON lines that several runs append to, and that survive a killed process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .files import atomic_write
+
+
+class JsonLinesFile:
+    """One JSON object per line. A line is complete when its line feed is written.
+
+    A process that is killed while it writes leaves an incomplete last line. `read` ignores that line, and `append`
+    truncates it before it writes.
+
+    Args:
+        path: The file. It need not exist: it is created by the first `append`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the objects of all complete lines; an empty list if the file does not exist.
+
+        Raises:
+            ValueError: A complete line is no JSON object. The message names file and line.
+            OSError: The file cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        rows = []
+        # We split at line feeds only: JSON strings may contain separators such as U+2028, at which splitlines splits.
+        complete_lines = self.path.read_bytes().split(b"\n")[:-1]
+        for number, line in enumerate(complete_lines, start=1):
+            location = f"{str(self.path)!r}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{location} is not JSON ({error}). Remove or repair the line.") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{location} is not a JSON object. Remove or repair the line.")
+            rows.append(row)
+        return rows
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Append one line per row, and wait until the operating system has written them to the disk.
+
+        Raises:
+            ValueError: A row holds NaN or infinity, which JSON does not know (see `utils.environment.json_safe`).
+            OSError: The file cannot be written.
+        """
+        content = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file, _exclusive_lock(file):
+            _truncate_incomplete_line(file)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite the file, atomically, without the rows for which `condition` is true."""
+        rows = [row for row in self.read() if not condition(row)]
+        if self.path.exists():
+            atomic_write(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _truncate_incomplete_line(file: BinaryIO) -> None:
+    """Truncate the file after its last line feed, and leave its position at the end."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65_536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    file.seek(0, os.SEEK_END)
+
+
+@contextmanager
+def _exclusive_lock(file: BinaryIO) -> Iterator[None]:
+    """Lock the file against other processes that append to it, on systems that have such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

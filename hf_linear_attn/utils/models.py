@@ -1,0 +1,48 @@
+"""Model copies, quiet loading and devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy that can be patched independently and shares the model's parameters and buffers, uncopied."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Context manager that hides Transformers' progress bars and its report of a loaded checkpoint."""
+    progress_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if progress_bar:
+            logging.enable_progress_bar()
+
+
+def torch_device(name: str) -> Any:
+    """Return the torch device of a name such as `"cpu"` or `"cuda:0"`.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        message = str(error).strip().splitlines()[0]
+        raise ValueError(f"device {name!r} is unknown ({message}). Use cpu, or cuda on a GPU.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: torch finds no GPU here. Use cpu.")
+    return device
