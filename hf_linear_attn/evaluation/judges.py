@@ -83,14 +83,14 @@ class SimilarityJudge:
         return {"what": "sts", "data": self._pairs.sha256, "pairs": len(self._pairs.scores)}
 
     def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
-        from .metrics import combine
+        from ..data.metrics import TaskMetrics
 
         pooled = sentence_embeddings(model, self._pairs.batches)
         embeddings = torch.empty_like(pooled)
         embeddings[torch.tensor(self._pairs.order)] = pooled
         count = len(self._pairs.scores)
         similarity = torch.nn.functional.cosine_similarity(embeddings[:count], embeddings[count:], dim=-1)
-        metric = combine(["spearmanr", "pearson"])
+        metric = TaskMetrics(["spearmanr", "pearson"])
         metric.add_batch(predictions=similarity.tolist(), references=self._pairs.scores)
         return {"sts": {**{name: float(held) for name, held in (metric.compute() or {}).items()}, "pairs": count}}
 

@@ -108,9 +108,9 @@ class Classification(Problem):
         self.metrics = tuple(metrics)
         self.regression = labels is None
         self.goal = Goal(self.metrics[0], self.metrics[0] != "mse")
-        from ..evaluation.metrics import combine
+        from ..data.metrics import TaskMetrics
 
-        combine(self.metrics)  # a name that does not load is an error now, not after the first pass over the data
+        TaskMetrics(self.metrics)  # a name that does not load is an error now, not after the first pass over the data
 
     def config_changes(self) -> dict[str, Any]:
         if self.labels is None:
@@ -134,11 +134,11 @@ class Classification(Problem):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator, batch_size: int) -> dict[str, float]:
-        from ..evaluation.metrics import combine
+        from ..data.metrics import TaskMetrics
 
         found: dict[str, float] = {}
         for suffix in self.validation:
-            metric = combine(self.metrics)
+            metric = TaskMetrics(self.metrics)
             for batch in self._loader(suffix, accelerator, batch_size):
                 labels = batch.pop("labels")
                 with autocast(accelerator):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from hf_linear_attn.data.metrics import METRICS
 from hf_linear_attn.data.tasks import TASKS, Task, get_task, load_task
-from hf_linear_attn.evaluation.metrics import METRICS
 
 from .made_up import SHARED, write
 
@@ -55,7 +55,7 @@ def test_the_tasks():
         assert task.title
         assert task.paper
         assert all(metric in METRICS for metric in task.metrics)
-        assert METRICS.get(task.main_metric).of_scores is (task.labels is None)
+        assert METRICS.get(task.main_metric).continuous is (task.labels is None)
     assert (get_task("mnli").num_labels, get_task("mnli").problem_type) == (3, "single_label_classification")
     assert (get_task("stsb").num_labels, get_task("stsb").problem_type) == (1, "regression")
     with pytest.raises(ValueError, match=r"Unknown task 'sst-2'. Did you mean 'sst2'"):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...data.metrics import TaskMetrics
 from ..embeddings import agreement, sentence_embeddings
-from ..metrics import combine
 from ..perplexity import Window, windows
 from ..texts import make_batches
 
@@ -113,7 +113,7 @@ class ClassifierMeasure:
             self._exact = self._answers(self._model)
         own = self._answers(model)
         labels = torch.cat([batch["labels"] for batch in self._batches])
-        metric = combine(self._metrics)
+        metric = TaskMetrics(self._metrics)
         predicted = own.squeeze(-1) if self._regression else own.argmax(dim=-1)
         metric.add_batch(predictions=predicted.numpy(), references=labels.numpy())
         scores = {name: float(value) for name, value in (metric.compute() or {}).items()}

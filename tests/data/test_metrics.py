@@ -1,8 +1,7 @@
-"""Metrics: the values of scikit-learn and SciPy, in parts, offline, apart from each other, and at the edges."""
+"""Task metrics: the values of scikit-learn and SciPy, in batches, offline and on degenerate inputs; `hub:` metrics."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import subprocess
@@ -16,8 +15,8 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
+from hf_linear_attn.data.metrics import METRICS, HubName, TaskMetrics, compute_metrics, parse_hub_name, task_metrics
 from hf_linear_attn.data.tasks import TASKS, get_task
-from hf_linear_attn.evaluation.metrics import METRICS, combine, load_metric, task_metrics
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
@@ -41,7 +40,7 @@ def _no_warnings():
 
 def sample(name: str, rows: int = 101) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
-    if METRICS.get(name).of_scores:
+    if METRICS.get(name).continuous:
         references = generator.integers(0, 26, rows) / 5  # with ties, as in STS-B
         return (references + generator.normal(size=rows)).astype(np.float32), references
     references = generator.integers(0, 2, rows)
@@ -56,11 +55,10 @@ def test_every_metric_is_tested():
 @pytest.mark.parametrize("name", sorted(TRUE_VALUES))
 def test_values(name):
     predictions, references = sample(name)
-    metric = load_metric(name)
+    metric = TaskMetrics([name])
     expected = pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6)
     assert metric.compute(predictions=predictions, references=references) == {name: expected}
-    assert metric.name == name
-    assert metric.description
+    assert METRICS.get(name).title
     for start, end in ((0, 1), (1, 40), (40, 101)):
         metric.add_batch(
             predictions=torch.tensor(predictions[start:end]), references=torch.tensor(references[start:end])
@@ -71,33 +69,33 @@ def test_values(name):
 @pytest.mark.parametrize("names", [CLASSES, SCORES, ("accuracy",), ("accuracy", "mse")])
 def test_combined(names):
     predictions, references = sample(names[0])
-    metric = combine(names)
+    metric = TaskMetrics(names)
     for _ in range(2):  # filled again after compute()
         for start, end in ((0, 64), (64, 67), (67, 101)):
             metric.add_batch(predictions=predictions[start:end], references=references[start:end])
-        found = metric.compute()
-        assert list(found) == list(names)
-        for name, value in found.items():
+        result = metric.compute()
+        assert list(result) == list(names)
+        for name, value in result.items():
             assert value == pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6)
             assert type(value) is float
 
 
 def test_several_classes():
     references, predictions = [0, 1, 2, 2, 1], [0, 2, 2, 2, 1]
-    found = combine(["accuracy", "matthews_correlation"]).compute(predictions=predictions, references=references)
-    assert found["accuracy"] == 0.8
-    assert found["matthews_correlation"] == pytest.approx(sklearn_metrics.matthews_corrcoef(references, predictions))
-    with pytest.raises(ValueError, match="f1 is of the classes 0 and 1; found 2"):
-        load_metric("f1").compute(predictions=predictions, references=references)
+    result = TaskMetrics(["accuracy", "matthews_correlation"]).compute(predictions=predictions, references=references)
+    assert result["accuracy"] == 0.8
+    assert result["matthews_correlation"] == pytest.approx(sklearn_metrics.matthews_corrcoef(references, predictions))
+    with pytest.raises(ValueError, match="f1 is defined for the classes 0 and 1; these rows have 2"):
+        TaskMetrics(["f1"]).compute(predictions=predictions, references=references)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, _ in TASKS))
 def test_metrics_of_tasks(name):
     task = get_task(name)
-    found = task_metrics(name).compute(predictions=[0, 1, 1], references=[0, 1, 1])
-    assert tuple(found) == task.metrics
-    assert all(value == pytest.approx(1.0) for value in found.values())
-    assert task_metrics(task).compute(predictions=[1], references=[1]).keys() == found.keys()
+    result = task_metrics(name).compute(predictions=[0, 1, 1], references=[0, 1, 1])
+    assert tuple(result) == task.metrics
+    assert all(value == pytest.approx(1.0) for value in result.values())
+    assert task_metrics(task).compute(predictions=[1], references=[1]).keys() == result.keys()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,8 @@ def test_metrics_of_tasks(name):
     ],
 )
 def test_one_class_only(predictions, references, expected):
-    found = combine(CLASSES).compute(predictions=predictions, references=references)
-    assert tuple(found.values()) == pytest.approx(expected)
+    result = TaskMetrics(CLASSES).compute(predictions=predictions, references=references)
+    assert tuple(result.values()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -125,33 +123,23 @@ def test_one_class_only(predictions, references, expected):
     ],
 )
 def test_scores_without_a_correlation(predictions, references, mse):
-    found = combine(SCORES).compute(predictions=predictions, references=references)
-    assert tuple(found.values()) == pytest.approx((math.nan, math.nan, mse), nan_ok=True)
+    result = TaskMetrics(SCORES).compute(predictions=predictions, references=references)
+    assert tuple(result.values()) == pytest.approx((math.nan, math.nan, mse), nan_ok=True)
 
 
 def test_nearly_constant_scores_are_no_flood_of_warnings():
     predictions = 1e8 + np.array([0.0, 1e-7, 2e-7])
-    found = load_metric("pearson").compute(predictions=predictions, references=[0.0, 1.0, 2.0])["pearson"]
-    assert math.isnan(found) or abs(found) <= 1.0
+    result = compute_metrics(["pearson"], predictions, [0.0, 1.0, 2.0])["pearson"]
+    assert math.isnan(result) or abs(result) <= 1.0
 
 
-def test_two_of_a_kind_do_not_share_rows():
-    first, second = load_metric("accuracy"), load_metric("accuracy")
+def test_two_objects_do_not_share_rows():
+    first, second = TaskMetrics(["accuracy"]), TaskMetrics(["accuracy"])
     first.add_batch(predictions=[1, 1], references=[1, 1])
     second.add_batch(predictions=[0, 0], references=[1, 1])
     assert (first.compute()["accuracy"], second.compute()["accuracy"]) == (1.0, 0.0)
-    assert first.experiment_id != second.experiment_id
-
-
-def test_the_temporary_folder_goes_with_the_metric():
-    metric = load_metric("accuracy")
-    folder = Path(metric.data_dir)
-    metric.add_batch(predictions=[1], references=[1])
-    assert folder.is_dir()
-    metric.compute()
-    del metric
-    gc.collect()  # modules of evaluate hold references to themselves
-    assert not folder.exists()
+    with pytest.raises(ValueError, match="no rows"):
+        first.compute()
 
 
 SCRIPT = """
@@ -159,7 +147,7 @@ import socket, sys
 def refuse(*args, **options):
     raise AssertionError("a metric asked for the network")
 socket.socket.connect = refuse
-from hf_linear_attn.evaluation.metrics import task_metrics
+from hf_linear_attn.data.metrics import task_metrics
 metric = task_metrics("mrpc")
 for part in ([int(sys.argv[1])] * 3, [1]):
     metric.add_batch(predictions=part, references=[1] * len(part))
@@ -171,8 +159,8 @@ def test_processes_are_apart_and_need_no_home_and_no_network(tmp_path):
     """Two processes at a time, whose home is a file so that nothing can be written below it."""
     home = tmp_path / "home"
     home.write_text("no folder")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
-    settings = {**kept, "HOME": str(home), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
+    settings = {**variables, "HOME": str(home), "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
     running = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, value],
@@ -183,37 +171,103 @@ def test_processes_are_apart_and_need_no_home_and_no_network(tmp_path):
         )
         for value in "01"
     ]
-    found = [(process.communicate(timeout=240), process.returncode) for process in running]
-    assert [code for _, code in found] == [0, 0], found
-    assert [out.strip() for (out, _), _ in found] == ["0.25", "1.0"]
+    result = [(process.communicate(timeout=240), process.returncode) for process in running]
+    assert [code for _, code in result] == [0, 0], result
+    assert [out.strip() for (out, _), _ in result] == ["0.25", "1.0"]
 
 
 def test_what_is_no_metric_is_told():
     with pytest.raises(ValueError, match=r"Unknown metric 'acuracy'. Did you mean 'accuracy'"):
-        load_metric("acuracy")
+        TaskMetrics(["acuracy"])
     with pytest.raises(TypeError, match="as a list of names, got 'accuracy'"):
-        combine("accuracy")
+        TaskMetrics("accuracy")
     for names in ([], ["f1", "f1"]):
         with pytest.raises(ValueError, match="one or more different names"):
-            combine(names)
+            TaskMetrics(names)
 
 
-@pytest.mark.parametrize("missing", ["evaluate", "sklearn", "datasets"])
-def test_the_remedy_for_a_missing_package_is_told(missing, monkeypatch):
-    for name in ("classification", "regression"):
-        monkeypatch.delitem(sys.modules, f"hf_linear_attn.evaluation.metrics.{name}", raising=False)
+@pytest.mark.parametrize(("missing", "name"), [("sklearn", "accuracy"), ("scipy", "accuracy"), ("evaluate", "hub:x")])
+def test_a_missing_package_is_named_with_the_remedy(missing, name, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-linear-attn\[train\]'"):
-        load_metric("accuracy")
+    with pytest.raises(ImportError, match=rf"{missing}.*pip install 'hf-linear-attn\[train\]'"):
+        TaskMetrics([name])
 
 
 def test_importing_is_light():
     script = (
-        "import sys, hf_linear_attn.evaluation.metrics, hf_linear_attn.data.tasks, hf_linear_attn.data.sources\n"
+        "import sys, hf_linear_attn.data.metrics, hf_linear_attn.data.tasks, hf_linear_attn.data.sources\n"
         "import hf_linear_attn.data.encode\n"
         "heavy = {'datasets', 'evaluate', 'sklearn', 'scipy', 'pandas', 'torch', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     root = str(Path(__file__).parents[2])
-    found = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules of the package evaluate
+
+MODULE = """
+import datasets
+import evaluate
+
+
+class Missed(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int32"), "references": datasets.Value("int32")})
+        return evaluate.MetricInfo(description="wrong rows", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        wrong = sum(p != r for p, r in zip(predictions, references))
+        return {"missed": wrong, "hit": len(predictions) - wrong}
+"""
+
+
+@pytest.fixture
+def metric_folder(tmp_path):
+    folder = tmp_path / "missed"
+    folder.mkdir()
+    (folder / "missed.py").write_text(MODULE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hub:accuracy", ("accuracy", None, None)),
+        ("hub:glue:mrpc#f1", ("glue", "mrpc", "f1")),
+        ("hub:me/mine#k", ("me/mine", None, "k")),
+    ],
+)
+def test_hub_names(name, parts):
+    assert parse_hub_name(name) == HubName(*parts)
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:#f1", "hub:glue:", "hub:glue#"])
+def test_a_name_of_another_form(name):
+    with pytest.raises(ValueError, match="hub:PATH"):
+        parse_hub_name(name)
+
+
+def test_a_module_of_a_folder_beside_our_own(metric_folder):
+    name = f"hub:{metric_folder}#missed"
+    metric = TaskMetrics([name, "accuracy"])
+    metric.add_batch(predictions=[1, 0, 1], references=[1, 1, 1])
+    metric.add_batch(predictions=[0], references=[0])
+    assert metric.compute() == {name: 1.0, "accuracy": 0.75}
+    metric.add_batch(predictions=[0], references=[0])  # filled again
+    assert metric.compute() == {name: 0.0, "accuracy": 1.0}
+
+
+@pytest.mark.parametrize("suffix", ["", "#wrong"])
+def test_several_values_need_a_key(metric_folder, suffix):
+    metric = TaskMetrics([f"hub:{metric_folder}{suffix}"])
+    metric.add_batch(predictions=[1], references=[1])
+    with pytest.raises(ValueError, match="gives missed, hit: add #KEY"):
+        metric.compute()
+
+
+def test_a_module_that_is_not_there(tmp_path):
+    with pytest.raises(OSError, match=r"cannot be loaded .*Connect to the Hub"):
+        TaskMetrics([f"hub:{tmp_path}/nothing"])
