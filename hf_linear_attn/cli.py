@@ -1,4 +1,4 @@
-"""The command `hf-linear-attn`: list, patch, info, convert, finetune, evaluate, plan, benchmark, demo, env.
+"""The command `hf-linear-attn`: list, patch, info, convert, finetune, evaluate, plan, demo, env.
 
 Only what a verb needs is imported, when it runs: `--help` and `--version` load neither torch nor transformers.
 
@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .cli_benchmark import add_benchmark_verb
 from .cli_evaluate import add_evaluate_verb
 from .cli_plan import add_plan_verb
 from .version import __version__
@@ -37,7 +36,6 @@ examples:
   hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
   hf-linear-attn evaluate gpt2 --text mine.txt --length 4096
   hf-linear-attn plan gpt2 --budget "2% perplexity"
-  hf-linear-attn benchmark --quick
   hf-linear-attn demo
 """
 
@@ -156,7 +154,6 @@ def build_parser(verb: str | None = None, *, full_help: bool = False) -> argpars
 
     add_evaluate_verb(verbs, common)
     add_plan_verb(verbs, common)
-    add_benchmark_verb(verbs, common)
 
     demo = verbs.add_parser(
         "demo",

@@ -18,7 +18,7 @@ from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
 from hf_linear_attn.training.entry import settings_class
 from hf_linear_attn.training.settings import read_arguments, read_settings
 
-from .helpers import entries, load_script, serves
+from .helpers import entries, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -86,14 +86,16 @@ def test_python_runs_and_prints_what_it_says(
 
 
 def update_script() -> ModuleType:
-    return load_script(ROOT / "recipes" / "update_readme.py")
+    from recipes.benchmarks import write_tables
+
+    return write_tables
 
 
 def test_generated_parts_are_up_to_date() -> None:
     script = update_script()
-    assert script.updated(TEXT) == TEXT, "run python recipes/update_readme.py"
+    assert script.updated(TEXT) == TEXT, "run python -m recipes.benchmarks.write_tables"
     recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert script.updated_recipes(recipes) == recipes, "run python recipes/update_readme.py"
+    assert script.updated_recipes(recipes) == recipes, "run python -m recipes.benchmarks.write_tables"
     with pytest.raises(ValueError, match="once each"):
         script.replace_part("no markers", "demo", "")
 

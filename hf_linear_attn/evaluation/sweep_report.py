@@ -75,7 +75,8 @@ def markdown(report: dict[str, Any], results: list[Result]) -> str:
         "# The architecture sweep",
         "",
         f"A tiny random instance of every model type of Transformers, patched and checked ({versions}). "
-        "Made by `python recipes/sweep.py`; every check of every case is in `sweep.json`. Model types with a switch "
+        "Made by `python -m recipes.quality_assurance.sweep`; every check of every case is in `sweep.json`. Model "
+        "types with a switch "
         "`is_decoder` appear twice.",
         "",
         *_table(["mechanism", WORKS, REFUSED, UNBUILT, WRONG], _count_rows(report)),

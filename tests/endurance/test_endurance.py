@@ -1,4 +1,4 @@
-"""The measures at sizes that take seconds. `python -m recipes.endurance` takes them to the end."""
+"""The measures at sizes that take seconds. `python -m recipes.quality_assurance.endurance` takes them to the end."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hf_linear_attn.evaluation.tiny import CannotBuildError, Case, every_case, s
 
 from ..helpers import load_script
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "sweep.py"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quality_assurance" / "sweep.py"
 fork_only = pytest.mark.skipif(not hasattr(os, "fork"), reason="stand-ins reach the processes by fork only")
 
 

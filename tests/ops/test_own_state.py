@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.benchmark import subjects
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS
+from recipes.benchmarks import subjects
 
 from .test_native import REASON
 

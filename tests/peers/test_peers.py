@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -75,17 +74,14 @@ def test_fast_transformers_gives_zeros_where_features_underflow() -> None:
 
 
 def test_readme_of_the_recipes_states_the_committed_results() -> None:
-    path = ROOT / "recipes" / "compare_packages.py"
+    path = ROOT / "recipes" / "quality_assurance" / "compare_packages.py"
     results = ROOT / "recipes" / "results" / "packages.json"
     if not (path.is_file() and results.is_file()):
         pytest.skip("needs the repository, and runs outside of it")
-    spec = importlib.util.spec_from_file_location("compare_packages", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    from recipes.quality_assurance import compare_packages as script
+
     report = json.loads(results.read_text(encoding="utf-8"))
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert script.updated(text, report) == text, "run python -m recipes.compare_packages"
+    assert script.updated(text, report) == text, "run python -m recipes.quality_assurance.compare_packages"
     known = {(c.package.name, c.mechanism, c.case) for c in COMPARISONS}
     assert {(r["package"], r["mechanism"], r["case"]) for r in report["comparisons"] + report["not_run"]} == known

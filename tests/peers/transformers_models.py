@@ -1,6 +1,6 @@
 """Test classes of Transformers' own mixins, over tiny models that are patched as they are built.
 
-Run by `recipes/transformers_tests.py`, which puts the mixins into a package named `transformers_suite` beside this
+Run by `recipes.quality_assurance.transformers_tests`, which puts the mixins into `transformers_suite` beside this
 project and names the family and the mechanism in the environment. Nothing is collected by a plain `pytest`.
 """
 

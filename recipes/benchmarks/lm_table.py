@@ -1,0 +1,155 @@
+"""What converting a decoder costs in perplexity, beside the equally tuned exact model, and at which positions.
+
+    python -m recipes.benchmarks.lm_table --model MODEL --text TEXT --name NAME --work WORK
+
+Needs the `train` extra. Every variant goes through the same steps: the exact model (the control), the default hybrid
+(`window` over hedgehog features), each of its halves by itself, and other mechanisms. Afterwards perplexity is measured
+on the held-out documents with windows of `data.max_length` tokens, half a window apart, and the loss by position. A
+finished variant is a row of `--out` at once, and is not repeated by a second call. Settings:
+`recipes/benchmarks/configs/lm-table.yaml`, with `--section.name value` over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_linear_attn import load_pretrained
+from hf_linear_attn.evaluation.perplexity import measure_perplexity
+from hf_linear_attn.evaluation.texts import whole_documents
+from hf_linear_attn.training.convert import convert
+from hf_linear_attn.training.options import ConvertSettings
+from hf_linear_attn.training.problems import own_data
+from hf_linear_attn.training.saving import write_json
+from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results"
+
+#: Mechanism and options of each variant. A mixing weight of e^-30 switches the part outside of the window off.
+VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "softmax": (None, {}),
+    "window + hedgehog": ("window", {}),
+    "hedgehog": ("hedgehog", {}),
+    "window only": ("window", {"mix_init": -30.0}),
+    "gla": ("gla", {}),
+    "gated-delta": ("gated-delta", {}),
+    "linformer-causal": ("linformer-causal", {}),
+    "elu": ("elu", {}),
+    "favor+": ("favor+", {}),
+}
+
+
+def variant_settings(base: ConvertSettings, variant: str, window: int, seed: int, folder: Path) -> ConvertSettings:
+    """One variant's settings."""
+    attention, options = VARIANTS[variant]
+    if attention == "window":
+        options = {**options, "window_size": window}
+    return replace(
+        base,
+        model=replace(base.model, attention=attention, options=options),
+        run=replace(base.run, seed=seed, output=str(folder), resume=folder.exists(), control=attention is None),
+    )
+
+
+def documents(base: ConvertSettings, model: str, tokens: int, seed: int) -> list[list[int]]:
+    """Held-out documents of a run with this seed, as token ids, whole but the last."""
+    data = own_data(base.data, seed, base.data.text[:1])
+    return whole_documents(AutoTokenizer.from_pretrained(model), data["validation"][base.data.text[0]], tokens)
+
+
+def perplexity(model: PreTrainedModel, held_out: list[list[int]], context: int) -> dict[str, Any]:
+    """Token-weighted perplexity at a context, windows half of it apart, with the loss in each eighth of the window."""
+    return asdict(measure_perplexity(model.eval(), held_out, context=context, stride=context // 2, batch_size=8))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def check_head(path: Path, head: dict[str, Any]) -> None:
+    """Raise a ValueError where a file holds rows that were made with other settings."""
+    if not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in head.items():
+        if before.get(name) != json.loads(json.dumps(value)):
+            raise ValueError(
+                f"{str(path)!r} was made with {name} {before.get(name)!r}, now {value!r}. Give another --out."
+            )
+
+
+def run_variant(settings: ConvertSettings, held_out: list[list[int]], contexts: list[int]) -> dict[str, Any]:
+    """Convert, measure, and keep the numbers."""
+    began = time.perf_counter()
+    folder = Path(str(settings.run.output))
+    results = convert(settings, console=Console(stderr=True))
+    exact = settings.model.attention is None
+    load: Any = AutoModelForCausalLM.from_pretrained if exact else load_pretrained
+    model = load(str(folder / "model"))
+    state, kept = results["stages"], results["settings"]
+    kept["model"]["source"] = kept["data"]["source"] = kept["run"]["output"] = None
+    return {
+        "stages": {name: state[name] for name in ("teacher", "patched", "transferred", "distilled") if name in state},
+        "steps": {"transfer": state.get("transfer", {}).get("steps", 0), "distill": state["distill"]["step"]},
+        "perplexity": {str(context): perplexity(model, held_out, context) for context in contexts},
+        "seconds": round(time.perf_counter() - began, 1),
+        "learned_parameters": results["learned_parameters"],
+        "parameters": results["parameters"],
+        "data": results["data"],
+        "settings": kept,
+        "environment": results["environment"],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the pretrained decoder")
+    parser.add_argument("--text", required=True, help="text file, folder or data set")
+    parser.add_argument("--name", required=True, help="what the model and the text are called in the results")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, help="default: recipes/results/lm/NAME.json")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--window", type=int, default=64, help="tokens of the exact window (default: 64)")
+    parser.add_argument("--contexts", nargs="+", type=int, help="contexts to measure at (default: data.max_length)")
+    parser.add_argument("--tokens", type=int, default=50_000, help="held-out tokens to measure on (default: 50,000)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--config", default=str(HERE / "configs" / "lm-table.yaml"))
+    arguments, rest = parser.parse_known_args(argv)
+    given = {**read_arguments(rest), "model.source": arguments.model, "data.source": arguments.text}
+    base = read_settings(ConvertSettings, arguments.config, given)
+    out = arguments.out or RESULTS / "lm" / f"{arguments.name}.json"
+    contexts = arguments.contexts or [base.data.max_length]
+    pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)
+    for seed in arguments.seeds:
+        held_out = documents(base, arguments.model, arguments.tokens, seed)
+        head = {
+            "format_version": 1,
+            "name": arguments.name,
+            "window": arguments.window,
+            "settings": {**as_mapping(base.distill), "transfer_steps": base.transfer.steps},
+        }
+        check_head(out, head)
+        head["pretrained"] = {str(context): perplexity(pretrained, held_out, context) for context in contexts}
+        for variant in arguments.variants:
+            if any((row["variant"], row["seed"]) == (variant, seed) for row in read_rows(out)):
+                continue
+            folder = arguments.work / f"seed{seed}" / variant.replace(" ", "-")
+            settings = variant_settings(base, variant, arguments.window, seed, folder)
+            row = {"variant": variant, "seed": seed, **run_variant(settings, held_out, contexts)}
+            write_json(out, {**head, "rows": [*read_rows(out), row]})
+            shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Tables of whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_linear_attn.evaluation.speed import FREE
+
+from .bench import BASELINE
+from .tables import Row, Table, grid, kinds, seconds, times
+
+
+def model_tables(report: dict[str, Any]) -> list[Table]:
+    found = []
+    for kind, rows in kinds(report["sections"]["model"], "model", "dtype").items():
+        told = f"{kind[0]}, {kind[1]}, forward, batch 1"
+        found.append(
+            grid(
+                f"Speedup over {BASELINE}: {told}",
+                rows,
+                "length",
+                _speedup,
+                caption=f"The row {BASELINE} shows times; {FREE}: the ceiling, what a free attention would give.",
+                section="model",
+            )
+        )
+        found.append(
+            grid(
+                f"Share of the ceiling reached: {told}",
+                [row for row in rows if row["name"] != FREE],
+                "length",
+                lambda row: f"{100 * row['ceiling_share']['median']:.0f} %",
+                section="model",
+            )
+        )
+    return found
+
+
+def _speedup(row: Row) -> str:
+    if row["name"] == BASELINE:
+        return seconds(row["seconds"]["median"])
+    value = row["speedup"]["median"]
+    return f"{value:.2f}" if value < 9.95 else times(value)

@@ -1,0 +1,107 @@
+"""Our mechanisms beside those of other packages, on the same numbers and beside the float64 definitions.
+
+    python -m recipes.quality_assurance.compare_packages
+
+Called from the root of the repository: the comparisons are those of tests/peers. Needs the packages that it compares
+(performer-pytorch, linformer, pytorch-fast-transformers, flash-linear-attention; tests/peers says how each is
+installed) and lists what it could not run; under a minute on one core. Writes recipes/results/packages.json and the
+table in recipes/README.md. Expect: `equal` to rounding, or `different` with the reason, ours at the definition in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "recipes" / "results" / "packages.json"
+README = ROOT / "recipes" / "README.md"
+DIFFERENCES = ("difference", "theirs_to_definition", "ours_to_definition")
+BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
+
+
+def missing(modules: tuple[str, ...]) -> str | None:
+    """Why the modules cannot be imported, or None where they can."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def compared() -> dict[str, Any]:
+    import torch
+
+    from hf_linear_attn.evaluation.report import environment
+    from hf_linear_attn.version import __version__
+    from tests.peers import fast, fla, low_rank, performer  # noqa: F401  (the comparisons add themselves)
+    from tests.peers.comparing import COMPARISONS, SEED, measured
+
+    done, not_run = [], []
+    for item in sorted(COMPARISONS, key=lambda item: (item.package.name, item.mechanism)):
+        row: dict[str, Any] = {"package": item.package.name, "mechanism": item.mechanism, "case": item.case}
+        reason = missing(item.modules)
+        if reason is not None:
+            not_run.append({**row, "reason": reason})
+            continue
+        row |= {"package_version": version(item.package.name), "our_version": __version__, "seed": SEED}
+        done.append({**row, "dtype": str(item.dtype).removeprefix("torch."), **measured(item), "why": item.differs})
+    where = environment(torch.device("cpu"))
+    return {"format_version": 1, "comparisons": done, "not_run": not_run, "environment": where}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: largest relative differences, and the verdict with its reason."""
+    lines = [
+        "| package | mechanism | case | theirs to ours | theirs to definition | ours to definition | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["comparisons"]:
+        numbers = [f"{row[key]:.0e}" if row[key] else "0" for key in DIFFERENCES]
+        verdict = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
+        package = f"{row['package']} {row['package_version']}"
+        lines.append("| " + " | ".join([package, f"`{row['mechanism']}`", row["case"], *numbers, verdict]) + " |")
+    for row in report["not_run"]:
+        cells = [row["package"], f"`{row['mechanism']}`", row["case"], "", "", "", f"not run: {row['reason']}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    equal = sum(row["verdict"] == "equal" for row in report["comparisons"])
+    total = len(report["comparisons"])
+    lines += [
+        "",
+        f"{equal} of {total} comparisons are equal, {total - equal} differ, {len(report['not_run'])} not run.",
+    ]
+    return "\n".join(lines)
+
+
+def updated(text: str, report: dict[str, Any]) -> str:
+    """The README with the table between its markers."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{README.name} must hold {BEGIN} and {END} once each.")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{table(report)}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print-only", action="store_true", help="write no files")
+    arguments = parser.parse_args(argv)
+    report = compared()
+    sys.stdout.write(table(report) + "\n")
+    if not report["comparisons"]:
+        sys.stderr.write("None of the packages is installed: nothing was compared, nothing is written.\n")
+        return 1
+    if not arguments.print_only:
+        text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+        README.write_text(updated(README.read_text(encoding="utf-8"), report), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""Transformers' own common tests, on patched models and on unpatched ones as the control.
+
+    python -m recipes.quality_assurance.transformers_tests
+
+Called from the root of the repository. Downloads the sdist of the installed Transformers (and `parameterized`, which
+its tests import) with pip into a temporary folder, and runs its mixins over tiny BERT, GPT-2 and Llama models for the
+main mechanisms; some ten minutes on one core. Writes recipes/results/transformers-tests.json and .md; with --family or
+--attention the other results stay as they are. Expect: no failure without an explanation (exit code 1 otherwise).
+
+The sdist carries the tests at the top of `tests/`, with the mixins of models and of training, and none of its folders:
+the mixins of generation and of export are missing there. `--source` takes an unpacked source archive of the same
+version (the repository's tag), which has them: then they run too. `--generation` takes a checkout of another version,
+of which `tests/generation` alone is used: its mixin is run over the decoders, and added to the results. What that
+version asks and the installed one no longer does fails in the control too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "recipes" / "results"
+CASES = ROOT / "tests" / "peers" / "transformers_models.py"
+SUITE = "transformers_suite"
+CONTROL = "exact"
+BOTH = ("elu", "favor+", "hedgehog", "window")
+MECHANISMS = {"bert": (*BOTH, "linformer"), "gpt2": (*BOTH, "gla"), "llama": (*BOTH, "gla")}
+DECODERS = ("gpt2", "llama")
+#: What the common tests import and an sdist lacks: module -> class, which is then an empty one.
+MISSING = {"generation.test_utils": "GenerationTesterMixin", "exporters.test_export": "ExportTesterMixin"}
+
+#: What tests of generation of an earlier version say -> what the installed version calls it.
+RENAMED = {'"dynamic_full"': '"dynamic"', ".get_max_cache_shape(": ".get_max_length("}
+
+#: Why a test must fail on a patched model: a part of its name, a part of the message, the reason.
+EXPLAINED = (
+    (
+        "test_attention_outputs",
+        "`output_attentions` attribute is not supported",
+        "sets config.output_attentions, which Transformers allows for 'eager' alone (for sdpa neither); the argument "
+        "output_attentions=True works, and this project's tests cover it",
+    ),
+    (
+        "test_retain_grad_hidden_states_attentions",
+        "unexpectedly None",
+        "wants a gradient at the attention weights; linear attention does not compute its output from weights: those "
+        "that output_attentions shows are worked out beside it",
+    ),
+    (
+        "test_can_set_attention_dynamically",
+        "",
+        "switches to eager softmax attention with set_attn_implementation, which a patched model refuses: it would "
+        "silently undo the patch",
+    ),
+    (
+        "test_sdpa_can_dispatch_non_composite_models",
+        "",
+        "wants the config to name sdpa; a patched model's names hf_linear_attn",
+    ),
+    (
+        "test_load_with_mismatched_shapes",
+        "holds no linear attention",
+        "loads the checkpoint with AutoModel and without trust_remote_code, and runs it: such a model refuses to run",
+    ),
+    (
+        "test_base_model_prefix_loads_base_weights",
+        "do not match the linear attention",
+        "saves a plain base model under the config of a patched one: a checkpoint without the learned parts that its "
+        "config names, which is refused",
+    ),
+    (
+        "test_init_weights_can_init_buffers",
+        "not properly handled in `_init_weights()`",
+        "wants _init_weights to fill every buffer anew; random features are drawn from the seed in the config when a "
+        "model is patched, and a checkpoint without them is refused, so that they are never left unset",
+    ),
+    (
+        "test_model_weights_reload_no_missing_tied_weights",
+        "do not match the linear attention",
+        "deletes every weight from the file and loads it; missing weights of linear attention are refused, not "
+        "reported",
+    ),
+    (
+        "_generate_dict_outputs_use_cache",
+        "output_attentions needs all keys",
+        "asks for the weights while decoding from a state, which has summed the keys up: refused with the remedy "
+        "(use_cache=False); a variant of the test without a cache passes",
+    ),
+    (
+        "test_generate_compilation_all_outputs",
+        "output_attentions needs all keys",
+        "asks for the weights while decoding from a state, which has summed the keys up: refused with the remedy",
+    ),
+    (
+        "test_custom_4d_attention_mask",
+        "A 4D attention mask cannot be used with a cache",
+        "gives a mask made by hand together with a cache; a recurrent state cannot honour it: refused with the remedy",
+    ),
+    (
+        "static_cache",
+        "torch.Size([0])",
+        "wants keys and values of a fixed size in the cache; a layer of linear attention holds a state instead",
+    ),
+    (
+        "test_past_key_values_format",
+        "torch.Size([0])",
+        "wants keys and values in the cache; a layer of linear attention holds a state instead",
+    ),
+    (
+        "test_inherits_generation_mixin",
+        "",
+        "looks for GenerationMixin among the direct bases; a patched model's class has it through its base class",
+    ),
+    (
+        "test_generate_compile_model_forward_fullgraph",
+        "False is not true",
+        "wants generate() to compile itself over a static cache; a cache of states is no static one, and generate() "
+        "runs as it is",
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The suite
+
+
+def fetched(folder: Path) -> Path:
+    """The unpacked sdist of the installed version, downloaded by pip from the index that it is configured for."""
+    wanted = f"transformers=={version('transformers')}"
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    command = [*pip, "download", "--no-deps", "--no-binary", "transformers", wanted, "--dest", str(folder)]
+    subprocess.run(command, check=True)
+    (archive,) = folder.glob("transformers-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def arranged(source: Path, folder: Path, generation: Path | None = None) -> list[str]:
+    """Copy the tests into `folder` as a package of their own name; returns the mixins that are empty stand-ins."""
+    target = folder / SUITE
+    shutil.copytree(source / "tests", target, ignore=shutil.ignore_patterns("models", "fixtures"))
+    if generation is not None:
+        shutil.rmtree(target / "generation", ignore_errors=True)
+        shutil.copytree(generation / "tests" / "generation", target / "generation")
+        path = target / "generation" / "test_utils.py"
+        text = path.read_text(encoding="utf-8")
+        for before, after in RENAMED.items():
+            text = text.replace(before, after)
+        path.write_text(text, encoding="utf-8")
+    (target / "__init__.py").touch()
+    absent = []
+    for module, name in MISSING.items():
+        path = target / Path(*module.split(".")).with_suffix(".py")
+        if path.is_file():
+            continue
+        absent.append(name)
+        path.parent.mkdir(exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(f"class {name}:\n    pass\n", encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q\n", encoding="utf-8")
+    return absent
+
+
+def run(family: str, attention: str, folder: Path, part: str = "") -> list[dict[str, str]]:
+    """One process: every test with its outcome (`passed`, `skipped`, `failed`) and the first line of its reason."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    paths = os.pathsep.join(str(path) for path in (ROOT, folder, folder / "site"))
+    names = {"SUITE_FAMILY": family, "SUITE_ATTENTION": attention, "SUITE_PART": part}
+    names |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    options = ["-c", str(folder / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-W", "ignore"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(CASES), *options, "--tb=no", "--junitxml", str(report)],
+        cwd=ROOT,
+        env={**os.environ, **names, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    if not report.is_file():
+        raise RuntimeError(f"The tests of {family} with {attention} did not run:\n{done.stdout[-2000:]}{done.stderr}")
+    found: dict[str, dict[str, str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        row = outcome(case, folder)
+        held = found.get(row["test"])
+        # A test with subtests has an entry for each that failed or was skipped: the worst one counts.
+        if held is None or RANK[row["outcome"]] > RANK[held["outcome"]]:
+            found[row["test"]] = row
+    return sorted(found.values(), key=lambda row: row["test"])
+
+
+RANK = {"passed": 0, "skipped": 1, "failed": 2}
+
+
+def outcome(case: ElementTree.Element, folder: Path) -> dict[str, str]:
+    kinds = {"skipped": "skipped", "failure": "failed", "error": "failed"}
+    row = {"test": case.get("name", ""), "outcome": "passed", "reason": ""}
+    for child in case:
+        if child.tag in kinds:
+            text = " ".join((child.get("message") or "").replace(str(folder), "").split())
+            text = re.sub(r"'/tmp/\S*'", "'a folder'", re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", text))
+            row |= {"outcome": kinds[child.tag], "reason": text[:300]}
+    return row
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The verdicts
+
+
+def judged(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[str, str]:
+    """The row with a verdict: `fails unpatched too`, `explained` or `unexplained` for what is not as in the control."""
+    before = control.get(row["test"], {"outcome": "not there"})["outcome"]
+    if row["outcome"] == "passed" or (row["outcome"] == "skipped" and before == "skipped"):
+        return row
+    if row["outcome"] == "failed" and before == "failed":
+        return {**row, "verdict": "fails unpatched too"}
+    for test, message, why in EXPLAINED:
+        if test in row["test"] and message in row["reason"]:
+            return {**row, "verdict": "explained", "why": why}
+    return {**row, "verdict": "unexplained", "why": f"unpatched: {before}"}
+
+
+def counts(rows: list[dict[str, str]]) -> dict[str, int]:
+    found = {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK}
+    for verdict in ("fails unpatched too", "explained", "unexplained"):
+        found[verdict] = sum(row.get("verdict") == verdict for row in rows)
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """The page: numbers by run, every failure with its reason, every reason for skipping."""
+    about = report["source"]
+    lines = [
+        "# Transformers' common tests on patched models",
+        "",
+        "By `python -m recipes.quality_assurance.transformers_tests`: "
+        f"the tests of transformers {report['transformers']} ({about}), "
+        "over tiny models of five classes for each family. `exact` is the control: the same tests on models that "
+        "are not patched.",
+        "",
+        *_numbers(report["runs"]),
+    ]
+    if "generation" in report:
+        lines += ["", "## Generation", "", f"The mixin of generation: {report['generation']['source']}.", ""]
+        lines += _numbers(report["generation"]["runs"])
+    lines += ["", "## Not as in the control", "", "| test | where | what it says | why |", "| --- | --- | --- | --- |"]
+    for key, places in _grouped(report, ("test", "reason", "verdict", "why"), lambda row: "verdict" in row).items():
+        test, reason, verdict, why = key
+        lines.append(f"| `{test}` | {_where(places)} | {_cell(reason[:140])} | {_cell(why or verdict)} |")
+    lines += ["", "## Skipped", "", "| reason, in the words of the suite | tests |", "| --- | --- |"]
+    reasons: dict[str, set[str]] = {}
+    for test, reason in _grouped(report, ("test", "reason"), lambda row: row["outcome"] == "skipped"):
+        reasons.setdefault(_general(reason), set()).add(test)
+    for reason, tests in sorted(reasons.items()):
+        lines.append(f"| {_cell(reason)} | {', '.join(f'`{test}`' for test in sorted(tests))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(runs: list[dict[str, Any]]) -> list[str]:
+    kinds = ("passed", "skipped", "failed", "fails unpatched too", "explained", "unexplained")
+    rows = [
+        f"| {entry['family']} | `{entry['attention']}` | "
+        + " | ".join(str(entry["counts"][kind]) for kind in kinds)
+        + " |"
+        for entry in runs
+    ]
+    return [
+        "| family | attention | passed | skipped | failed | of these unpatched too | explained below | unexplained |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+    ]
+
+
+def _grouped(report: dict[str, Any], keys: tuple[str, ...], chosen: Any) -> dict[tuple[str, ...], list[str]]:
+    found: dict[tuple[str, ...], list[str]] = {}
+    for entry in [*report["runs"], *report.get("generation", {}).get("runs", ())]:
+        for row in entry["tests"]:
+            if chosen(row):
+                place = f"{entry['family']} {entry['attention']}"
+                found.setdefault(tuple(row.get(key, "") for key in keys), []).append(place)
+    return dict(sorted(found.items()))
+
+
+def _where(places: list[str]) -> str:
+    families: dict[str, list[str]] = {}
+    for place in places:
+        family, _, attention = place.partition(" ")
+        families.setdefault(family, []).append(attention)
+    return "; ".join(
+        f"{family}: {'all' if set(MECHANISMS[family]) <= set(names) else ', '.join(names)}"
+        for family, names in families.items()
+    )
+
+
+def _general(reason: str) -> str:
+    """The same sentence for every class of model."""
+    return re.sub(r"\b(Bert|GPT2|Llama)\w*", "the model", reason) or "no reason given"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="unpacked source archive of Transformers (default: its sdist)")
+    parser.add_argument("--family", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--attention", nargs="+", help="these mechanisms only (default: the main ones)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--generation", type=Path, help="checkout of any version: only its tests of generation are run")
+    arguments = parser.parse_args(argv)
+    path = arguments.out / "transformers-tests.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if before is not None and before["transformers"] != version("transformers"):
+        before = None
+    families = [family for family in arguments.family if not arguments.generation or family in DECODERS]
+    part = bool(arguments.attention) or bool(arguments.generation) or set(families) < set(MECHANISMS)
+    if part and before is None:
+        raise ValueError(f"{path} has no results of transformers {version('transformers')}: run everything first.")
+    runs, absent = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site = ["install", "--no-deps", "--target", str(folder / "site"), "parameterized"]
+        subprocess.run([sys.executable, "-m", "pip", "--quiet", *site], check=True)
+        absent = arranged(arguments.source or fetched(folder), folder, arguments.generation)
+        for family in families:
+            control: dict[str, dict[str, str]] = {}
+            for attention in (CONTROL, *(arguments.attention or MECHANISMS[family])):
+                rows = run(family, attention, folder, "generation" if arguments.generation else "")
+                control = control or {row["test"]: row for row in rows}
+                rows = [judged(row, control) for row in rows]
+                runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": rows})
+                sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
+    if arguments.generation:
+        report = with_generation(before or {}, runs, arguments.generation)
+    else:
+        report = written(merged(before["runs"], runs) if part and before else runs, absent, arguments)
+        report |= {key: before[key] for key in ("generation",) if before and key in before}
+    path.write_text(packed(report), encoding="utf-8")
+    (arguments.out / "transformers-tests.md").write_text(table(report), encoding="utf-8")
+    return 1 if any(entry["counts"]["unexplained"] for entry in runs) else 0
+
+
+def with_generation(before: dict[str, Any], runs: list[dict[str, Any]], source: Path) -> dict[str, Any]:
+    """The report with the results of the mixin of generation, and the version that it was taken from."""
+    text = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
+    held = before.get("generation", {"runs": []})
+    about = f"`tests/generation` of transformers {found}, over the models of {before['transformers']}"
+    return {**before, "generation": {"source": about, "runs": merged(held["runs"], runs)}}
+
+
+def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A part that was run again takes its place among the results that are there."""
+    new = {(entry["family"], entry["attention"]): entry for entry in runs}
+    kept = [new.pop((entry["family"], entry["attention"]), entry) for entry in before]
+    return [*kept, *new.values()]
+
+
+def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from hf_linear_attn.evaluation.measurements import now
+    from hf_linear_attn.evaluation.report import environment
+
+    source = "its sdist" if arguments.source is None else "a source archive"
+    if absent:
+        source += f", which lacks {' and '.join(absent)}: nothing of these is run"
+    held = {"format_version": 1, "created": now(), "transformers": version("transformers"), "source": source}
+    return {**held, "environment": environment(torch.device("cpu")), "runs": runs}
+
+
+def packed(report: dict[str, Any]) -> str:
+    """JSON with one test a line."""
+    text = json.dumps(report, ensure_ascii=False, indent=1)
+    return re.sub(r"\{\n\s+\"test\"[^}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The recipes that measure what length is worth and what it costs: tiny models, made-up proteins and reviews."""
+
+import csv
+import json
+import random
+
+import numpy as np
+import pytest
+from sklearn.metrics import matthews_corrcoef
+
+from recipes.benchmarks import long_costs, long_data, long_table
+
+from ..evaluation.models import WORDS
+from ..training.made_up import save_encoder
+
+
+@pytest.fixture(scope="module")
+def table():
+    return long_table
+
+
+SMALL = ["--teacher.steps", "2", "--teacher.batch_size", "4", "--transfer.steps", "2", "--transfer.batch_size", "4"]
+SMALL += ["--distill.steps", "2", "--distill.accumulation", "2", "--run.precision", "no"]
+TINY = ["hidden_size", "16", "num_hidden_layers", "2", "num_attention_heads", "2", "intermediate_size", "16"]
+ESM = [word for name, value in zip(TINY[::2], TINY[1::2], strict=True) for word in (f"--model.overrides.{name}", value)]
+
+
+def save_proteins(path):
+    """Five partitions with short and long sequences of both labels; every sequence tells its partition."""
+    generator = random.Random(0)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["sequence", "membrane", "partition"])
+        for number in range(60):
+            length = (20, 50, 1100)[number % 3]
+            body = "".join(generator.choices("ACDEFGHIKL", k=length))
+            writer.writerow([f"{'MNPQR'[number % 5]}{body}", f"{number // 3 % 2}.0", number % 5])
+
+
+def read(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def proteins(table, tmp_path_factory):
+    place = tmp_path_factory.mktemp("long")
+    save_proteins(place / "proteins.csv")
+    words = ["proteins", "--source", str(place / "proteins.csv"), "--work", str(place / "work"), "--scored", "8"]
+    words += ["--out", str(place / "out.json"), "--data.max_length", "60", *SMALL, *ESM]
+    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
+    return place, words
+
+
+def test_proteins_of_one_partition_stay_together(proteins):
+    place, _ = proteins
+    held = {name: read(place / "work" / "proteins" / f"{name}.csv") for name in ("short/train", "long/train", "scored")}
+    letters = {name: {row["text"][0] for row in rows} for name, rows in held.items()}
+    assert letters["scored"] <= set("QR")
+    assert not (letters["short/train"] | letters["long/train"]) & set("QR")
+    assert all(int(row["length"]) <= 58 for row in held["short/train"])
+    assert {int(row["length"]) > 1024 for row in held["long/train"]} == {True, False}
+    assert all(len(row["text"]) == int(row["length"]) for rows in held.values() for row in rows)
+
+
+def test_a_row_a_mechanism_and_length(proteins):
+    place, _ = proteins
+    rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["variant"], row["length"]) for row in rows] == [
+        *(("softmax", 40), ("window", 40)),
+        *(("softmax", 1200), ("window", 1200)),
+    ]
+    long = [int(row["length"]) + 2 for row in read(place / "work" / "proteins" / "long" / "train.csv")]
+    for row in rows:
+        assert row["strata"]["> 1,024"]["rows"] == 8
+        assert row["training"]["truncated"] == sum(length > row["length"] for length in long)
+        assert str(place) not in json.dumps(row)
+    assert rows[1]["parameters"] > rows[0]["parameters"]
+    assert rows[0]["settings"]["model"]["overrides"]["position_embedding_type"] == "rotary"
+
+
+def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(table, proteins, monkeypatch):
+    place, words = proteins
+    monkeypatch.setattr(table, "train_long", None)
+    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
+    assert table.main([*words, "--lengths", "40", "1200", "--pieces"]) == 0
+    rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 5
+    assert rows[-1]["pieces"]
+    assert rows[-1]["length"] == 40
+    assert rows[-1]["training"] == rows[0]["training"]
+
+
+def test_costs_of_every_mechanism(proteins):
+    place, _ = proteins
+    words = ["proteins", "--work", str(place / "work"), "--lengths", "32", "64", "--inputs", "2", "--rounds", "2"]
+    assert long_costs.main([*words, "--out", str(place / "costs.json")]) == 0
+    held = json.loads((place / "costs.json").read_text(encoding="utf-8"))
+    assert set(held["lengths"]) == {"32", "64"}
+    for found in held["lengths"].values():
+        assert set(found) == {"softmax", "window", *(f"local + {name}" for name in ("softmax", "hedgehog", "luna"))}
+        assert found["softmax"]["training"]["speedup"] == 1
+        assert all(costs["training"]["seconds_per_1000"] > 0 for costs in found.values())
+    assert held["longest"]["tokens"] == 1103
+
+
+def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
+    save_encoder(tmp_path / "encoder")
+    (tmp_path / "imdb").mkdir()
+    for name in ("train", "test"):
+        with (tmp_path / "imdb" / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(24):
+                words = WORDS[24:48] * (1 if number % 2 else 6)
+                file.write(json.dumps({"text": " ".join(words[number:]), "label": number // 2 % 2}) + "\n")
+    monkeypatch.setattr(long_data, "LONG_REVIEW", 90)
+    part = table.PARTS["reviews"]
+    monkeypatch.setitem(
+        table.PARTS,
+        "reviews",
+        table.Part(part.write, {"all": (0, np.inf)}, (96, 150), {"softmax": None, "elu": {"default": "elu"}}),
+    )
+    words = ["reviews", "--source", str(tmp_path / "imdb"), "--model", str(tmp_path / "encoder"), "--short", "8"]
+    words += ["--long", "6", "--scored", "6", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]
+    assert table.main([*words, *SMALL, "--data.max_length", "96"]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["length"] for row in rows] == [96, 96, 150, 150]
+    config = json.loads((tmp_path / "work/reviews/seed0/elu-150-2/model/config.json").read_text(encoding="utf-8"))
+    assert config["max_position_embeddings"] == 150
+    assert all(int(row["length"]) > 90 for row in read(tmp_path / "work" / "reviews" / "scored.csv"))
+
+
+def test_pieces_cover_a_text_with_overlap(table):
+    class Letters:
+        def __call__(self, text, add_special_tokens=True, verbose=True):
+            ids = [ord(letter) for letter in text]
+            return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    text = "abcdefghijklmnopqrstuvwxyz"
+    pieces = table.encode_pieces(Letters(), text, 10)
+    assert all(piece[0] == 1 and piece[-1] == 2 and len(piece) <= 10 for piece in pieces)
+    bodies = ["".join(map(chr, piece[1:-1])) for piece in pieces]
+    assert bodies == ["abcdefgh", "ghijklmn", "mnopqrst", "stuvwxyz"]
+    assert table.encode_pieces(Letters(), "abc", 10) == [[1, 97, 98, 99, 2]]
+
+
+def test_matthews_is_that_of_scikit_learn(table):
+    generator = np.random.default_rng(0)
+    scores, labels = generator.normal(size=50), generator.random(50) < 0.4
+    found = table.judge(scores, labels)
+    assert found["mcc"] == pytest.approx(matthews_corrcoef(labels, scores > 0))
+    assert 0 < found["mcc_error"] < 0.3
+    assert table.matthews(np.array([0, 0, 5, 5])) == 0
