@@ -13,9 +13,7 @@ from transformers import BertForSequenceClassification
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.options import EvaluateOptions
 from hf_linear_attn.evaluation.runner import run_evaluate
-
-from .evaluation.models import WORDS, save_checkpoint, some_text, tiny_tokenizer
-from .helpers import bert_config
+from tests.helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {"quick": True, "lengths": (16, 24), "length": 32, "seconds": 0.01, "steps": 1}
 
@@ -24,7 +22,7 @@ def save_folder(made: Path) -> Path:
     """Checkpoints of each kind, with converted and tuned ones, a text, a task, sentence pairs."""
     for kind in ("bert", "gpt2"):
         save_checkpoint(made / kind, kind)
-    (made / "text.txt").write_text(some_text(), encoding="utf-8")
+    (made / "text.txt").write_text(sample_text(), encoding="utf-8")
     _classifiers(made)
     rows = [" ".join(WORDS[(place * 7 + step) % len(WORDS)] for step in range(8)) for place in range(60)]
     (made / "glue" / "SST-2").mkdir(parents=True)
@@ -54,7 +52,7 @@ def _classifiers(made: Path) -> None:
 
 
 def _save_conversions(made: Path, task: str, labels: dict[int, str]) -> None:
-    model = BertForSequenceClassification(bert_config(id2label=labels))
+    model = tiny_model("bert", BertForSequenceClassification, id2label=labels)
     for kind, attention in (("classifier", None), ("run0", "elu"), ("run1", "elu"), ("tuned", None)):
         name = f"{task}{kind}"
         model.classifier.weight.data += 0.5 * torch.randn(model.classifier.weight.shape)

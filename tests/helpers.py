@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 import hf_linear_attn as hla
@@ -54,6 +56,88 @@ SMALL_OPTIONS: dict[str, Any] = {
 VOCABULARY = 61
 MAX_LENGTH = 96
 
+# --------------------------------------------------------------------------------------------------------------------
+# Tiny models and their tokenizer
+
+#: initializer_range is ten times the usual: with 0.02 every attention is uniform and the tests would prove nothing.
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.25}
+
+#: What every architecture gets whose config has such a field, by its standard name.
+STANDARD_SIZES: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": MAX_LENGTH,
+}
+_DECODER_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+_ENCODER_DECODER_SIZES: dict[str, Any] = {
+    "init_std": 0.25,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+}
+
+#: Architecture -> fields that the standard sizes do not cover.
+ARCHITECTURE_FIELDS: dict[str, dict[str, Any]] = {
+    "albert": {"embedding_size": 16},
+    "bart": {**_ENCODER_DECODER_SIZES, "decoder_start_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    | {"bos_token_id": 1, "forced_eos_token_id": None},
+    "distilbert": {"hidden_dim": 40},
+    "electra": {"embedding_size": 16},
+    "esm": {"pad_token_id": 1, "mask_token_id": 3},
+    "gpt2": _DECODER_TOKENS,
+    "llama": {**_DECODER_TOKENS, "num_key_value_heads": 2, "attention_bias": True},
+    "mistral": {**_DECODER_TOKENS, "num_key_value_heads": 2},
+    "opt": {"init_std": 0.25, "ffn_dim": 40, "word_embed_proj_dim": 32, "pad_token_id": 1},
+}
+
+#: Architectures that only generate: a causal language model stands for them.
+DECODER_ARCHITECTURES = ("gpt2", "llama", "mistral", "opt")
+
+
+def tiny_config(architecture: str, **config: Any) -> PretrainedConfig:
+    """The config of a tiny model without dropout.
+
+    Args:
+        architecture: Transformers' model type: "bert", "gpt2", "llama", ….
+        config: fields that replace those of the tiny config, by any name that the config class takes.
+    """
+    cls = CONFIG_MAPPING[architecture]
+    default = cls()
+    sizes = {name: value for name, value in STANDARD_SIZES.items() if hasattr(default, name)}
+    dropout = {
+        name: 0.0
+        for name, value in vars(default).items()
+        if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop")))
+    }
+    aliases = getattr(cls, "attribute_map", {})
+    fields = {**sizes, **dropout, **ARCHITECTURE_FIELDS.get(architecture, {}), **config}
+    # The config class must see one name only of fields that have two: `hidden_size` is GPT-2's `n_embd`.
+    return cls(**{aliases.get(name, name): value for name, value in fields.items()})
+
+
+def tiny_model(architecture: str, model_class: type | None = None, **config: Any) -> PreTrainedModel:
+    """A tiny random model in evaluation mode, without dropout.
+
+    Args:
+        architecture: Transformers' model type: "bert", "gpt2", "llama", ….
+        model_class: a class of that architecture or one of Transformers' Auto classes. Without it: the bare model of
+            an encoder, the causal language model of a decoder, the sequence-to-sequence model of an encoder-decoder.
+        config: fields of the config, see `tiny_config`.
+    """
+    made = tiny_config(architecture, **config)
+    if model_class is None:
+        decoder_class = AutoModelForCausalLM if architecture in DECODER_ARCHITECTURES else AutoModel
+        model_class = AutoModelForSeq2SeqLM if made.is_encoder_decoder else decoder_class
+    model = model_class(made) if issubclass(model_class, PreTrainedModel) else model_class.from_config(made)
+    return model.eval()
+
 
 @dataclass(frozen=True)
 class Family:
@@ -61,42 +145,85 @@ class Family:
 
     name: str
     causal: bool
-    build: Callable[[], PreTrainedModel]
     projections: tuple[str, ...]
+    model_class: type | None = None
+    num_layers: int = 2
+
+    def build(self, **config: Any) -> PreTrainedModel:
+        return tiny_model(self.name, self.model_class, **{"num_hidden_layers": self.num_layers, **config})
 
     def __str__(self) -> str:
         return self.name
 
 
-# initializer_range is ten times the usual: with 0.02 every attention is uniform and the tests would prove nothing.
-SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.25}
-
-
-def bert_config(**changes: Any) -> BertConfig:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertConfig(**{**SIZES, **sizes, **dropout, "max_position_embeddings": MAX_LENGTH, **changes})
-
-
-def gpt2_config(**changes: Any) -> GPT2Config:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    return GPT2Config(**{**SIZES, **sizes, **dropout, **tokens, **changes})
-
-
-def llama_config(**changes: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    rest = {"intermediate_size": 40, "max_position_embeddings": MAX_LENGTH, "attention_bias": True}
-    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    return LlamaConfig(**{**SIZES, **sizes, **rest, **tokens, **changes})
-
-
-BERT = Family("bert", False, lambda: BertForMaskedLM(bert_config()).eval(), ("query", "value"))
-GPT2 = Family("gpt2", True, lambda: GPT2LMHeadModel(gpt2_config()).eval(), ("c_attn",))
-LLAMA = Family("llama", True, lambda: LlamaForCausalLM(llama_config()).eval(), ("q_proj", "v_proj"))
+BERT = Family("bert", False, ("query", "value"), AutoModelForMaskedLM)
+GPT2 = Family("gpt2", True, ("c_attn",))
+LLAMA = Family("llama", True, ("q_proj", "v_proj"))
 FAMILIES = (BERT, GPT2, LLAMA)
 DECODERS = (GPT2, LLAMA)
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+WORDS = """
+alpha beta gamma delta the a of in to and is it on by for as with at from this that red blue green old new big small
+one two three four five six seven eight nine ten cat dog bird fish tree house river stone sea sky sun
+""".split()  # noqa: SIM905  (a list of 49 strings would take 49 lines)
+
+
+def tiny_tokenizer(
+    *, mask: bool = False, eos: bool = False, token_types: bool = False, unknown: bool = True
+) -> PreTrainedTokenizerFast:
+    """One token a word, `[CLS] A [SEP]` around a text and `[CLS] A [SEP] B [SEP]` around a pair.
+
+    Args:
+        mask: whether there is a token `[MASK]`.
+        eos: whether there is a token `[EOS]`; no text gets it by itself.
+        token_types: whether the tokenizer returns `token_type_ids`, 1 for the second text of a pair.
+        unknown: whether other words become `[UNK]`; otherwise they are an error.
+    """
+    special = [token for token in SPECIAL_TOKENS if unknown or token != "[UNK]"]
+    special += ["[MASK]"] * mask + ["[EOS]"] * eos
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]" if unknown else None))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
+    )
+    inputs = ["input_ids", "token_type_ids", "attention_mask"] if token_types else ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]" if unknown else None,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]" if mask else None,
+        eos_token="[EOS]" if eos else None,
+        model_input_names=inputs,
+    )
+
+
+def sample_text(lines: int = 80) -> str:
+    """Lines of 30 words, all different, without a blank one: one document a line."""
+    generator = torch.Generator().manual_seed(0)
+    picked = torch.randint(len(WORDS), (lines, 30), generator=generator).tolist()
+    return "\n".join(" ".join(WORDS[index] for index in row) for row in picked) + "\n"
+
+
+def save_checkpoint(
+    folder: Path,
+    architecture: str,
+    model_class: type | None = None,
+    *,
+    mask: bool = False,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A tiny random checkpoint with its tokenizer."""
+    torch.manual_seed(seed)
+    tiny_model(architecture, model_class, **config).save_pretrained(folder)
+    tiny_tokenizer(mask=mask).save_pretrained(folder)
+    return folder
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -114,9 +241,12 @@ def serves(entry: AttentionEntry, causal: bool) -> bool:
 
 
 def _pairs(families: tuple[Family, ...], supported: bool) -> list[Any]:
-    found = [(entry.name, family) for entry in entries() for family in families]
-    kept = [(name, family) for name, family in found if serves(ATTENTIONS.get(name), family.causal) is supported]
-    return [pytest.param(name, family, id=f"{name}-{family}") for name, family in kept]
+    return [
+        pytest.param(entry.name, family, id=f"{entry.name}-{family}")
+        for entry in entries()
+        for family in families
+        if serves(entry, family.causal) is supported
+    ]
 
 
 def every_pair(families: tuple[Family, ...] = FAMILIES) -> Any:
@@ -147,8 +277,8 @@ def every_feature_map(*, signed: bool = True) -> Any:
     `signed=False` leaves out maps whose weights can be negative.
     """
     hla.list_attentions()
-    found = [(name, e.cls) for name, e in FEATURE_MAPS if not e.cls.uses_positions]
-    return pytest.mark.parametrize("name", sorted(name for name, cls in found if signed or not cls.signed))
+    classes = {name: entry.cls for name, entry in FEATURE_MAPS if not entry.cls.uses_positions}
+    return pytest.mark.parametrize("name", sorted(name for name, cls in classes.items() if signed or not cls.signed))
 
 
 def small_options(options: type) -> dict[str, Any]:
@@ -202,7 +332,7 @@ def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=2048, causal=causal)
     options = build_options(entry, small_options(entry.options))
-    options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
+    options = getattr(entry.factory, "resolve_options", lambda _, options: options)(shape, options)
     module: LinearAttention = entry.factory(shape, options)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -19,9 +19,8 @@ from hf_linear_attn.evaluation.measurements import NAME, Store
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
 from hf_linear_attn.evaluation.preparing import Plan, prepare
 from hf_linear_attn.evaluation.texts import read_text
-
-from .evaluate_runs import run, save_folder
-from .evaluation.models import tiny_tokenizer
+from tests.evaluate_runs import run, save_folder
+from tests.helpers import tiny_tokenizer
 
 #: A metric of evaluate, as anybody may write one.
 MODULE = """

@@ -15,8 +15,7 @@ from hf_linear_attn.cli_fields import from_arguments
 from hf_linear_attn.evaluation.measurements import NAME
 from hf_linear_attn.evaluation.options import EvaluateOptions
 from hf_linear_attn.evaluation.runner import run_evaluate
-
-from .evaluate_runs import run, save_folder
+from tests.evaluate_runs import run, save_folder
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,14 @@ import pytest
 from hf_linear_attn.cli import build_parser, main
 from hf_linear_attn.cli_fields import from_arguments
 from hf_linear_attn.plan import PlanOptions
-
-from .evaluation.models import save_checkpoint, some_text
+from tests.helpers import sample_text, save_checkpoint
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plan")
     save_checkpoint(made / "gpt2", "gpt2")
-    (made / "text.txt").write_text(some_text(), encoding="utf-8")
+    (made / "text.txt").write_text(sample_text(), encoding="utf-8")
     return made
 
 

@@ -20,9 +20,7 @@ from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
 from hf_linear_attn.evaluation.preparing import Plan, prepare
 from hf_linear_attn.evaluation.texts import read_text
-
-from .evaluation.models import save_checkpoint, some_text
-from .helpers import MAX_LENGTH, bert_config, gpt2_config
+from tests.helpers import MAX_LENGTH, sample_text, save_checkpoint, tiny_config, tiny_model
 
 LENGTHS = (16, 2 * MAX_LENGTH)
 ATTENTIONS = {"bert": ("elu", "hedgehog", "linformer"), "gpt2": ("favor+", "window"), "llama": ("elu", "window")}
@@ -34,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("demo")
     for kind in ATTENTIONS:
         save_checkpoint(made / kind, kind)
-    (made / "text.txt").write_text(some_text(), encoding="utf-8")
+    (made / "text.txt").write_text(sample_text(), encoding="utf-8")
     return made
 
 
@@ -286,11 +284,11 @@ def test_every_option_has_a_help_text() -> None:
 
 
 def test_encoder_or_decoder() -> None:
-    assert is_decoder(gpt2_config(architectures=["GPT2LMHeadModel"]))
-    assert is_decoder(gpt2_config(architectures=["GPT2Model"]))
-    assert not is_decoder(bert_config(architectures=["BertModel"]))
-    assert not is_decoder(bert_config(architectures=None))
-    assert is_decoder(bert_config(architectures=["BertLMHeadModel"], is_decoder=True))
+    assert is_decoder(tiny_config("gpt2", architectures=["GPT2LMHeadModel"]))
+    assert is_decoder(tiny_config("gpt2", architectures=["GPT2Model"]))
+    assert not is_decoder(tiny_config("bert", architectures=["BertModel"]))
+    assert not is_decoder(tiny_config("bert", architectures=None))
+    assert is_decoder(tiny_config("bert", architectures=["BertLMHeadModel"], is_decoder=True))
     for config in (T5Config(), BartConfig()):
         with pytest.raises(ValueError, match="encoder-decoder"):
             is_decoder(config)
@@ -302,7 +300,7 @@ def test_plans_fit_the_model(folder: Path) -> None:
 
     from hf_linear_attn.demo import Loaded
 
-    model = GPT2LMHeadModel(gpt2_config(n_positions=74))
+    model = tiny_model("gpt2", GPT2LMHeadModel, n_positions=74)
     loaded = Loaded(model, None, True, "sdpa", {})
     quick, full = (make_plan(DemoOptions(quick=quick), loaded) for quick in (True, False))
     assert quick.sequence_length == full.sequence_length == 74

@@ -17,8 +17,7 @@ from hf_linear_attn.cli import build_parser, split_settings
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
 from hf_linear_attn.training.entry import settings_class
 from hf_linear_attn.training.settings import read_arguments, read_settings
-
-from .helpers import entries, serves
+from tests.helpers import entries, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -15,8 +15,7 @@ import yaml
 
 from hf_linear_attn.training.entry import SETTINGS, recipe
 from hf_linear_attn.training.settings import flat, read_settings
-
-from .training.made_up import save_decoder, save_encoder, save_task, save_text
+from tests.training.made_up import save_decoder, save_encoder, save_task, save_text
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.data.collate import causal_labels, collate_padded, mask_tokens
-
-from .made_up import tokenizer
+from tests.data.made_up import tokenizer
 
 ROWS = [
     {"input_ids": [2, 6, 7, 3], "token_type_ids": [0, 0, 1, 1], "labels": 1},

@@ -9,8 +9,7 @@ import datasets
 import pytest
 
 from hf_linear_attn.data.encode import encode_blocks, encode_documents, encode_pairs
-
-from .made_up import tokenizer
+from tests.data.made_up import tokenizer
 
 PAIRS = {
     "first": ["alpha beta", "one two three four", "red"],

@@ -9,8 +9,7 @@ import pytest
 
 from hf_linear_attn.data.formats import FORMATS, split_articles
 from hf_linear_attn.data.sources import carve_validation, check_columns, load_source
-
-from .made_up import SHARED, write
+from tests.data.made_up import SHARED, write
 
 ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
 WIKI = (

@@ -9,8 +9,7 @@ import pytest
 
 from hf_linear_attn.data.metrics import METRICS
 from hf_linear_attn.data.tasks import TASKS, Task, get_task, load_task
-
-from .made_up import SHARED, write
+from tests.data.made_up import SHARED, write
 
 GLUE = ["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
 

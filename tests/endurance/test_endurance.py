@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.endurance import measures
 from tests.helpers import BERT, LLAMA, every_mechanism, every_pair
-
-from . import measures
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason=f"{sys.platform} does not tell the memory of a process in /proc"

@@ -14,9 +14,8 @@ from hf_linear_attn.evaluation.averages import mean_of, spread_of
 from hf_linear_attn.evaluation.pointers import joined, resolve
 from hf_linear_attn.evaluation.scores import kept, score_of, scores_of
 from hf_linear_attn.evaluation.subject import find_groups, longer_layers
-
-from ..helpers import bert_config
-from .made_up import made_up_evaluation
+from tests.evaluation.made_up import made_up_evaluation
+from tests.helpers import tiny_config, tiny_model
 
 # --------------------------------------------------------------------------------------------------------------------
 # Advice
@@ -126,10 +125,10 @@ def test_checkpoints_that_differ_in_weights_and_seeds_belong_together(tmp_path: 
         ("c", "favor+", {"seed": 2, "num_features": 16}),
         ("d", "linformer", {"num_slots": 4}),
     ):
-        model = BertModel(bert_config())
+        model = tiny_model("bert", BertModel)
         hla.patch_model(model, attention, **options).save_pretrained(tmp_path / name)
     folders = [str(tmp_path / name) for name in "abcd"]
-    groups = find_groups(folders, AutoModel, bert_config(), "cpu", exact=False)
+    groups = find_groups(folders, AutoModel, tiny_config("bert"), "cpu", exact=False)
     assert [(group.name, [member.folder for member in group.members]) for group in groups] == [
         ("favor+ (converted)", ["a", "b"]),
         ("favor+ (converted) 2", ["c"]),

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.evaluation.embeddings import agreement, nearest_neighbours, sentence_embeddings, unrelated_cosine
-
-from .models import tiny_model
+from tests.helpers import tiny_model
 
 
 def test_padding_does_not_count() -> None:

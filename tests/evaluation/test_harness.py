@@ -12,9 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.harness import harness_model, run_harness
-
-from ..helpers import DECODERS, patch_small
-from .models import WORDS, save_checkpoint, tiny_model, tiny_tokenizer
+from tests.helpers import DECODERS, WORDS, patch_small, save_checkpoint, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from hf_linear_attn.evaluation.perplexity import measure_perplexity, windows
-
-from ..helpers import MAX_LENGTH, VOCABULARY, gpt2_config
+from tests.helpers import MAX_LENGTH, VOCABULARY, tiny_model
 
 DOCUMENTS = [list(range(1, 40)), [5, 9, 3], [7], list(range(60, 20, -1))]
 
@@ -18,7 +17,7 @@ DOCUMENTS = [list(range(1, 40)), [5, 9, 3], [7], list(range(60, 20, -1))]
 @pytest.fixture(scope="module")
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(gpt2_config()).eval()
+    return tiny_model("gpt2", GPT2LMHeadModel)
 
 
 def direct(model: GPT2LMHeadModel, documents: list[list[int]], context: int, stride: int) -> tuple[float, int]:
@@ -47,7 +46,7 @@ def test_equals_the_definition(model: GPT2LMHeadModel, context: int, stride: int
 
 
 def test_uniform_model_has_the_vocabulary_as_perplexity() -> None:
-    model = GPT2LMHeadModel(gpt2_config()).eval()
+    model = tiny_model("gpt2", GPT2LMHeadModel)
     with torch.no_grad():
         model.lm_head.weight.zero_()
     found = measure_perplexity(model, DOCUMENTS, context=MAX_LENGTH, stride=8)

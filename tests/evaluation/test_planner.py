@@ -26,9 +26,17 @@ from hf_linear_attn.evaluation.planner.record import Record
 from hf_linear_attn.evaluation.planner.search import effort, greedy, ranked
 from hf_linear_attn.evaluation.planner.words import shown_divergence
 from hf_linear_attn.plan import PlanOptions, run_plan
-
-from ..helpers import BERT, GPT2, bert_config, gpt2_config, patched, token_ids
-from .models import WORDS, save_checkpoint, some_text, tiny_tokenizer
+from tests.helpers import (
+    BERT,
+    GPT2,
+    WORDS,
+    patched,
+    sample_text,
+    save_checkpoint,
+    tiny_model,
+    tiny_tokenizer,
+    token_ids,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Budgets
@@ -148,7 +156,7 @@ def test_encoder_measure() -> None:
 def test_classifier_measure() -> None:
     pytest.importorskip("evaluate", reason="needs the extra 'train'")
     for regression, metrics in ((False, ("accuracy", "f1")), (True, ("pearson", "spearmanr"))):
-        exact = BertForSequenceClassification(bert_config(num_labels=1 if regression else 2)).eval()
+        exact = tiny_model("bert", BertForSequenceClassification, num_labels=1 if regression else 2)
         labels = torch.tensor([0.5, 1.0, 2.0, 0.1]) if regression else torch.tensor([0, 1, 1, 0])
         batch = {"input_ids": token_ids(4, 12), "attention_mask": torch.ones(4, 12, dtype=torch.long), "labels": labels}
         linear = BertForSequenceClassification(exact.config).eval()
@@ -201,13 +209,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder of three layers, an encoder, a classifier with its task, and a text."""
     made = tmp_path_factory.mktemp("plan")
     torch.manual_seed(0)
-    GPT2LMHeadModel(gpt2_config(n_layer=3)).save_pretrained(made / "gpt2")
+    tiny_model("gpt2", GPT2LMHeadModel, n_layer=3).save_pretrained(made / "gpt2")
     tiny_tokenizer().save_pretrained(made / "gpt2")
     save_checkpoint(made / "bert", "bert")
     labels = {"id2label": {0: "negative", 1: "positive"}, "label2id": {"negative": 0, "positive": 1}}
-    BertForSequenceClassification(bert_config(**labels)).save_pretrained(made / "classifier")
+    tiny_model("bert", BertForSequenceClassification, **labels).save_pretrained(made / "classifier")
     tiny_tokenizer().save_pretrained(made / "classifier")
-    (made / "text.txt").write_text(some_text(), encoding="utf-8")
+    (made / "text.txt").write_text(sample_text(), encoding="utf-8")
     (made / "SST-2").mkdir()
     for name, count in (("train", 40), ("dev", 24)):
         rows = [

@@ -22,8 +22,7 @@ from hf_linear_attn.evaluation.report import PLOTS, REPEATED, render_page, write
 from hf_linear_attn.evaluation.screen import show
 from hf_linear_attn.evaluation.summary import change, crossover_words, shown_places, summarise_report
 from hf_linear_attn.evaluation.verdicts import conclude, verdicts
-
-from .made_up import made_up_evaluation, made_up_report, made_up_tasks
+from tests.evaluation.made_up import made_up_evaluation, made_up_report, made_up_tasks
 
 kinds = pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
 

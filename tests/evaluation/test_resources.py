@@ -15,8 +15,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.evaluation import resources
 from hf_linear_attn.evaluation.resources import count_flops, free_memory, peak_memory
 from hf_linear_attn.evaluation.speed import length_rows, shared_copy, without_attention
-
-from ..helpers import BERT, FAMILIES, GPT2, Family, token_ids
+from tests.helpers import BERT, FAMILIES, GPT2, Family, token_ids
 
 CPU = torch.device("cpu")
 

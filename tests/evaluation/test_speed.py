@@ -23,9 +23,7 @@ from hf_linear_attn.evaluation.speed import (
     without_attention,
 )
 from hf_linear_attn.integration.attention import attention_modules
-
-from ..helpers import MAX_LENGTH, every_mechanism, patch_small
-from .models import tiny_model
+from tests.helpers import MAX_LENGTH, every_mechanism, patch_small, tiny_model
 
 TOKENS = list(range(1, 30))
 

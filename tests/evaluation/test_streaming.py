@@ -9,7 +9,6 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.streaming import cache_bytes, file_tokens, read_stream, stream_losses
 from hf_linear_attn.registry import ATTENTIONS
-from tests.evaluation.models import tiny_tokenizer
 from tests.helpers import (
     BERT,
     DECODERS,
@@ -21,6 +20,7 @@ from tests.helpers import (
     logits,
     patch_small,
     patched,
+    tiny_tokenizer,
     token_ids,
 )
 

@@ -16,8 +16,7 @@ from hf_linear_attn.evaluation.sweep_checks import CHECKS, relative_difference
 from hf_linear_attn.evaluation.sweep_pool import read_journal, run_sweep
 from hf_linear_attn.evaluation.sweep_report import markdown, reason, write_report
 from hf_linear_attn.evaluation.tiny import CannotBuildError, Case, every_case, sharpen, tiny_config, tiny_model
-
-from ..helpers import load_script
+from tests.helpers import load_script
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quality_assurance" / "sweep.py"
 fork_only = pytest.mark.skipif(not hasattr(os, "fork"), reason="stand-ins reach the processes by fork only")

@@ -20,8 +20,7 @@ from hf_linear_attn.evaluation.texts import (
     standard_library_documents,
     whole_documents,
 )
-
-from .models import tiny_tokenizer
+from tests.helpers import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

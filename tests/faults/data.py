@@ -9,9 +9,8 @@ from pathlib import Path
 from hf_linear_attn.data.sources import load_source
 from hf_linear_attn.data.tasks import load_task
 from hf_linear_attn.training.convert import convert
+from tests.faults.trying import fault, told
 from tests.training.made_up import convert_settings, save_encoder, save_task
-
-from .trying import fault, told
 
 
 def loaded(path: Path, data: bytes) -> str:

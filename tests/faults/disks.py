@@ -14,10 +14,9 @@ import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.loop import Loop
+from tests.faults.trying import NotPossibleHereError, fault, fingerprint, told
 from tests.helpers import BERT, logits, patched, token_ids
 from tests.training.made_up import convert_settings, save_encoder, save_task
-
-from .trying import NotPossibleHereError, fault, fingerprint, told
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import hf_linear_attn as hla
 from hf_linear_attn.config import FORMAT_VERSION, LinearAttentionConfig
+from tests.faults.trying import fault, told
 from tests.helpers import BERT, logits, patched, token_ids
-
-from .trying import fault, told
 
 WEIGHTS = "model.safetensors"
 LEARNED = "bert.encoder.layer.1.attention.self.linear_attention.feature_map.query_weight"

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from tests.faults.trying import fault
 from tests.test_recipes import SCRIPTS, words
 from tests.training.made_up import save_decoder, save_encoder, save_task, save_text
-
-from .trying import fault
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

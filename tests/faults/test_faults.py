@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from . import data, disks, files, processes  # noqa: F401  (the faults add themselves)
-from .trying import FAULTS, Fault, NotPossibleHereError
+from tests.faults import data, disks, files, processes  # noqa: F401  (the faults add themselves)
+from tests.faults.trying import FAULTS, Fault, NotPossibleHereError
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.quick], ids=lambda fault: fault.run.__name__)

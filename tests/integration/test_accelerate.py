@@ -19,17 +19,7 @@ from safetensors import safe_open
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    DECODERS,
-    LLAMA,
-    every_pair,
-    llama_config,
-    logits,
-    patch_small,
-    patched,
-    small_options,
-    token_ids,
-)
+from tests.helpers import DECODERS, LLAMA, every_pair, logits, patch_small, patched, small_options, token_ids
 
 CPU = torch.device("cpu")
 #: One with random buffers, one with learned features, one with learned parts of the mechanism itself.
@@ -153,7 +143,7 @@ def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
     model = patched(name, LLAMA)
     model.save_pretrained(tmp_path)
     with init_empty_weights():
-        empty = hla.patch_model(type(LLAMA.build())(llama_config()), model.config.linear_attention)
+        empty = hla.patch_model(LLAMA.build(), model.config.linear_attention)
     assert all(p.is_meta for key, p in empty.named_parameters() if "linear_attention" not in key)
     filled = load_checkpoint_and_dispatch(empty, str(tmp_path), device_map={"": "cpu"}).eval()
     assert not any(tensor.is_meta for tensor in filled.state_dict().values())
@@ -163,7 +153,7 @@ def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
 def test_random_features_are_the_same_without_memory():
     options = small_options(ATTENTIONS.get("favor+").options)
     with init_empty_weights(include_buffers=True):
-        empty = hla.patch_model(type(LLAMA.build())(llama_config()), "favor+", **options)
+        empty = hla.patch_model(LLAMA.build(), "favor+", **options)
     own = dict(patch_small(LLAMA.build(), "favor+").named_buffers())
     for key, buffer in empty.named_buffers():
         assert buffer.is_meta or "linear_attention" not in key or torch.equal(buffer, own[key])

@@ -9,8 +9,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.attention import OBSERVER, AttentionCall
-
-from ..helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
+from tests.helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
 
 
 def part_of(whole: Any, name: str, family: Family, layers: list[int]) -> Any:

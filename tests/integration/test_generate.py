@@ -6,7 +6,7 @@ from transformers import DynamicCache, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_linear_attn as hla
-from tests.helpers import DECODERS, assert_close, every_pair, gpt2_config, logits, padded_batch, patched, token_ids
+from tests.helpers import DECODERS, assert_close, every_pair, logits, padded_batch, patched, tiny_model, token_ids
 
 EITHER = pytest.mark.parametrize("family", DECODERS, ids=str)
 NEW = 8
@@ -150,7 +150,7 @@ def test_generation_in_half_precision():
 
 
 def test_a_long_generation_does_not_drift():
-    model = GPT2LMHeadModel(gpt2_config(n_positions=512, n_layer=1)).eval()
+    model = tiny_model("gpt2", GPT2LMHeadModel, n_positions=512, n_layer=1)
     hla.patch_model(model, "hedgehog")
     out = model.generate(
         token_ids(1, 4),

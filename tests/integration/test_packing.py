@@ -20,12 +20,12 @@ from tests.helpers import (
     LLAMA,
     assert_close,
     every_pair,
-    llama_config,
     logits,
     padded_batch,
     patch_small,
     patched,
     relative_error,
+    tiny_model,
     token_ids,
 )
 from tests.integration.packed import alone, as_ids, calls_of, documents, flattened, packed, positions
@@ -281,7 +281,7 @@ def test_half_precision(family):
 
 
 def test_grouped_query_heads_and_inputs_embeds():
-    model = patch_small(LlamaForCausalLM(llama_config(num_key_value_heads=1)).eval(), "window")
+    model = patch_small(tiny_model("llama", LlamaForCausalLM, num_key_value_heads=1), "window")
     inputs = packed()
     embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
     with torch.no_grad():

@@ -43,10 +43,9 @@ from tests.helpers import (
     SIZES,
     Snapshot,
     assert_close,
-    bert_config,
-    gpt2_config,
     padding_mask,
     saved_and_loaded,
+    tiny_config,
     token_ids,
 )
 
@@ -82,7 +81,7 @@ GRID = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 
 #: Family -> (a tiny model for 40 tokens, rows of its table before the first position).
 FAMILIES = {
-    "bert": (lambda: BERT.build().__class__(bert_config(max_position_embeddings=SHORT)), 0),
+    "bert": (lambda: BERT.build(max_position_embeddings=SHORT), 0),
     "roberta": (lambda: RobertaForMaskedLM(RobertaConfig(**PADDED)), 2),
     "xlm-roberta": (lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**PADDED)), 2),
     "esm": (lambda: EsmForMaskedLM(EsmConfig(**PADDED, position_embedding_type="absolute", mask_token_id=3)), 2),
@@ -95,7 +94,7 @@ FAMILIES = {
         0,
     ),
     "distilbert": (lambda: DistilBertForMaskedLM(DistilBertConfig(**DISTIL, max_position_embeddings=SHORT)), 0),
-    "gpt2": (lambda: GPT2.build().__class__(gpt2_config(n_positions=SHORT)), 0),
+    "gpt2": (lambda: GPT2.build(n_positions=SHORT), 0),
     "opt": (
         lambda: OPTForCausalLM(OPTConfig(**OPT, ffn_dim=40, word_embed_proj_dim=32, max_position_embeddings=SHORT)),
         2,
@@ -277,7 +276,7 @@ def test_dtypes_are_kept(how, dtype):
 
 def test_a_table_of_one_row():
     for how in WAYS:
-        model = GPT2.build().__class__(gpt2_config(n_positions=1))
+        model = GPT2.build(n_positions=1)
         table = hla.extend_positions(model, 3, how).transformer.wpe.weight
         assert torch.equal(table, table[:1].expand(3, -1))
 
@@ -366,7 +365,7 @@ def test_the_present_length_is_nothing_to_do():
 
 
 def test_encoder_and_decoder_of_different_lengths():
-    sides = (bert_config(max_position_embeddings=30), bert_config(max_position_embeddings=80))
+    sides = (tiny_config("bert", max_position_embeddings=30), tiny_config("bert", max_position_embeddings=80))
     model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*sides)).eval()
     limits = lambda: [table.limit for table in find_tables(model)]  # noqa: E731
     hla.extend_positions(model, 50)

@@ -37,8 +37,7 @@ from transformers import (
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.integration.positions import position_limit
-from tests.evaluation.models import tiny_tokenizer
-from tests.helpers import LLAMA, Snapshot
+from tests.helpers import LLAMA, Snapshot, tiny_tokenizer
 from tests.integration.test_positions import GRID, LONG, PADDED, SEQ2SEQ, SHORT, build, ids, outputs
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from tests.helpers import bert_config, patch_small
+from tests.helpers import patch_small, tiny_model
 
 sentence_transformers = pytest.importorskip(
     "sentence_transformers", reason="sentence-transformers is no dependency: pip install sentence-transformers"
@@ -27,7 +27,7 @@ def encoder(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 32}), encoding="utf-8")
     BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(tmp_path / "plain")
-    BertModel(bert_config()).save_pretrained(tmp_path / "plain")
+    tiny_model("bert", BertModel).save_pretrained(tmp_path / "plain")
     return sentence_transformers.SentenceTransformer(str(tmp_path / "plain"), device="cpu")
 
 

@@ -3,24 +3,13 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import BertForMaskedLM, GPT2LMHeadModel
+from transformers import AutoModelForMaskedLM
 
-from tests.helpers import (
-    LLAMA,
-    Family,
-    assert_close,
-    bert_config,
-    every_pair,
-    gpt2_config,
-    logits,
-    padded_batch,
-    patched,
-    token_ids,
-)
+from tests.helpers import LLAMA, Family, assert_close, every_pair, logits, padded_batch, patched, token_ids
 
 # One layer: compiling takes seconds a layer.
-BERT = Family("bert", False, lambda: BertForMaskedLM(bert_config(num_hidden_layers=1)).eval(), ())
-GPT2 = Family("gpt2", True, lambda: GPT2LMHeadModel(gpt2_config(n_layer=1)).eval(), ())
+BERT = Family("bert", False, (), AutoModelForMaskedLM, num_layers=1)
+GPT2 = Family("gpt2", True, (), num_layers=1)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -14,8 +14,7 @@ from transformers import BertForMaskedLM, PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.transfer import transfer_attention
-
-from ..helpers import BERT, bert_config, logits, token_ids
+from tests.helpers import BERT, logits, tiny_model, token_ids
 
 OPTIONS: dict[str, Any] = {"sharing": "layerwise", "num_slots": 6}
 
@@ -30,7 +29,7 @@ def shared(model: PreTrainedModel) -> bool:
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return hla.patch_model(BertForMaskedLM(bert_config(num_hidden_layers=3)).eval(), "linformer", **OPTIONS)
+    return hla.patch_model(tiny_model("bert", BertForMaskedLM, num_hidden_layers=3), "linformer", **OPTIONS)
 
 
 def test_one_projection_serves_keys_and_values_of_all_layers(model: PreTrainedModel) -> None:
@@ -38,7 +37,7 @@ def test_one_projection_serves_keys_and_values_of_all_layers(model: PreTrainedMo
     assert all(module.project_value is None for module in modules(model))
     assert [layer.parameters for layer in hla.patch_report(model).layers] == [6 * 96, 0, 0]
     alone = hla.patch_model(
-        BertForMaskedLM(bert_config(num_hidden_layers=3)).eval(), "linformer", num_slots=6, sharing="kv"
+        tiny_model("bert", BertForMaskedLM, num_hidden_layers=3), "linformer", num_slots=6, sharing="kv"
     )
     alone.load_state_dict(model.state_dict())
     ids = token_ids()
@@ -50,7 +49,7 @@ def test_other_options_are_another_projection() -> None:
         "default": {"attention": "linformer", **OPTIONS},
         "1": {"attention": "linformer", **OPTIONS, "num_slots": 7},
     }
-    model = hla.patch_model(BertForMaskedLM(bert_config(num_hidden_layers=3)), plan)
+    model = hla.patch_model(tiny_model("bert", BertForMaskedLM, num_hidden_layers=3), plan)
     first, second, third = modules(model)
     assert first.project_key is third.project_key
     assert second.project_key is not first.project_key
@@ -92,7 +91,7 @@ def test_trained_once(model: PreTrainedModel) -> None:
 
 
 def test_unpatched_without_a_trace(model: PreTrainedModel) -> None:
-    fresh = BertForMaskedLM(bert_config(num_hidden_layers=3))
+    fresh = tiny_model("bert", BertForMaskedLM, num_hidden_layers=3)
     hla.unpatch_model(model)
     assert model.all_tied_weights_keys == fresh.all_tied_weights_keys
     assert shared(hla.patch_model(model, "linformer", **OPTIONS))

@@ -11,7 +11,7 @@ from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops.backends import use_backend
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import bert_config, token_ids
+from tests.helpers import tiny_model, token_ids
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 SCALING = 0.35
@@ -89,7 +89,7 @@ def test_nan_in_padding_does_not_reach_its_gradient(causal):
 
 
 def test_it_is_learned_by_transfer_and_saved(tmp_path):
-    model = hla.patch_model(BertModel(bert_config()), "window", window_size=3)
+    model = hla.patch_model(tiny_model("bert", BertModel), "window", window_size=3)
     batch = {"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}
     transfer_attention(model, [batch], steps=5)
     learned = {name: held for name, held in model.named_parameters() if name.endswith("mix_weight")}

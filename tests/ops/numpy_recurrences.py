@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .numpy_definitions import each_head, normalise, pairs
+from tests.ops.numpy_definitions import each_head, normalise, pairs
 
 Array = np.ndarray
 

@@ -14,9 +14,8 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.native import build, functions
-
-from .test_native import REASON, inputs, make_call
-from .test_native import build as build_map
+from tests.ops.test_native import REASON, inputs, make_call
+from tests.ops.test_native import build as build_map
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import torch
 
 from hf_linear_attn.ops import backends, fla_backend
 from hf_linear_attn.ops.fla_backend import FlaBackend
-
-from .test_native import assert_near, build, definition, inputs, make_call, masks
+from tests.ops.test_native import assert_near, build, definition, inputs, make_call, masks
 
 
 def chunk_linear_attn(q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True):

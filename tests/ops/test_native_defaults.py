@@ -8,9 +8,8 @@ import torch
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS, build_options
-
-from ..helpers import default_dtype
-from .test_native import REASON
+from tests.helpers import default_dtype
+from tests.ops.test_native import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

@@ -10,8 +10,7 @@ import torch
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops.native.functions import NativeBackend
 from hf_linear_attn.registry import ATTENTIONS, build_options
-
-from .test_native import REASON
+from tests.ops.test_native import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

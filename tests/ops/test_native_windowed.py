@@ -8,8 +8,7 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.registry import ATTENTIONS
-
-from .test_native import BOTH, REASON, assert_near, inputs, masks
+from tests.ops.test_native import BOTH, REASON, assert_near, inputs, masks
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 

@@ -16,8 +16,7 @@ import hf_linear_attn.ops as package
 from hf_linear_attn.ops import naive, naive_nystrom
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from tests.helpers import mechanism, padding_mask
-
-from . import numpy_definitions, numpy_recurrences
+from tests.ops import numpy_definitions, numpy_recurrences
 
 B, H, G, L, D, E, M = 2, 4, 2, 7, 3, 2, 5
 SCALING = 0.4

@@ -9,8 +9,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS
 from recipes.benchmarks import subjects
-
-from .test_native import REASON
+from tests.ops.test_native import REASON
 
 NAMES = [name for name, entry in ATTENTIONS if entry.causal and entry.state == "constant"]
 

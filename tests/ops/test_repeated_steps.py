@@ -17,9 +17,8 @@ from hf_linear_attn.ops.common import Features, OwnState
 from hf_linear_attn.ops.native.hybrids import SLIDES
 from hf_linear_attn.ops.native.ready import ReadyStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
-
-from ..helpers import assert_close
-from .test_native import REASON
+from tests.helpers import assert_close
+from tests.ops.test_native import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

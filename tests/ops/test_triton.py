@@ -16,8 +16,7 @@ import torch
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.triton import functions
 from hf_linear_attn.ops.triton.functions import TritonBackend
-
-from .test_native import build, inputs, make_call
+from tests.ops.test_native import build, inputs, make_call
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(

@@ -14,8 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_linear_attn.ops.triton import backward, check, forward, layout
-
-from .test_native import SCALED, build, inputs, make_call
+from tests.ops.test_native import SCALED, build, inputs, make_call
 
 #: Bytes that one block of threads can have on the smaller GPUs of the generations since Ampere.
 SHARED_BYTES = 99 * 1024

@@ -14,8 +14,7 @@ from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.triton import check, layout
 from hf_linear_attn.ops.triton.functions import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
-
-from .test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
+from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
 
 assert interpreted(), "run through test_triton.py"
 BACKEND = TritonBackend()

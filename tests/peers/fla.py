@@ -17,8 +17,7 @@ from torch.nn import functional
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from hf_linear_attn.ops import naive_gated
 from hf_linear_attn.ops.gated_delta import NORMALISER_EPS
-
-from .comparing import (
+from tests.peers.comparing import (
     DIM,
     SCALING,
     Outputs,

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops import naive
 from tests.helpers import padding_mask
-
-from .comparing import BATCH, DIM, HEADS, LENGTH, SCALING, Outputs, Package, compare, mechanism
+from tests.peers.comparing import BATCH, DIM, HEADS, LENGTH, SCALING, Outputs, Package, compare, mechanism
 
 LINFORMER = Package("linformer", "pip install linformer")
 MODULE = "linformer"

@@ -11,8 +11,7 @@ from hf_linear_attn.feature_maps.favor_plus import gaussian_features
 from hf_linear_attn.ops import naive, naive_efficient
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from tests.helpers import padding_mask
-
-from .comparing import (
+from tests.peers.comparing import (
     BATCH,
     DIM,
     HEADS,

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import relative_error
-
-from . import fast, fla, low_rank, performer  # noqa: F401  (the comparisons add themselves)
-from .comparing import CLEAR, COMPARISONS, LENGTH, Comparison, inputs, measured
+from tests.peers import fast, fla, low_rank, performer  # noqa: F401  (the comparisons add themselves)
+from tests.peers.comparing import CLEAR, COMPARISONS, LENGTH, Comparison, inputs, measured
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

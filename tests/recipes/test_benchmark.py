@@ -20,9 +20,8 @@ from recipes.benchmarks.options import BenchmarkOptions
 from recipes.benchmarks.subjects import Inputs
 from recipes.benchmarks.tables import times
 from recipes.benchmarks.turns import Within, ratio, take_turns
-
-from ..helpers import every_mechanism, relative_error
-from .benchmark_runs import run
+from tests.helpers import every_mechanism, relative_error
+from tests.recipes.benchmark_runs import run
 
 
 @pytest.fixture(scope="module")

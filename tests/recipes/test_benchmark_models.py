@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertModel
 
 from recipes.benchmarks import subjects
 from recipes.benchmarks.headline import forward_tables, headline
-
-from ..evaluation.models import save_checkpoint
-from ..helpers import bert_config
-from .benchmark_runs import run
+from tests.helpers import save_checkpoint, tiny_model
+from tests.recipes.benchmark_runs import run
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.Decoder("images", small, contexts=(16, 24), batches=(2,), headline=True),
     )
     models = (
-        shapes.Shape("encoder", lambda longest: BertModel(bert_config(max_position_embeddings=max(96, longest)))),
+        shapes.Shape("encoder", lambda longest: tiny_model("bert", max_position_embeddings=max(96, longest))),
         shapes.Shape("decoder", small),
     )
     monkeypatch.setattr(generate, "DECODERS", decoders)

@@ -9,9 +9,8 @@ import pytest
 from sklearn.metrics import matthews_corrcoef
 
 from recipes.benchmarks import long_costs, long_data, long_table
-
-from ..evaluation.models import WORDS
-from ..training.made_up import save_encoder
+from tests.helpers import WORDS
+from tests.training.made_up import save_encoder
 
 
 @pytest.fixture(scope="module")

@@ -10,35 +10,22 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import BertForSequenceClassification, BertModel, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import BertForSequenceClassification, BertModel
 
 from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings
 from hf_linear_attn.training.settings import build
-
-from ..evaluation.models import WORDS, some_text, tiny_tokenizer
-from ..helpers import bert_config, gpt2_config
-
-
-def tokenizer_with_mask() -> PreTrainedTokenizerFast:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-    return tokenizer
+from tests.helpers import WORDS, sample_text, save_checkpoint
 
 
 def save_encoder(folder: Path, *, head: bool = False, **changes: Any) -> Path:
-    """A tiny BERT, with dropout unless told otherwise, so that forgotten random states show."""
-    torch.manual_seed(1)
-    config = bert_config(**{"hidden_dropout_prob": 0.1, "initializer_range": 0.1, **changes})
-    (BertForSequenceClassification if head else BertModel)(config).save_pretrained(folder)
-    tokenizer_with_mask().save_pretrained(folder)
-    return folder
+    """A tiny BERT with dropout, so that random states that a resumed run does not restore show."""
+    cls = BertForSequenceClassification if head else BertModel
+    config = {"hidden_dropout_prob": 0.1, "initializer_range": 0.1, **changes}
+    return save_checkpoint(folder, "bert", cls, mask=True, seed=1, **config)
 
 
 def save_decoder(folder: Path) -> Path:
-    torch.manual_seed(1)
-    GPT2LMHeadModel(gpt2_config(resid_pdrop=0.1)).save_pretrained(folder)
-    tokenizer_with_mask().save_pretrained(folder)
-    return folder
+    return save_checkpoint(folder, "gpt2", mask=True, seed=1, resid_pdrop=0.1)
 
 
 def save_task(folder: Path, *, rows: int = 96, validation: int = 27, scores: bool = False, seed: int = 0) -> Path:
@@ -66,7 +53,7 @@ def save_task(folder: Path, *, rows: int = 96, validation: int = 27, scores: boo
 def save_text(folder: Path, lines: int = 120) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "text.txt"
-    path.write_text(some_text(lines), encoding="utf-8")
+    path.write_text(sample_text(lines), encoding="utf-8")
     return path
 
 

@@ -10,8 +10,7 @@ import yaml
 from hf_linear_attn.patching import patch_report
 from hf_linear_attn.training.card import metric_rows, model_card, recovered, results_table, speed_table
 from hf_linear_attn.training.options import ConvertSettings, DataSettings, FinetuneSettings, ModelSettings, RunSettings
-
-from ..helpers import BERT, patched
+from tests.helpers import BERT, patched
 
 
 def facts(metric="accuracy", higher=True, layers=()):

@@ -15,8 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.convert import convert, finetune
-
-from .made_up import (
+from tests.training.made_up import (
     convert_settings,
     finetune_settings,
     lines,

@@ -13,8 +13,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.integration.attention import exact_attention
 from hf_linear_attn.training.convert import AdapterTeacher, add_adapters, convert
 from hf_linear_attn.training.options import DistillSettings
-
-from .made_up import convert_settings, lines, quiet, save_encoder, save_task
+from tests.training.made_up import convert_settings, lines, quiet, save_encoder, save_task
 
 
 @pytest.fixture(scope="module")

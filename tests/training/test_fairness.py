@@ -14,9 +14,14 @@ from hf_linear_attn.training import loop as loops
 from hf_linear_attn.training.convert import convert, finetune
 from hf_linear_attn.training.loop import Loop
 from hf_linear_attn.training.problems import Classification, build_problem
-
-from ..helpers import bert_config
-from .made_up import convert_settings, finetune_settings, quiet, save_encoder, save_task, tokenizer_with_mask
+from tests.helpers import tiny_config, tiny_tokenizer
+from tests.training.made_up import (
+    convert_settings,
+    finetune_settings,
+    quiet,
+    save_encoder,
+    save_task,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_classifier(place: Path, labels: list[str]) -> Path:
-    config = bert_config(id2label=dict(enumerate(labels)), label2id={name: index for index, name in enumerate(labels)})
+    config = tiny_config(
+        "bert", id2label=dict(enumerate(labels)), label2id={name: index for index, name in enumerate(labels)}
+    )
     BertForSequenceClassification(config).save_pretrained(place)
-    tokenizer_with_mask().save_pretrained(place)
+    tiny_tokenizer(mask=True).save_pretrained(place)
     return place
 
 
@@ -57,7 +64,7 @@ def test_a_part_of_sorted_validation_data_holds_all_labels(tmp_path: Path) -> No
     path.write_text("\n".join([first, *sorted(rows, key=lambda row: row.rpartition(",")[2])]) + "\n", encoding="utf-8")
     settings = convert_settings(tmp_path, tmp_path / "task", tmp_path / "out", data__max_validation=15)
     held = [
-        build_problem("classification", tokenizer_with_mask(), settings.data, seed).validation[""]["labels"]
+        build_problem("classification", tiny_tokenizer(mask=True), settings.data, seed).validation[""]["labels"]
         for seed in (0, 1)
     ]
     assert set(held[0]) == {0, 1}

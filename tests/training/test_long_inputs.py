@@ -14,8 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.training.convert import convert, finetune
-
-from .made_up import convert_settings, finetune_settings, save_encoder, save_task
+from tests.training.made_up import convert_settings, finetune_settings, save_encoder, save_task
 
 LONG = 120  # the tiny encoder takes 96 tokens
 

@@ -20,8 +20,7 @@ from hf_linear_attn.training.objectives import (
     task_loss,
 )
 from hf_linear_attn.training.options import DistillSettings
-
-from ..helpers import BERT, GPT2, assert_close, bert_config, padded_batch, patched, token_ids
+from tests.helpers import BERT, GPT2, assert_close, padded_batch, patched, tiny_model, token_ids
 
 
 class Rows:
@@ -183,7 +182,7 @@ def masked():
 
 def classifier(num_labels=3, seed=0):
     torch.manual_seed(seed)
-    return BertForSequenceClassification(bert_config(num_labels=num_labels)).eval()
+    return tiny_model("bert", BertForSequenceClassification, num_labels=num_labels)
 
 
 def outputs(model, batch):

@@ -11,8 +11,7 @@ from torch import nn
 
 from hf_linear_attn.training.optim import lr_factor, make_optimizer, parameter_groups
 from hf_linear_attn.training.options import TrainSettings
-
-from ..helpers import BERT, FAMILIES, GPT2, patched
+from tests.helpers import BERT, FAMILIES, GPT2, patched
 
 #: Parts of the names of biases and norms of the tiny families, those of GPT-2 (ln_1, ln_f) among them.
 UNDECAYED = ("bias", "LayerNorm", "ln_", "norm")

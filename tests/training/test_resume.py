@@ -16,8 +16,7 @@ from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training import loop as loops
 from hf_linear_attn.training.convert import convert, finetune
 from hf_linear_attn.training.loop import Goal, InterruptedRunError, Loop, evaluation_steps, hash_seed
-
-from .made_up import convert_settings, finetune_settings, lines, save_encoder, save_task, weights
+from tests.training.made_up import convert_settings, finetune_settings, lines, save_encoder, save_task, weights
 
 
 @pytest.fixture(scope="module")

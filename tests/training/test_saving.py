@@ -24,8 +24,7 @@ from hf_linear_attn.training.saving import (
     write_json,
     write_whole,
 )
-
-from ..helpers import BERT, GPT2
+from tests.helpers import BERT, GPT2
 
 
 class Killed(BaseException):

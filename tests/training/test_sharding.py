@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.training.sharding import check_sharding
-
-from .made_up import lines, save_decoder, save_encoder, save_task, save_text
-from .test_two_processes import ROOT, complaint, settings_file, start
+from tests.training.made_up import lines, save_decoder, save_encoder, save_task, save_text
+from tests.training.test_two_processes import ROOT, complaint, settings_file, start
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
 KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]

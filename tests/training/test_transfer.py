@@ -12,8 +12,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.integration.attention import AttentionCall, attention_modules, observe_attention
 from hf_linear_attn.training import transfer
 from hf_linear_attn.training.transfer import _branch_steps, _Run, transfer_attention, weights_loss
-
-from ..helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
+from tests.helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
 
 LENGTHS = (17, 9, 13)
 

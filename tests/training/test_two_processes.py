@@ -15,8 +15,7 @@ import torch
 import yaml
 
 from hf_linear_attn.training.settings import as_mapping
-
-from .made_up import convert_settings, lines, save_encoder, save_task
+from tests.training.made_up import convert_settings, lines, save_encoder, save_task
 
 ROOT = Path(__file__).resolve().parents[2]
 
