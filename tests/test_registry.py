@@ -54,8 +54,11 @@ def mean_attention(name="mean", causal=False):
         alternative="elu",
     )
     class MeanAttention(LinearAttention):
-        def forward(self, query, key, value, *, scaling, causal, mask=None, state=None, keep_state=False):
-            weights = self.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
+        def forward(self, inputs):
+            query, value = inputs.query, inputs.value
+            weights = self.attention_weights(
+                query, inputs.key, scaling=inputs.scaling, causal=inputs.causal, mask=inputs.mask
+            )
             return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1), None
 
         def attention_weights(self, query, key, *, scaling, causal, mask=None):

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..integration.attention import SUBMODULE
 from ..integration.discovery import attention_shape, longest_input, self_attention
-from ..mechanisms.base import LinearAttention
+from ..mechanisms.base import AttentionInputs, LinearAttention
 from .resources import count_flops, peak_memory
 from .timing import SpeedTable, Timing, interleaved
 
@@ -255,7 +255,7 @@ def layer_speed(
         }
         for name, mechanism in mechanisms.items():
             calls[name] = lambda run=mechanism: run(  # type: ignore[misc]
-                query, key, value, scaling=scaling, causal=shape.causal
+                AttentionInputs(query, key, value, scaling, shape.causal)
             )
         return calls
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from ..mechanisms.base import LinearAttention
+from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from ..ops.common import State
 from .boundaries import BOUNDARIES, CARRIERS, boundaries_of, mark_cache
@@ -85,10 +85,8 @@ class AttentionCall:
             return self.mechanism.dense_forward(
                 self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
             )
-        out, _ = self.mechanism(
-            self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
-        )
-        return out
+        inputs = AttentionInputs(self.query, self.key, self.value, self.scaling, self.causal, self.padding)
+        return self.mechanism(inputs)[0]
 
 
 Observer = Callable[[AttentionCall], None]
@@ -103,6 +101,7 @@ def linear_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    first_call: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The function registered with `AttentionInterface`: query `[B, H, L, d]` -> `[B, L, H, e]` and weights or None."""
@@ -135,7 +134,9 @@ def linear_attention_forward(
         return out, weights
     _check_call(module, mechanism, query, key, kwargs)
     with _without_autocast(query.device.type), in_memory(mechanism):
-        out, weights = _linear(module, mechanism, query, key, value, attention_mask, scaling, causal, kwargs)
+        out, weights = _linear(
+            module, mechanism, query, key, value, attention_mask, scaling, causal, first_call, kwargs
+        )
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -166,8 +167,12 @@ def _packed(
     documents = documents_of(boundaries.to(query.device), (query.shape[0], query.shape[2]), None if full else mask)
     alone = {name: held for name, held in kwargs.items() if name not in (*CARRIERS, "position_ids")}
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return linear_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **alone)
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_call: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        return linear_attention_forward(
+            module, query, key, value, mask, dropout, scaling, is_causal, first_call, **alone
+        )
 
     if mask is not None and full:
         # (The product is a new tensor, without the mark of boundaries.)
@@ -176,9 +181,7 @@ def _packed(
     if layer is not None:
         layer.pass_over(key.shape[2])
     observed = getattr(module, OBSERVER, None) not in (None, _ignore)
-    return run_packed(
-        forward, documents, query, key, value, together=observed, mechanism=getattr(module, SUBMODULE, None)
-    )
+    return run_packed(forward, documents, query, key, value, together=observed)
 
 
 def _linear(
@@ -190,6 +193,7 @@ def _linear(
     mask: Tensor | None,
     scaling: float,
     causal: bool,
+    first_call: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     layer = take_layer()
@@ -220,14 +224,7 @@ def _linear(
             layer.pass_over(key.shape[2])
             layer = None
         out, after = mechanism(
-            query,
-            key,
-            value,
-            scaling=scaling,
-            causal=causal,
-            mask=mask,
-            state=state,
-            keep_state=layer is not None,
+            AttentionInputs(query, key, value, scaling, causal, mask, state, layer is not None, first_call)
         )
         if layer is not None:
             replay = _replay(mechanism, query, scaling) if layer.record_past else None
@@ -246,9 +243,7 @@ def _replay(mechanism: Any, query: Tensor, scaling: float) -> Callable[..., Stat
     def replay(key: Tensor, value: Tensor, mask: Tensor | None, state: State | None) -> State | None:
         blank = key.new_zeros(key.shape[0], heads, key.shape[2], width)
         with in_memory(mechanism):
-            _, after = mechanism(
-                blank, key, value, scaling=scaling, causal=True, mask=mask, state=state, keep_state=True
-            )
+            _, after = mechanism(AttentionInputs(blank, key, value, scaling, True, mask, state, return_state=True))
         return after
 
     return replay

@@ -175,30 +175,23 @@ def run_packed(
     value: Tensor,
     *,
     together: bool,
-    mechanism: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`forward(q, k, v, mask)` for every group; output `[B, S, H, e]`, and weights `[B, H, S, S]` if `forward` has any.
 
-    together: all documents in one padded call. mechanism: told which calls go on with a forward pass, or None.
+    together: all documents in one padded call.
     """
     groups = [documents.whole()] if together and documents.lengths else documents.groups
     weights: list[tuple[Group, Tensor]] = []
     waiting = iter(groups)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        out, held = forward(query, key, value, mask)
         group = next(waiting)
+        out, held = forward(query, key, value, mask, first_call=group is groups[0])
         if held is not None:
             weights.append((group, held))
-        if mechanism is not None:
-            mechanism.goes_on = True
         return out.transpose(1, 2)
 
-    try:
-        out = documents.attend(query, key, value, attend, groups)
-    finally:
-        if mechanism is not None:
-            mechanism.goes_on = False
+    out = documents.attend(query, key, value, attend, groups)
     return out.transpose(1, 2).contiguous(), _scattered(documents.shape, weights) if weights else None
 
 

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f".{_module.name}", __name__)
 
-__all__ = ["LinearAttention"]
+__all__ = ["AttentionInputs", "LinearAttention"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +12,50 @@ from ..feature_maps.base import AttentionShape
 from ..ops.common import State
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """The inputs of one attention call: `B` rows, `H` query heads, `G` key-value heads, `L` queries, `S` keys.
+
+    Attributes:
+        query: `[B, H, L, d]`, after projections and rotary positions.
+        key: `[B, G, S, d]`; G divides H (grouped-query heads).
+        value: `[B, G, S, e]`.
+        scaling: τ, the factor of `q·k` in the model's own softmax.
+        causal: whether a token sees earlier tokens (and itself) only.
+        mask: `[B, S]`, True for real tokens, or None where all are. It says nothing of the causal order.
+        state: the state after earlier tokens; query, key, value and mask then belong to the new tokens only (L = S).
+        return_state: whether the state after the last token is returned.
+        first_call: False for the second and later calls of one forward pass, of which packed documents make several:
+            what is drawn anew for each forward pass (`FeatureMap.begin_forward`) stays as it is.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    causal: bool
+    mask: Tensor | None = None
+    state: State | None = None
+    return_state: bool = False
+    first_call: bool = True
+
+    def refuse_bidirectional_state(self) -> None:
+        """Raise a ValueError where bidirectional attention is asked for a state, or given one."""
+        if not self.causal and (self.state is not None or self.return_state):
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+
+
 class LinearAttention(nn.Module):
     """Base class of the mechanisms. Subclasses implement `forward` and `attention_weights`.
 
-    Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` (G divides H: grouped-query heads), mask
-    `[B, S]` with True for real tokens. `scaling` is τ, the scale of the model's own softmax. Attention dropout acts on
-    softmax weights, which do not exist here: it is not applied (dropout of the residual stream is, by the model).
+    Shapes are those of `AttentionInputs`. Attention dropout acts on softmax weights, which do not exist here: it is not
+    applied (dropout of the residual stream is, by the model).
     """
 
     #: Whether `attention_weights` accepts an arbitrary mask `[B | 1, H | 1, L, S]`.
     dense_masks = False
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
-    #: Whether a call goes on with a forward pass, of which packed documents make several calls.
-    goes_on = False
     #: Learning rate that suits the learned parts in attention transfer.
     transfer_lr = 1e-2
 
@@ -38,22 +69,20 @@ class LinearAttention(nn.Module):
         """Fill in what the options leave to the model, so that the saved settings are complete."""
         return options
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        """The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token if `keep_state`.
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        """Compute attention, for a whole sequence or for the tokens after a state.
 
-        With a `state`, query, key, value and mask hold the new tokens only (L = S). It stays as it is, unless it is an
-        `ops.common.OwnState`.
+        Args:
+            inputs: queries, keys and values, and how they see each other. `inputs.state` is not changed, unless it is
+                an `ops.common.OwnState`, whose memory may be written over.
+
+        Returns:
+            The output `[B, H, L, e]` in the dtype of the values, and the state after the last token if
+            `inputs.return_state` (None in mechanisms without a state).
+
+        Raises:
+            ValueError: a state is given or requested, and the call is not causal.
+            NotImplementedError: the mechanism does not serve the direction.
         """
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops import efficient as ops
 from ..ops.common import State, mask_tokens
 from ..registry import register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 
 SCALES = ("raw", "split", "matched")
 
@@ -54,25 +54,14 @@ class EfficientAttention(LinearAttention):
 
     dense_masks = True
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        scale = self._scale(scaling)
-        query = mask_tokens(query, mask)  # a NaN there would meet a zero gradient, and spread through the sums
-        if causal:
-            return ops.causal(query, key, value, scale=scale, mask=mask, state=state)
-        if state is not None or keep_state:
-            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        return ops.bidirectional(query, key, value, scale=scale, mask=mask), None
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        inputs.refuse_bidirectional_state()
+        # A NaN in a padded query would meet a zero gradient, and spread through the state.
+        query = mask_tokens(inputs.query, inputs.mask)
+        scale = self._scale(inputs.scaling)
+        if inputs.causal:
+            return ops.causal(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask, state=inputs.state)
+        return ops.bidirectional(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask), None
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -14,7 +14,7 @@ from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..ops import gated_delta as ops
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..registry import register_attention
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 #: Smallest β: what is written by it stays well above the rounding of float32.
 MIN_RATE = 1e-4
@@ -78,29 +78,24 @@ class GatedDeltaAttention(LinearAttention):
         self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 2, dtype=torch.float32, device="cpu"))
         self.gate_bias = nn.Parameter(torch.tensor(starts, dtype=torch.float32, device="cpu").repeat(groups, 1))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        _check(causal)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        _check(inputs.causal)
 
         def query_features(x: Tensor, start: int) -> Features:
-            return Features(functional.normalize(self.feature_map.query(x, scaling).values, dim=-1))
+            return Features(functional.normalize(self.feature_map.query(x, inputs.scaling).values, dim=-1))
 
         def delta_keys(x: Tensor, start: int) -> ops.DeltaKeys:
-            return self._keys(x, scaling)
+            return self._keys(x, inputs.scaling)
 
-        size = self.feature_map.num_features
         return ops.delta_causal(
-            query, key, value, query_features, delta_keys, num_features=size, mask=mask, state=state
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            query_features,
+            delta_keys,
+            num_features=self.feature_map.num_features,
+            mask=inputs.mask,
+            state=inputs.state,
         )
 
     def attention_weights(

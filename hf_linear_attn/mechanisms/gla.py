@@ -17,7 +17,7 @@ from ..ops import gated as ops
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import GatedCall
 from ..registry import register_attention
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,26 @@ class GatedLinearAttention(LinearAttention):
             torch.full((groups, size), math.log(log_decay / (1 - log_decay)), dtype=torch.float32, device="cpu")
         )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        _check(causal)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        _check(inputs.causal)
 
         def query_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.query(x, scaling)
+            return self.feature_map.query(x, inputs.scaling)
 
         def key_gates(x: Tensor, start: int) -> ops.GatedKeys:
-            return self._keys(x, scaling)
+            return self._keys(x, inputs.scaling)
 
-        size = self.feature_map.num_features
-        call = GatedCall(query, key, value, query_features, key_gates, size, per_feature=True, mask=mask, state=state)
+        call = GatedCall(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            query_features,
+            key_gates,
+            self.feature_map.num_features,
+            per_feature=True,
+            mask=inputs.mask,
+            state=inputs.state,
+        )
         return backends.attend(call)
 
     def attention_weights(

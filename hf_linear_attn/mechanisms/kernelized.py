@@ -13,7 +13,7 @@ from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from ..ops.fused import FusedMap, KernelizedCall
 from ..ops.window_step import is_step
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 from .repeated import remember, repeated
 
 
@@ -33,18 +33,9 @@ class KernelizedAttention(LinearAttention):
         self.feature_map = feature_map(shape, options)
         self.distribution = self.feature_map.distribution and not self.feature_map.signed
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
+        scaling, causal, keep_state = inputs.scaling, inputs.causal, inputs.return_state
         if mask is not None and is_step(query, mask, state):
             mask = None
         if causal and keep_state and mask is None:
@@ -52,11 +43,10 @@ class KernelizedAttention(LinearAttention):
             if out is not None:
                 return out, state
         feature_map = self.feature_map
-        if state is None and not self.goes_on:
+        if state is None and inputs.first_call:
             feature_map.begin_forward()
         positions, counts = self._positions(key, mask, state) if feature_map.uses_positions else (None, None)
-        if not causal and (state is not None or keep_state):
-            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        inputs.refuse_bidirectional_state()
         call = KernelizedCall(
             query,
             key,

@@ -12,7 +12,7 @@ from ..feature_maps.base import AttentionShape
 from ..ops import linformer as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 CHOICES = {
     "projection": ("linear", "mean-pool", "conv"),
@@ -139,25 +139,16 @@ class LinformerAttention(LinearAttention):
             projection = ops.block_diagonal(projection, slots)
         return ops.columns(projection, key.shape[2], mask, self.options.fit == "resample")
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        self._check(key, causal)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
+        self._check(key, inputs.causal)
         dtype = compute_dtype(query)
         project_key, project_value = self._projections(key, mask)
-        slots = project_key @ mask_tokens(key.to(dtype), mask)
-        held = project_value @ mask_tokens(value.to(dtype), mask)
+        key_slots = project_key @ mask_tokens(key.to(dtype), mask)
+        value_slots = project_value @ mask_tokens(value.to(dtype), mask)
         # A NaN in a padded query would meet a zero gradient, and spread through the slots.
-        out, _ = ops.low_rank_attention(mask_tokens(query.to(dtype), mask), slots, held, scaling)
+        query = mask_tokens(query.to(dtype), mask)
+        out, _ = ops.low_rank_attention(query, key_slots, value_slots, inputs.scaling)
         return out.to(value.dtype), None
 
     def attention_weights(

@@ -10,7 +10,7 @@ from ..feature_maps.base import AttentionShape
 from ..ops import linformer as ops
 from ..ops.common import State
 from ..registry import register_attention
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,18 @@ class LinformerCausalAttention(LinearAttention):
         self.project_key = nn.Parameter(start.repeat(heads, 1, 1))
         self.project_value = nn.Parameter(start.repeat(heads, 1, 1))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        self._check(causal)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        self._check(inputs.causal)
         return ops.causal_blocks(
-            query,
-            key,
-            value,
+            inputs.query,
+            inputs.key,
+            inputs.value,
             self.project_key,
             self.project_value,
-            scaling=scaling,
-            mask=mask,
-            state=state,
-            keep_state=keep_state,
+            scaling=inputs.scaling,
+            mask=inputs.mask,
+            state=inputs.state,
+            keep_state=inputs.return_state,
         )
 
     def attention_weights(

@@ -16,7 +16,7 @@ from ..ops import luna as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..ops.linformer import low_rank_attention
 from ..registry import register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 
 ACTIVATIONS = ("elu", "softplus")
 
@@ -110,34 +110,13 @@ class LunaAttention(LinearAttention):
         chosen = order.repeat(-(-slots // len(order)))[:slots]
         self.packed.copy_(kept[chosen.to(kept.device)].transpose(0, 1))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        if not causal:
-            if state is not None or keep_state:
-                raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-            return ops.bidirectional(query, key, value, self.packed, scaling=scaling, mask=mask), None
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        inputs.refuse_bidirectional_state()
+        tensors, scaling, mask = (inputs.query, inputs.key, inputs.value, self.packed), inputs.scaling, inputs.mask
+        if not inputs.causal:
+            return ops.bidirectional(*tensors, scaling=scaling, mask=mask), None
         scale = scaling if self.options.scale_query else 1.0
-        return ops.causal(
-            query,
-            key,
-            value,
-            self.packed,
-            self._activation,
-            scaling=scaling,
-            query_scale=scale,
-            mask=mask,
-            state=state,
-        )
+        return ops.causal(*tensors, self._activation, scaling=scaling, query_scale=scale, mask=mask, state=inputs.state)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -11,7 +11,7 @@ from ..feature_maps.base import AttentionShape
 from ..ops import nystrom as ops
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
-from .base import LinearAttention
+from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,10 @@ class NystromAttention(LinearAttention):
                 torch.zeros(shape.num_heads, options.conv_kernel, dtype=torch.float32, device="cpu")
             )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        self._check(causal)
-        out = ops.nystrom(query, key, value, **self._settings(), scaling=scaling, mask=mask)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        self._check(inputs.causal)
+        value, mask = inputs.value, inputs.mask
+        out = ops.nystrom(inputs.query, inputs.key, value, **self._settings(), scaling=inputs.scaling, mask=mask)
         if self.kernel is not None:
             out = (out + ops.depthwise_skip(value, self.kernel, mask)).to(value.dtype)
         return out, None

@@ -16,7 +16,7 @@ from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import GatedCall
 from ..registry import register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 
 
 @dataclass(frozen=True)
@@ -81,31 +81,19 @@ class RandomFeatureAttention(LinearAttention):
             self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 1, dtype=torch.float32, device="cpu"))
             self.gate_bias = nn.Parameter(torch.full((groups, 1), bias, dtype=torch.float32, device="cpu"))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": mask, "signed": True}
-        if not causal:
-            if state is not None or keep_state:
-                raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-            return kernelized.bidirectional(query, key, value, self._features, self._features, **settings), None
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        inputs.refuse_bidirectional_state()
+        tensors = (inputs.query, inputs.key, inputs.value, self._features)
+        settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": inputs.mask, "signed": True}
+        if not inputs.causal:
+            return kernelized.bidirectional(*tensors, self._features, **settings), None
         if not self.gated:
-            return kernelized.causal(query, key, value, self._features, self._features, **settings, state=state)
+            return kernelized.causal(*tensors, self._features, **settings, state=inputs.state)
 
         def gated_keys(x: Tensor, start: int) -> gated.GatedKeys:
-            return self._gated_keys(x, scaling)
+            return self._gated_keys(x, inputs.scaling)
 
-        call = GatedCall(query, key, value, self._features, gated_keys, per_feature=False, **settings, state=state)
-        return backends.attend(call)
+        return backends.attend(GatedCall(*tensors, gated_keys, per_feature=False, **settings, state=inputs.state))
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

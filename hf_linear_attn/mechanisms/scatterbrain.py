@@ -14,7 +14,7 @@ from ..ops import banded, buckets, windowed
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 
 #: Keeps the hash directions apart from the random features that the same seed gives.
 HASH_SEED_OFFSET = 500_009
@@ -92,38 +92,28 @@ class ScatterbrainAttention(LinearAttention):
                 "directions", torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
             )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        if not causal and (state is not None or keep_state):
-            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
-        if state is None and not self.goes_on:
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        inputs.refuse_bidirectional_state()
+        query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
+        scaling, causal = inputs.scaling, inputs.causal
+        if state is None and inputs.first_call:
             self.feature_map.begin_forward()
-        inputs = (query, key, value, *self._feature_functions(scaling))
+        tensors = (query, key, value, *self._feature_functions(scaling))
         window, hashing = self.options.window_size, self._hashing()
         settings: dict[str, Any] = {"window": window, "scaling": scaling, "mask": mask, "normalise": hashing is None}
         settings["log_mix"] = torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device)
         after: State | None = None
         if causal:
             band = None if state is None else {k: held for k, held in state.items() if not k.startswith("bucket_")}
-            sums, after = windowed.causal_sums(*inputs, **settings, state=band)
+            sums, after = windowed.causal_sums(*tensors, **settings, state=band)
         else:
-            sums = banded.banded_sums(*inputs, **settings)
+            sums = banded.banded_sums(*tensors, **settings)
         if hashing is None:
             return sums.values, after
         if query.shape[2] == 0:
             return value.new_zeros(*query.shape[:3], value.shape[-1]), state
         sums, stored = buckets.add_buckets(
-            sums, *inputs, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
+            sums, *tensors, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
         )
         out = mask_tokens(sums.normalised(), mask).to(value.dtype)
         return out, None if after is None else {**after, **stored}

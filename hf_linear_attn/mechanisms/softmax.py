@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 
 EXACT = "softmax"
 
@@ -39,22 +39,13 @@ class SoftmaxAttention(LinearAttention):
 
     dense_masks = True
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        if state is not None or keep_state:
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        if inputs.state is not None or inputs.return_state:
             raise ValueError("Exact attention keeps its keys and values in the model's own cache, not in a state.")
-        allowed = visible(mask, query, key, causal)
-        return self.dense_forward(query, key, value, scaling=scaling, causal=causal, mask=allowed), None
+        query, key, causal = inputs.query, inputs.key, inputs.causal
+        allowed = visible(inputs.mask, query, key, causal)
+        out = self.dense_forward(query, key, inputs.value, scaling=inputs.scaling, causal=causal, mask=allowed)
+        return out, None
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -17,7 +17,7 @@ from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.window_step import is_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
-from .base import LinearAttention, visible
+from .base import AttentionInputs, LinearAttention, visible
 from .repeated import remember, repeated
 
 #: Far tokens of a decoder that weigh in full. Without a bound their common weight grows with the length of the input,
@@ -106,22 +106,12 @@ class WindowAttention(LinearAttention):
             return options
         return replace(options, saturation=CAUSAL_SATURATION if shape.causal else None)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        state: State | None = None,
-        keep_state: bool = False,
-    ) -> tuple[Tensor, State | None]:
-        if state is None and not self.goes_on:
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
+        scaling, causal, keep_state = inputs.scaling, inputs.causal, inputs.return_state
+        if state is None and inputs.first_call:
             self.feature_map.begin_forward()
-        if not causal and (state is not None or keep_state):
-            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        inputs.refuse_bidirectional_state()
         if state is None and not keep_state and self._all_inside(query, key, mask):
             return _exact(query, key, value, scaling, causal), None
         log_mix: Tensor | StepMix | QueryMix

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.mechanisms.base import LinearAttention
+from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.ops.common import OwnState, State
 from hf_linear_attn.registry import ATTENTIONS
 
@@ -69,7 +69,7 @@ class Stepper:
             query, key, value = token(min(PIECE, goal - self.tokens))
             scaling = query.shape[3] ** -0.5
             _, self.state = self.module(
-                query, key, value, scaling=scaling, causal=True, state=self.state, keep_state=True
+                AttentionInputs(query, key, value, scaling=scaling, causal=True, state=self.state, return_state=True)
             )
             self.tokens += query.shape[2]
 
@@ -82,7 +82,9 @@ class Stepper:
         def step() -> None:
             # As in `generate`, the state is nobody else's; a growing one is put back, and so it is not.
             state = self.state if not self.constant or isinstance(self.state, OwnState) else OwnState(self.state or {})
-            _, after = self.module(query, key, value, scaling=scaling, causal=True, state=state, keep_state=True)
+            _, after = self.module(
+                AttentionInputs(query, key, value, scaling=scaling, causal=True, state=state, return_state=True)
+            )
             if self.constant:
                 self.state = after
 

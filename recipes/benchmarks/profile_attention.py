@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import WindowAttention
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.ops.native.ready import ReadyStep
@@ -102,7 +103,7 @@ def runs(module: Any, causal: bool, length: int, dtype: str) -> dict[str, Callab
     inputs = [torch.randn(1, HEADS, length, SIZE).to(getattr(torch, dtype)) for _ in range(3)]
 
     def run() -> object:
-        return module(*inputs, scaling=SCALING, causal=causal)
+        return module(AttentionInputs(*inputs, scaling=SCALING, causal=causal))
 
     return {backend: on_backend(run, backend) for backend in ("torch", "native")}
 
@@ -149,10 +150,10 @@ def step(name: str) -> dict[str, Any]:
     module = mechanism(name, True)
     before = [torch.randn(1, HEADS, 100, SIZE) for _ in range(3)]
     token = [torch.randn(1, HEADS, 1, SIZE) for _ in range(3)]
-    _, state = module(*before, scaling=SCALING, causal=True, keep_state=True)
+    _, state = module(AttentionInputs(*before, scaling=SCALING, causal=True, return_state=True))
 
     def run(own: OwnState) -> Any:
-        return module(*token, scaling=SCALING, causal=True, state=own, keep_state=True)[1]
+        return module(AttentionInputs(*token, scaling=SCALING, causal=True, state=own, return_state=True))[1]
 
     own = run(run(OwnState(state)))  # (the second step that writes over its state leaves it ready)
     times = medians(

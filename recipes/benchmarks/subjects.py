@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.mechanisms.base import LinearAttention
+from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.ops import backends
@@ -115,7 +115,7 @@ def num_features(module: LinearAttention) -> int | None:
 
 def forward(module: LinearAttention, inputs: Inputs, causal: bool) -> Callable[[], object]:
     def run() -> Tensor:
-        return module(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal)[0]
+        return module(AttentionInputs(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal))[0]
 
     return Within(run, torch.no_grad)
 
@@ -139,7 +139,7 @@ def timed_call(module: LinearAttention, inputs: Inputs, causal: bool, backward: 
         return forward(module, inputs, causal)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return module(query, key, value, scaling=inputs.scaling, causal=causal)[0]
+        return module(AttentionInputs(query, key, value, scaling=inputs.scaling, causal=causal))[0]
 
     return forward_backward(attend, inputs, list(module.parameters()))
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import hf_linear_attn as hla
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import (
     BERT,
@@ -78,7 +79,9 @@ def drift(name: str, dtype: torch.dtype, tokens: int) -> Row:
         outs = []
         for index, module in enumerate((own, exact)):
             given = inputs if module is own else [x.double() for x in inputs]
-            out, states[index] = module(*given, scaling=SCALING, causal=True, state=states[index], keep_state=True)
+            out, states[index] = module(
+                AttentionInputs(*given, scaling=SCALING, causal=True, state=states[index], return_state=True)
+            )
             outs.append(out.double())
         deviation = (outs[0] - outs[1]).abs().flatten()
         errors.append(float(deviation.quantile(0.99)))

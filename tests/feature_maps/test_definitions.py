@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common, naive
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from hf_linear_attn.registry import ATTENTIONS, build_options
@@ -99,7 +100,7 @@ def build(case: Any, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: i
 
 
 def run(module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **kwargs: Any) -> Any:
-    return module(q, k, v, scaling=SCALING, causal=causal, keep_state=causal, **kwargs)
+    return module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, return_state=causal, **kwargs))
 
 
 def definition(case: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Any = None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.favor import FavorFeatureMap, FavorOptions
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, divide
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import GPT2, Snapshot, logits, qkv, saved_and_loaded, token_ids
@@ -40,7 +41,7 @@ def test_weights_can_be_negative_and_are_not_declared_a_distribution():
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 def test_any_size_is_finite_and_bounded_by_the_guard(causal, size, dtype):
     module, (q, k, v) = build(), [x.to(dtype) for x in qkv(50)]
-    out, _ = module(size * q, size * k, v, scaling=0.4, causal=causal)
+    out, _ = module(AttentionInputs(size * q, size * k, v, scaling=0.4, causal=causal))
     assert bool(torch.isfinite(out).all())
     # |Σ w v| <= 50 max|v| and the inverse of the normaliser is at most 1/ε
     assert float(out.abs().max()) <= 50 / SIGNED_NORMALISER_EPS * float(v.abs().max())
@@ -48,7 +49,7 @@ def test_any_size_is_finite_and_bounded_by_the_guard(causal, size, dtype):
 
 def test_equal_values_come_out_nearly_unchanged_where_all_keys_count():
     module, (q, k, v) = build(num_features=512), qkv(30)
-    out, _ = module(0.3 * q, 0.3 * k, torch.ones_like(v), scaling=0.4, causal=False)
+    out, _ = module(AttentionInputs(0.3 * q, 0.3 * k, torch.ones_like(v), scaling=0.4, causal=False))
     torch.testing.assert_close(out, torch.ones_like(out))
 
 

@@ -8,6 +8,7 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.performer_relu import POSITIVE, SIGNED, PerformerReluFeatureMap, PerformerReluOptions
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from tests.helpers import GPT2, feature_map, qkv
 
@@ -47,7 +48,7 @@ def test_without_epsilon_relu_is_not_declared_a_distribution():
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 def test_exp_does_not_overflow(causal):
     module, (q, k, v) = attention(kernel="exp"), qkv(40)
-    out, _ = module(300 * q, 300 * k, v, scaling=0.4, causal=causal)
+    out, _ = module(AttentionInputs(300 * q, 300 * k, v, scaling=0.4, causal=causal))
     assert bool(torch.isfinite(out).all())
     assert float(out.abs().max()) <= float(v.abs().max()) * 1.001
 

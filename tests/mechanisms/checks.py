@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
 
@@ -41,7 +42,7 @@ def build(name: str, causal: bool, heads=4, groups=2, dim=6, value_dim=6, seed=N
 
 def run(module: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
     causal = module.shape.causal
-    return module(q, k, v, scaling=SCALING, causal=causal, keep_state=causal, **kwargs)
+    return module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, return_state=causal, **kwargs))
 
 
 def by_rows(definition: Definition, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -116,8 +117,8 @@ def check_gradcheck(module: Any, length: int = 5, **sizes: int) -> None:
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         given = dict(zip(names, parameters, strict=True))
-        kwargs = {"scaling": SCALING, "causal": module.shape.causal, "mask": mask}
-        return torch.func.functional_call(module, given, (q, k, v), kwargs)[0]
+        inputs = AttentionInputs(q, k, v, SCALING, module.shape.causal, mask)
+        return torch.func.functional_call(module, given, (inputs,))[0]
 
     assert gradcheck(compute, [*inputs, *module.parameters()])
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_linear_attn as hla
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive
 from tests.helpers import (
     assert_close,
@@ -22,7 +23,7 @@ SCALING = 0.4
 
 
 def run(module, q, k, v, *, causal, **kwargs):
-    return module(q, k, v, scaling=SCALING, causal=causal, **kwargs)
+    return module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, **kwargs))
 
 
 @every_direction()
@@ -77,9 +78,9 @@ def test_a_state_holds_no_more_memory_than_it_shows(name, backend):
     """A view of one head's tokens would keep all of them."""
     module = mechanism(name, True, heads=2, groups=1)
     with hla.use_backend(backend):
-        _, state = run(module, *qkv(300, batch=1, heads=2, groups=1), causal=True, keep_state=True)
+        _, state = run(module, *qkv(300, batch=1, heads=2, groups=1), causal=True, return_state=True)
         q, k, v = qkv(1, batch=1, heads=2, groups=1)
-        _, after = run(module, q, k, v, causal=True, state=state, keep_state=True)
+        _, after = run(module, q, k, v, causal=True, state=state, return_state=True)
     for held in (state, after):
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held.values()}
         assert sum(storages.values()) <= sum(tensor.nbytes for tensor in held.values()) + 256
@@ -169,7 +170,7 @@ def test_any_split_equals_the_whole(name, splits, padding, repeats):
     for size in splits:
         now = slice(start, start + size)
         new = [x[:, :, now] for x in inputs]
-        out, state = run(module, *new, causal=True, mask=mask[:, now], state=state, keep_state=True)
+        out, state = run(module, *new, causal=True, mask=mask[:, now], state=state, return_state=True)
         parts.append(out)
         start += size
     real = mask[:, None].expand(-1, 2 * repeats, -1)
@@ -185,10 +186,10 @@ def test_states_can_be_reordered_selected_and_repeated(name, rows, first):
     mask = padding_mask([21, 14, 18], 21, "left")
     whole, _ = run(module, *inputs, causal=True, mask=mask)
     head = [x[:, :, :first] for x in inputs]
-    _, state = run(module, *head, causal=True, mask=mask[:, :first], keep_state=True)
+    _, state = run(module, *head, causal=True, mask=mask[:, :first], return_state=True)
     picked = {key: tensor.index_select(0, order) for key, tensor in state.items()}
     tail = [x[order][:, :, first:] for x in inputs]
-    out, _ = run(module, *tail, causal=True, mask=mask[order][:, first:], state=picked, keep_state=True)
+    out, _ = run(module, *tail, causal=True, mask=mask[order][:, first:], state=picked, return_state=True)
     real = mask[order][:, None, first:].expand(-1, 4, -1)
     assert_close(out[real], whole[order][:, :, first:][real])
 
@@ -197,16 +198,16 @@ def test_states_can_be_reordered_selected_and_repeated(name, rows, first):
 @torch.no_grad()
 def test_advancing_a_state_leaves_the_old_one_as_it_was(name):
     module, (q, k, v) = mechanism(name, True), qkv(12)
-    _, state = run(module, q, k, v, causal=True, keep_state=True)
+    _, state = run(module, q, k, v, causal=True, return_state=True)
     before = {key: tensor.clone() for key, tensor in state.items()}
-    run(module, q, k, v, causal=True, state=state, keep_state=True)
+    run(module, q, k, v, causal=True, state=state, return_state=True)
     assert all(torch.equal(state[key], tensor) for key, tensor in before.items())
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in entries() if entry.bidirectional and entry.causal])
 def test_bidirectional_attention_has_no_state(name):
     with pytest.raises(ValueError, match="Bidirectional attention has no state"):
-        run(mechanism(name, False), *qkv(5), causal=False, keep_state=True)
+        run(mechanism(name, False), *qkv(5), causal=False, return_state=True)
 
 
 @every_direction()

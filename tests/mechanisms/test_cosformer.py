@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops import common, naive
 from hf_linear_attn.ops.naive_positions import cosformer_attention
@@ -26,7 +27,7 @@ def build(heads=4, groups=2, dim=6, value_dim=6, causal=True, limit=None, **opti
 
 
 def run(module, q, k, v, *, causal, **kwargs):
-    return module(q, k, v, scaling=SCALING, causal=causal, keep_state=causal, **kwargs)
+    return module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, return_state=causal, **kwargs))
 
 
 def definition(q, k, v, *, causal, mask=None, epsilon=0.01):
@@ -167,8 +168,8 @@ def test_half_inputs(causal, dtype):
 
 def test_the_scale_of_the_model_cancels():
     inputs = qkv(12)
-    first, _ = build(epsilon=0.0)(*inputs, scaling=0.1, causal=True)
-    assert_close(build(epsilon=0.0)(*inputs, scaling=3.0, causal=True)[0], first)
+    first, _ = build(epsilon=0.0)(AttentionInputs(*inputs, scaling=0.1, causal=True))
+    assert_close(build(epsilon=0.0)(AttentionInputs(*inputs, scaling=3.0, causal=True))[0], first)
 
 
 def test_a_query_without_a_shared_feature_sees_the_average():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import default_dtype, every_direction, padding_mask, qkv, small_options
 
@@ -22,7 +23,7 @@ def test_other_default_dtypes_change_nothing(name, causal, dtype):
         module = entry.factory(shape, build_options(entry, small_options(entry.options))).eval()
         held = {key: value.clone() for key, value in module.state_dict().items()}
         with torch.no_grad():
-            return held, module(*inputs, scaling=0.4, causal=causal, mask=mask)[0]
+            return held, module(AttentionInputs(*inputs, scaling=0.4, causal=causal, mask=mask))[0]
 
     weights, out = results()
     with default_dtype(dtype):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import efficient as ops
 from hf_linear_attn.ops import naive
 from hf_linear_attn.ops.naive_efficient import efficient_attention
@@ -134,4 +135,4 @@ def test_errors():
     with pytest.raises(ValueError, match="scale must be one of 'raw', 'split', 'matched', got 'big'"):
         build(True, scale="big")
     with pytest.raises(ValueError, match="has no state"):
-        build(False)(*qkv(3), scaling=1.0, causal=False, keep_state=True)
+        build(False)(AttentionInputs(*qkv(3), scaling=1.0, causal=False, return_state=True))

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gated_delta import GatedDeltaAttention, GatedDeltaOptions
 from hf_linear_attn.ops import naive, naive_gated
 from tests.helpers import assert_close, qkv, relative_error
@@ -28,7 +29,7 @@ def test_output_equals_the_definition():
     rate = 1e-4 + (1 - 1e-4) * torch.sigmoid(gates[..., 1])
     decay = torch.sigmoid(gates[..., 0])
     expected = naive_gated.gated_delta_attention(*features(layer, q, k), v, decay, rate, None, 0.1)
-    assert_close(layer(q, k, v, scaling=0.4, causal=True)[0], expected, torch.float64, 10)
+    assert_close(layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))[0], expected, torch.float64, 10)
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def test_with_small_rates_and_no_forgetting_it_is_kernelized_attention():
     q, k, v = (x.double() for x in qkv(30, value_dim=5))
     allowed = naive.visible(None, 2, 30, 30, True)
     expected = naive.kernelized_attention(*features(layer, q, k), v, allowed)
-    assert relative_error(layer(q, k, v, scaling=0.4, causal=True)[0], expected) < 2e-3
+    assert relative_error(layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))[0], expected) < 2e-3
 
 
 @torch.no_grad()
@@ -46,13 +47,15 @@ def test_a_rate_of_one_replaces_what_a_key_held():
     q, k, v = (x.double() for x in qkv(2, value_dim=5))
     k[:, :, 1] = k[:, :, 0]
     q[:] = k.repeat_interleave(2, dim=1)
-    out, _ = layer(q, k, v, scaling=0.4, causal=True)
+    out, _ = layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))
     assert_close(out[:, :, 1], v.repeat_interleave(2, dim=1)[:, :, 1], factor=10)
 
 
 def test_state_bytes():
     layer = module()
-    _, state = layer(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, keep_state=True)
+    _, state = layer(
+        AttentionInputs(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, return_state=True)
+    )
     assert layer.state_bytes() == sum(tensor.nbytes for tensor in state.values())
 
 
@@ -71,4 +74,4 @@ def test_bad_options(options, message):
 
 def test_a_bidirectional_layer_is_refused():
     with pytest.raises(NotImplementedError, match="Use 'hedgehog'"):
-        module()(*qkv(4, value_dim=5), scaling=0.4, causal=False)
+        module()(AttentionInputs(*qkv(4, value_dim=5), scaling=0.4, causal=False))

@@ -5,6 +5,7 @@ import torch
 
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.hedgehog import SMALL_HEAD_ROWS
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gla import GatedLinearAttention, GLAOptions
 from hf_linear_attn.ops import naive_gated
 from tests.helpers import assert_close, mechanism, qkv
@@ -22,17 +23,17 @@ def test_output_equals_the_definition():
     gate = torch.sigmoid(0.4**0.5 * k @ layer.gate_down @ layer.gate_up + layer.gate_bias.unsqueeze(-2))
     features = layer.feature_map.query(q, 0.4).values, layer.feature_map.key(k, 0.4).values
     expected = naive_gated.gated_attention(*features, v, torch.exp(-gate), torch.ones_like(k[..., 0]), None, 0.0)
-    assert_close(layer(q, k, v, scaling=0.4, causal=True)[0], expected, torch.float64)
+    assert_close(layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))[0], expected, torch.float64)
 
 
 @torch.no_grad()
 def test_without_forgetting_the_start_is_hedgehog():
     inputs = qkv(60, value_dim=5)
     gla = module(initial_decay=1e-7, feature_dim=SMALL_HEAD_ROWS)
-    start, _ = gla(*inputs, scaling=0.4, causal=True)
+    start, _ = gla(AttentionInputs(*inputs, scaling=0.4, causal=True))
     hedgehog = mechanism("hedgehog", True, value_dim=5)
     hedgehog.feature_map.load_state_dict(gla.feature_map.state_dict())
-    assert_close(start, hedgehog(*inputs, scaling=0.4, causal=True)[0], factor=5)
+    assert_close(start, hedgehog(AttentionInputs(*inputs, scaling=0.4, causal=True))[0], factor=5)
 
 
 @pytest.mark.parametrize("initial", [1e-4, 0.01, 0.5])
@@ -44,7 +45,9 @@ def test_the_initial_decay_is_what_a_token_forgets(initial):
 
 def test_state_bytes():
     layer = module()
-    _, state = layer(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, keep_state=True)
+    _, state = layer(
+        AttentionInputs(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, return_state=True)
+    )
     assert layer.state_bytes() == sum(tensor.nbytes for tensor in state.values())
 
 
@@ -64,4 +67,4 @@ def test_bad_options(options, message):
 
 def test_a_bidirectional_layer_is_refused():
     with pytest.raises(NotImplementedError, match="Use 'hedgehog'"):
-        module()(*qkv(4, value_dim=5), scaling=0.4, causal=False)
+        module()(AttentionInputs(*qkv(4, value_dim=5), scaling=0.4, causal=False))

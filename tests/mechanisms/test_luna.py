@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.naive_luna import luna_attention, luna_causal_attention
 from tests.helpers import BERT, GPT2, assert_close, qkv, relative_error, token_ids
 from tests.mechanisms import checks
@@ -43,7 +44,7 @@ def test_causal_options(options):
 @torch.no_grad()
 def test_causal_weights_times_values_are_the_output(options):
     module, (q, k, v) = build(True, **options), qkv(40)
-    out, _ = module(q, k, v, scaling=checks.SCALING, causal=True)
+    out, _ = module(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
     weights = module.attention_weights(q, k, scaling=checks.SCALING, causal=True)
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
 
@@ -53,8 +54,10 @@ def test_causal_weights_times_values_are_the_output(options):
 def test_half_models_work_in_single_precision(causal):
     """Parameters in half precision are rounded, and what is made of them is not."""
     module, inputs = build(causal).bfloat16(), [x.bfloat16() for x in qkv(40)]
-    out, _ = module(*inputs, scaling=checks.SCALING, causal=causal)
-    expected, _ = copy.deepcopy(module).double()(*(x.double() for x in inputs), scaling=checks.SCALING, causal=causal)
+    out, _ = module(AttentionInputs(*inputs, scaling=checks.SCALING, causal=causal))
+    expected, _ = copy.deepcopy(module).double()(
+        AttentionInputs(*(x.double() for x in inputs), scaling=checks.SCALING, causal=causal)
+    )
     assert_close(out, expected, torch.bfloat16)
 
 
@@ -204,4 +207,4 @@ def test_bad_options(options, message):
 
 def test_no_state_in_both_directions():
     with pytest.raises(ValueError, match="has no state"):
-        build(False)(*qkv(3), scaling=1.0, causal=False, keep_state=True)
+        build(False)(AttentionInputs(*qkv(3), scaling=1.0, causal=False, return_state=True))

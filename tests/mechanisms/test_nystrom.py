@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common, naive
 from hf_linear_attn.ops import nystrom as ops
 from hf_linear_attn.ops.naive_nystrom import nystrom_attention
@@ -201,4 +202,4 @@ def test_decoders_are_sent_elsewhere():
     with pytest.raises(NotImplementedError, match="Use 'window'"):
         hla.patch_model(GPT2.build(), "nystrom")
     with pytest.raises(NotImplementedError, match=r"cannot be causal. Use 'window'.*'linformer-causal'"):
-        build()(*qkv(9), scaling=1.0, causal=True)
+        build()(AttentionInputs(*qkv(9), scaling=1.0, causal=True))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.rfa import RandomFeatureAttention, RFAOptions
 from hf_linear_attn.ops import naive, naive_rfa
 from tests.helpers import assert_close, padding_mask, qkv
@@ -38,7 +39,7 @@ def inputs(length, groups=2):
 @pytest.mark.parametrize(("length", "groups"), [(1, 2), (2, 1), (17, 2), (40, 4)])
 def test_outputs_and_gradients_equal_the_definition(length, groups, causal, gate):
     layer, tensors = module(causal, gate, groups, sigma_init=0.5), inputs(length, groups)
-    out, _ = layer(*tensors, scaling=0.4, causal=causal)
+    out, _ = layer(AttentionInputs(*tensors, scaling=0.4, causal=causal))
     expected = definition(layer, *tensors, causal)
     assert_close(out, expected, torch.float64, 10)
     leaves = [*tensors, *layer.parameters()]
@@ -66,15 +67,15 @@ def test_the_estimate_is_unbiased():
 @forms
 def test_lengths_of_queries_and_keys_do_not_matter_for_the_features(causal, gate):
     layer, (q, k, v) = module(causal, gate, noise=0.0), inputs(20)
-    first, _ = layer(q, k, v, scaling=0.4, causal=causal)
-    assert_close(layer(3 * q, 7 * k, v, scaling=0.4, causal=causal)[0], first, torch.float64, 10)
+    first, _ = layer(AttentionInputs(q, k, v, scaling=0.4, causal=causal))
+    assert_close(layer(AttentionInputs(3 * q, 7 * k, v, scaling=0.4, causal=causal))[0], first, torch.float64, 10)
 
 
 def test_the_gate_forgets():
     layer, (q, k, v) = module(noise=0.0, initial_decay=0.5), inputs(30)
     changed = v.detach().clone()
     changed[:, :, :5] += 100.0
-    first, second = (layer(q, k, x, scaling=0.4, causal=True)[0] for x in (v, changed))
+    first, second = (layer(AttentionInputs(q, k, x, scaling=0.4, causal=True))[0] for x in (v, changed))
     assert float((first - second)[:, :, -1].abs().max()) < 1e-3
 
 
@@ -82,9 +83,9 @@ def test_the_gate_forgets():
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side, causal, gate):
     layer, tensors, mask = module(causal, gate), inputs(23), padding_mask([23, 9], 23, side)
-    out, _ = layer(*tensors, scaling=0.4, causal=causal, mask=mask)
+    out, _ = layer(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask))
     alone = [x[1:].transpose(1, 2)[mask[1:]].unsqueeze(0).transpose(1, 2) for x in tensors]
-    expected, _ = layer(*alone, scaling=0.4, causal=causal)
+    expected, _ = layer(AttentionInputs(*alone, scaling=0.4, causal=causal))
     assert_close(out[1].transpose(0, 1)[mask[1]].transpose(0, 1), expected[0], torch.float64, 10)
 
 
@@ -97,7 +98,9 @@ def test_only_causal_layers_have_a_gate():
 @pytest.mark.parametrize("gate", [False, True])
 def test_state_bytes(gate):
     layer = module(gate=gate).float()
-    _, state = layer(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, keep_state=True)
+    _, state = layer(
+        AttentionInputs(*(x[:1] for x in qkv(9, value_dim=5)), scaling=0.4, causal=True, return_state=True)
+    )
     assert layer.state_bytes() == sum(tensor.nbytes for tensor in state.values())
 
 

@@ -5,6 +5,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import banded, buckets, naive, naive_scatterbrain, windowed
 from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
@@ -35,7 +36,7 @@ def doubles(length, **kwargs):
 
 
 def run(layer, tensors, causal, mask=None, **kwargs):
-    return layer(*tensors, scaling=0.4, causal=causal, mask=mask, **kwargs)
+    return layer(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask, **kwargs))
 
 
 def definition(layer, tensors, causal, mask=None):
@@ -167,11 +168,11 @@ def test_buckets_and_band_lower_the_error_of_the_estimate(causal):
 @pytest.mark.parametrize("pieces", [(1,) * 29, (2, 0, 17, 1, 9), (0, 28, 1)])
 def test_split_and_resume(pieces, options):
     layer, tensors = module(**options), [t.detach() for t in doubles(29)]
-    whole, end = run(layer, tensors, True, keep_state=True)
+    whole, end = run(layer, tensors, True, return_state=True)
     outs, state, start = [], None, 0
     for size in pieces:
         part = [tensor[:, :, start : start + size] for tensor in tensors]
-        out, state = run(layer, part, True, state=state, keep_state=True)
+        out, state = run(layer, part, True, state=state, return_state=True)
         outs.append(out)
         start += size
     assert_close(torch.cat(outs, dim=2), whole, torch.float64)
@@ -182,7 +183,7 @@ def test_split_and_resume(pieces, options):
 @kinds
 def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
     layer, tensors = module(**options), [t.detach()[:1] for t in doubles(18)]
-    alone, state = run(layer, tensors, True, keep_state=True)
+    alone, state = run(layer, tensors, True, return_state=True)
     real = torch.zeros(1, 30, dtype=torch.bool)
     real[:, [0, 1, 5, 7, *range(9, 20), 25, 26, 28]] = True
     spread = [torch.full((1, t.shape[1], 30, t.shape[3]), 7.0, dtype=torch.float64) for t in tensors]
@@ -191,7 +192,7 @@ def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
     outs, after = [], None
     for start, stop in ((0, 8), (8, 24), (24, 30)):
         mask = real[:, start:stop]
-        out, after = run(layer, [t[:, :, start:stop] for t in spread], True, mask, state=after, keep_state=True)
+        out, after = run(layer, [t[:, :, start:stop] for t in spread], True, mask, state=after, return_state=True)
         outs.append(out)
     assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
     for name in [name for name in state if name.startswith("bucket") or name in ("kv", "k_sum", "log_scale")]:
@@ -259,7 +260,7 @@ def test_a_hashed_model_decodes_and_ignores_padding(family):
 def test_state_bytes():
     for options in OPTIONS:
         layer = module(**options).float()
-        _, state = layer(*(x[:1] for x in qkv(30)), scaling=0.4, causal=True, keep_state=True)
+        _, state = layer(AttentionInputs(*(x[:1] for x in qkv(30)), scaling=0.4, causal=True, return_state=True))
         assert layer.state_bytes(30) == sum(tensor.nbytes for tensor in state.values())
 
 
@@ -303,4 +304,4 @@ def test_buckets_refuse_a_full_mask():
 
 def test_a_state_of_a_bidirectional_layer_is_refused():
     with pytest.raises(ValueError, match="no state"):
-        run(module(), doubles(5), False, keep_state=True)
+        run(module(), doubles(5), False, return_state=True)

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from tests.helpers import TOLERANCE, assert_close, every_direction, mechanism
 
 SCALING = 0.4
@@ -91,7 +92,7 @@ def built(name: str, causal: bool, case: Case) -> Any:
 
 
 def run(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    return module(q, k, v, scaling=SCALING, causal=causal, mask=mask)[0]
+    return module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))[0]
 
 
 @every_direction()

@@ -8,6 +8,7 @@ from transformers import BertModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.backends import use_backend
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.transfer import transfer_attention
@@ -54,7 +55,7 @@ def test_the_output_is_that_of_the_weights(causal, backend):
     built, (query, key, value) = build(causal), inputs()
     with torch.no_grad(), use_backend(backend):
         weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
-        out, _ = built(query, key, value, scaling=SCALING, causal=causal)
+        out, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=causal))
     assert torch.allclose(out, weights @ value.repeat_interleave(2, dim=1), atol=2e-5)
 
 
@@ -62,11 +63,11 @@ def test_the_output_is_that_of_the_weights(causal, backend):
 def test_steps_are_the_parallel_form(backend):
     built, (query, key, value) = build(True, saturation=6), inputs()
     with torch.no_grad(), use_backend(backend):
-        whole, _ = built(query, key, value, scaling=SCALING, causal=True)
+        whole, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=True))
         parts, state = [], None
         for part in (slice(30), *(slice(place, place + 1) for place in range(30, 40))):
             given = (x[:, :, part] for x in (query, key, value))
-            out, state = built(*given, scaling=SCALING, causal=True, state=state, keep_state=True)
+            out, state = built(AttentionInputs(*given, scaling=SCALING, causal=True, state=state, return_state=True))
             parts.append(out)
     assert torch.allclose(torch.cat(parts, dim=2), whole, atol=2e-5)
 
@@ -81,7 +82,7 @@ def test_nan_in_padding_does_not_reach_its_gradient(causal):
         q, k, v = (x.clone() for x in (query, key, value))
         for tensor in (q, k, v):
             tensor[0, :, 30:] = filler
-        out, _ = built(q, k, v, scaling=SCALING, causal=causal, mask=mask)
+        out, _ = built(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
         loss = out.transpose(1, 2)[mask].square().sum()
         found.append(torch.autograd.grad(loss, [built.mix_weight])[0])
     assert found[0].abs().max() > 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -47,10 +48,10 @@ def test_what_is_far_weighs_no_more_at_ten_times_the_length(causal):
 def test_padding_is_not_counted():
     mechanism = build(True, saturation=5)
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
-    alone, _ = mechanism(q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], scaling=0.35, causal=True)
+    alone, _ = mechanism(AttentionInputs(q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], scaling=0.35, causal=True))
     mask = torch.ones(1, 30, dtype=torch.bool)
     mask[:, :10] = False
-    padded, _ = mechanism(q, k, v, scaling=0.35, causal=True, mask=mask)
+    padded, _ = mechanism(AttentionInputs(q, k, v, scaling=0.35, causal=True, mask=mask))
     assert torch.allclose(padded[:, :, 10:], alone, atol=1e-5)
 
 

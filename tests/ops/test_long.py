@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive
 from tests.helpers import assert_close, every_feature_map, every_mechanism, feature_map, mechanism, qkv, relative_error
 from tests.ops.test_kernelized import SCALING, fast, full_features
@@ -37,12 +38,14 @@ def test_sums_over_16k_tokens_do_not_drift(name, causal):
 def test_two_thousand_steps_equal_the_full_forward(name, dtype):
     module = mechanism(name, True, heads=2, groups=1)
     q, k, v = (x.to(dtype) for x in qkv(2000, batch=1, heads=2, groups=1))
-    full, _ = module(q, k, v, scaling=SCALING, causal=True)
+    full, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     state, steps = None, []
     for t in range(2000):
         now = slice(t, t + 1)
         out, state = module(
-            q[:, :, now], k[:, :, now], v[:, :, now], scaling=SCALING, causal=True, state=state, keep_state=True
+            AttentionInputs(
+                q[:, :, now], k[:, :, now], v[:, :, now], scaling=SCALING, causal=True, state=state, return_state=True
+            )
         )
         steps.append(out)
     # In bfloat16 both round the same float32 result, which may fall on either side: one unit in the last place.

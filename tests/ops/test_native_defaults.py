@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import default_dtype
@@ -34,14 +35,16 @@ def everything(module, given, single, causal, around):
     results = []
     leaves = [*(held.clone().requires_grad_() for held in given), *module.parameters()]
     with around():
-        out, _ = module(*leaves[:3], scaling=0.25, causal=causal)
+        out, _ = module(AttentionInputs(*leaves[:3], scaling=0.25, causal=causal))
         results += [out, *torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)]
         if causal:
             with torch.no_grad():
-                _, state = module(*given, scaling=0.25, causal=True, keep_state=True)
+                _, state = module(AttentionInputs(*given, scaling=0.25, causal=True, return_state=True))
                 for _ in range(3):
                     state = state if isinstance(state, OwnState) else OwnState(state)
-                    out, state = module(*single, scaling=0.25, causal=True, state=state, keep_state=True)
+                    out, state = module(
+                        AttentionInputs(*single, scaling=0.25, causal=True, state=state, return_state=True)
+                    )
                     results.append(out)
             results += [held.clone() for held in state.values()]
     return results

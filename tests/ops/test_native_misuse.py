@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.native.functions import NativeBackend
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.ops.test_native import REASON
@@ -29,7 +30,7 @@ def tokens(count, rows=ROWS):
 
 def attend(module, given, causal=True, **more):
     with torch.no_grad():
-        return module(*given, scaling=0.25, causal=causal, **more)
+        return module(AttentionInputs(*given, scaling=0.25, causal=causal, **more))
 
 
 @pytest.fixture
@@ -53,19 +54,19 @@ def attempt(kernels, act):
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_other_rows(name, rows, kernels):
     module = build(name)
-    _, state = attend(module, tokens(9), keep_state=True)
+    _, state = attend(module, tokens(9), return_state=True)
     assert kernels
-    attempt(kernels, lambda: attend(module, tokens(1, rows), state=state, keep_state=True))
+    attempt(kernels, lambda: attend(module, tokens(1, rows), state=state, return_state=True))
 
 
 @pytest.mark.parametrize("other", ["elu", "hedgehog", "favor+", "window"])
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+"])
 def test_states_of_other_mechanisms(name, other, kernels):
     first, second = build(other), build(name)
-    _, state = attend(first, tokens(9), keep_state=True)
+    _, state = attend(first, tokens(9), return_state=True)
     if name == other or (name, other) == ("hedgehog", "window"):  # (of as many features: its sums mean the same)
         return
-    attempt(kernels, lambda: attend(second, tokens(1), state=state, keep_state=True))
+    attempt(kernels, lambda: attend(second, tokens(1), state=state, return_state=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])

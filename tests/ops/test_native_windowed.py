@@ -7,6 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.ops.test_native import BOTH, REASON, assert_near, inputs, masks
 
@@ -42,7 +43,7 @@ def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True, satu
 
 def attend(backend, mechanism, tensors, causal, mask=None, **more):
     with hla.use_backend(backend):
-        return mechanism(*tensors, scaling=0.4, causal=causal, mask=mask, **more)
+        return mechanism(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask, **more))
 
 
 def definition(mechanism, tensors, causal, mask):
@@ -94,7 +95,7 @@ def test_a_state_goes_on_where_it_stopped(window, saturation, kind, cuts):
             pieces = [tensor[:, :, start:stop] for tensor in tensors]
             part = None if mask is None else mask[:, start:stop]
             backend = ("native", "torch")[number % 2]  # states pass between the two
-            out, state = attend(backend, mechanism, pieces, True, part, state=state, keep_state=True)
+            out, state = attend(backend, mechanism, pieces, True, part, state=state, return_state=True)
             parts.append(out)
     assert_near(torch.cat(parts, dim=2), whole)
 
@@ -209,8 +210,10 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
     mechanism = build(shape, window, feature_map, value_dim=value_dim, saturation=saturation)
     tensors, mask = inputs(shape, 9, value_dim, dtype), masks(shape, "left")
     with torch.no_grad():
-        whole, last = attend("torch", mechanism, tensors, True, mask, keep_state=True)
-        _, state = attend("auto", mechanism, [held[:, :, :18] for held in tensors], True, mask[:, :18], keep_state=True)
+        whole, last = attend("torch", mechanism, tensors, True, mask, return_state=True)
+        _, state = attend(
+            "auto", mechanism, [held[:, :, :18] for held in tensors], True, mask[:, :18], return_state=True
+        )
         parts = []
         for token in range(18, 30):
             before, copied = state, {name: held.clone() for name, held in state.items()}
@@ -218,7 +221,7 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
             cut = slice(token, token + 1)
             part = None if token % 3 else mask[:, cut]
             pieces = [held[:, :, cut] for held in tensors]
-            out, state = attend(backend, mechanism, pieces, True, part, state=state, keep_state=True)
+            out, state = attend(backend, mechanism, pieces, True, part, state=state, return_state=True)
             parts.append(out)
             assert all(torch.equal(before[name], copied[name]) for name in copied)
     assert_near(torch.cat(parts, dim=2), whole[:, :, 18:], 2e-5 if dtype == torch.float32 else 1e-2)
@@ -234,7 +237,7 @@ def test_token_by_token_is_the_whole(feature_map, window, value_dim, saturation,
 def prompt_and_token(mechanism, backend="native"):
     """The state after 20 tokens, and the next token."""
     tensors = inputs((1, 4, 2, 21), 9, 16)
-    _, state = attend(backend, mechanism, [held[:, :, :20] for held in tensors], True, keep_state=True)
+    _, state = attend(backend, mechanism, [held[:, :, :20] for held in tensors], True, return_state=True)
     return state, [held[:, :, 20:] for held in tensors]
 
 
@@ -244,7 +247,9 @@ def test_a_step_bounds_what_the_query_says_about_the_mixture():
     with torch.no_grad():
         mechanism.mix_weight *= 100.0
         state, token = prompt_and_token(mechanism, "torch")
-        found = [attend(name, mechanism, token, True, state=state, keep_state=True)[0] for name in ("native", "torch")]
+        found = [
+            attend(name, mechanism, token, True, state=state, return_state=True)[0] for name in ("native", "torch")
+        ]
     assert_near(found[0], found[1], 2e-5)
 
 
@@ -256,8 +261,8 @@ def test_a_step_takes_states_of_any_layout(saturation):
         state, token = prompt_and_token(mechanism)
         shared = {name: held.expand(5, *held.shape[1:]) for name, held in state.items()}
         rows = [held.expand(5, -1, -1, -1) for held in token]
-        out, after = attend("native", mechanism, rows, True, state=shared, keep_state=True)
-        alone, _ = attend("native", mechanism, token, True, state=state, keep_state=True)
+        out, after = attend("native", mechanism, rows, True, state=shared, return_state=True)
+        alone, _ = attend("native", mechanism, token, True, state=state, return_state=True)
     assert all(torch.equal(out[row], alone[0]) for row in range(5))
     assert all(torch.equal(held[row], held[0]) for held in after.values() for row in range(5))
 
@@ -270,10 +275,12 @@ def test_a_step_refuses_mixing_weights_that_are_not_there():
         for wrong in (weight.to("meta"), weight[:3], weight[:, :5]):
             mechanism.mix_weight = torch.nn.Parameter(wrong)
             with pytest.raises(NotImplementedError, match="mixing weights"):
-                attend("native", mechanism, last, True, state=state, keep_state=True)
+                attend("native", mechanism, last, True, state=state, return_state=True)
         mechanism.mix_weight = weight
         with pytest.raises(NotImplementedError, match="mixing weights"):
-            attend("native", mechanism, last, True, state={**state, "count": state["count"].repeat(2)}, keep_state=True)
+            attend(
+                "native", mechanism, last, True, state={**state, "count": state["count"].repeat(2)}, return_state=True
+            )
 
 
 @BOTH
@@ -310,10 +317,10 @@ def test_the_mixture_alone_can_be_trained_after_a_state(more):
         [x[:, :, part] for x in inputs((1, 2, 1, 30 + more), 9, 16)] for part in (slice(30), slice(30, None))
     )
     with torch.no_grad():
-        _, state = attend("native", mechanism, first, True, keep_state=True)
+        _, state = attend("native", mechanism, first, True, return_state=True)
     found = []
     for backend in ("auto", "torch"):
-        out, _ = attend(backend, mechanism, then, True, state=state, keep_state=True)
+        out, _ = attend(backend, mechanism, then, True, state=state, return_state=True)
         found.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix, mechanism.mix_weight]))
     for native, plain in zip(*found, strict=True):
         assert_near(native, plain)

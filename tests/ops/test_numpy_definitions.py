@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import hf_linear_attn.ops as package
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive, naive_nystrom
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from tests.helpers import mechanism, padding_mask
@@ -212,5 +213,5 @@ def test_maps_without_a_definition_of_their_own(name, causal):
     expected = numpy_definitions.kernelized_attention(
         features(Q.numpy(), *layers[0]), features(K.numpy(), *layers[1]), V.numpy(), allowed
     )
-    actual, _ = module(Q, K, V, scaling=SCALING, causal=causal, mask=MASK)
+    actual, _ = module(AttentionInputs(Q, K, V, scaling=SCALING, causal=causal, mask=MASK))
     assert np.abs(actual.numpy() - expected).max() < LIMIT

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import OwnState
 from hf_linear_attn.registry import ATTENTIONS
 from recipes.benchmarks import subjects
@@ -21,7 +22,7 @@ def tokens(count, seed, dtype=torch.float32):
 
 def run(module, given, state, backend):
     with torch.no_grad(), hla.use_backend(backend):
-        return module(*given, scaling=0.25, causal=True, state=state, keep_state=True)
+        return module(AttentionInputs(*given, scaling=0.25, causal=True, state=state, return_state=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape, FeatureMap
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops.common import Features, OwnState
 from hf_linear_attn.ops.native.hybrids import SLIDES
@@ -45,7 +46,9 @@ def build(name, dtype=torch.float32, groups=HEADS, **options):
 
 @torch.no_grad()
 def step(module, given, state, **more):
-    return module(*given, **{"scaling": 0.25, "causal": True, "state": state, "keep_state": True, **more})
+    return module(
+        AttentionInputs(*given, **{"scaling": 0.25, "causal": True, "state": state, "return_state": True, **more})
+    )
 
 
 def plain(state):
@@ -293,7 +296,7 @@ def test_forward_mode_derivatives(name, repeats):
 
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(query, tangent)
-        out, _ = module(dual, key, value, scaling=0.25, causal=True, state=state, keep_state=True)
+        out, _ = module(AttentionInputs(dual, key, value, scaling=0.25, causal=True, state=state, return_state=True))
         found = forward_ad.unpack_dual(out).tangent
     assert_close(found, (along(0.01) - along(-0.01)) / 0.02, factor=100)
     assert not repeats
@@ -357,9 +360,13 @@ def test_a_step_with_gradients_is_another(name, repeats):
     state = begun(module)
     query, key, value = tokens(1, 2)
     query.requires_grad_()
-    out, _ = module(query, key, value, scaling=0.25, causal=True, state=plain(state), keep_state=True)
-    again, _ = module(query, key, value, scaling=0.25, causal=True, state=OwnState(plain(state)), keep_state=True)
-    found, _ = module(query, key, value, scaling=0.25, causal=True, state=state, keep_state=True)
+    out, _ = module(
+        AttentionInputs(query, key, value, scaling=0.25, causal=True, state=plain(state), return_state=True)
+    )
+    again, _ = module(
+        AttentionInputs(query, key, value, scaling=0.25, causal=True, state=OwnState(plain(state)), return_state=True)
+    )
+    found, _ = module(AttentionInputs(query, key, value, scaling=0.25, causal=True, state=state, return_state=True))
     assert torch.equal(found, out)
     assert torch.equal(again, out)
     assert found.requires_grad

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.favor_plus import gaussian_features
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from tests.helpers import padding_mask
 from tests.peers.comparing import (
@@ -56,7 +57,7 @@ def elu(causal: bool, eps: float, dtype: torch.dtype, lengths: list[int] | None 
     q, k, v = inputs(dtype)
     mask = None if lengths is None else padding_mask(lengths, LENGTH, "right")
     theirs = attend((CausalLinearAttention if causal else LinearAttention)(DIM, eps=eps), q, k, v, causal, lengths)
-    ours, _ = mechanism("elu", causal)(q, k, v, scaling=SCALING, causal=causal, mask=mask)
+    ours, _ = mechanism("elu", causal)(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
     outputs = Outputs(theirs, ours, elu_definition(q, k, v, causal, mask))
     return outputs if mask is None else Outputs(*(out.transpose(1, 2)[mask] for out in outputs))
 
@@ -88,7 +89,7 @@ def elu_with_epsilon() -> Outputs:
 
     q, k, v = inputs()
     q, k = q - 6, k - 6
-    ours, _ = mechanism("elu", False)(q, k, v, scaling=SCALING, causal=False)
+    ours, _ = mechanism("elu", False)(AttentionInputs(q, k, v, scaling=SCALING, causal=False))
     return Outputs(attend(LinearAttention(DIM), q, k, v), ours, elu_definition(q, k, v, False))
 
 
@@ -105,7 +106,7 @@ def random_features(
     q, k, v = inputs(dtype, size=size)
     if one_length:
         k = k / k.norm(dim=-1, keepdim=True)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False))
     return attend(attention, q, k, v), ours, (q.double(), k.double(), v)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from hf_linear_attn.ops import naive_gated
 from hf_linear_attn.ops.gated_delta import NORMALISER_EPS
@@ -73,7 +74,7 @@ def gated() -> Outputs:
     module = spread(mechanism("gla", True).double())
     query, keys = module.feature_map.query(q, SCALING).values, module._keys(k, SCALING)
     theirs, _ = reference("gla").naive_recurrent_gla(*by_token(query, keys.values, with_ones(v), keys.log_decay))
-    ours, _ = module(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     definition = naive_gated.gated_attention(
         query, keys.values, v, keys.log_decay.exp(), torch.ones_like(q[..., 0]), None, 0.0
     )
@@ -89,7 +90,7 @@ def gated_delta(function: str) -> Outputs:
     tensors = by_token(query, keys.values, with_ones(v), keys.log_decay, keys.rate)
     names = ("q", "k", "v", "g", "beta")
     theirs, _ = getattr(reference("gated_delta_rule"), function)(**dict(zip(names, tensors, strict=True)))
-    ours, _ = module(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     definition = naive_gated.gated_delta_attention(
         query, keys.values, v, keys.log_decay.exp(), keys.rate, None, NORMALISER_EPS
     )
@@ -114,7 +115,7 @@ def linear(function: str) -> Any:
 
 def elu(theirs: Tensor) -> Outputs:
     q, k, v = inputs(length=WHOLE)
-    ours, _ = mechanism("elu", True)(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = mechanism("elu", True)(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     return Outputs(theirs.transpose(1, 2), ours, elu_definition(q, k, v, True))
 
 
@@ -130,7 +131,7 @@ def linear_chunk() -> Outputs:
 
 def taylor(theirs: Tensor) -> Outputs:
     q, k, v = inputs(length=CHUNK * 3)
-    ours, _ = mechanism("taylor", True)(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = mechanism("taylor", True)(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     return Outputs(theirs, ours, from_weights(definitions.taylor_weights(q, k, SCALING), v, True))
 
 
@@ -147,7 +148,7 @@ def based_chunk() -> Outputs:
 def mapped(theirs: Any, module: Any) -> tuple[Tensor, Tensor]:
     """Attention with their features, by the definition, and ours; theirs are given q and k times √τ."""
     q, k, v = inputs()
-    ours, _ = module(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     query, key = (theirs(SCALING**0.5 * x) for x in (q, k))
     return from_features(query, key, v, True), ours
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive
 from tests.helpers import padding_mask
 from tests.peers.comparing import BATCH, DIM, HEADS, LENGTH, SCALING, Outputs, Package, compare, mechanism
@@ -59,7 +60,7 @@ def out(theirs: Any, attended: Tensor) -> Tensor:
 def unmasked(length: int) -> Outputs:
     theirs, x = layer(), tokens(length)
     module, (q, k, v) = ours_with(theirs), heads(theirs, x)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False))
     return Outputs(theirs(x), out(theirs, ours), out(theirs, definition(q, k, v, module)))
 
 
@@ -79,7 +80,7 @@ def padded_row() -> Outputs:
     theirs, x = layer(), tokens()
     mask = padding_mask([LENGTH, KEPT], LENGTH, "right")
     module, (q, k, v) = ours_with(theirs), heads(theirs, x)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False, mask=mask)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False, mask=mask))
     short_q, short_k, short_v = (tensor[1:, :, :KEPT] for tensor in (q, k, v))
     alone = definition(short_q, short_k, short_v, module)
     return Outputs(theirs(x, mask=mask)[1, :KEPT], out(theirs, ours)[1, :KEPT], out(theirs, alone)[0])
@@ -96,5 +97,5 @@ def shared() -> Outputs:
     theirs, x = layer(share=True), tokens()
     module = ours_with(theirs, "kv")
     q, k = heads(theirs, x)
-    ours, _ = module(q, k, k, scaling=SCALING, causal=False)
+    ours, _ = module(AttentionInputs(q, k, k, scaling=SCALING, causal=False))
     return Outputs(theirs(x), out(theirs, ours), out(theirs, definition(q, k, k, module)))

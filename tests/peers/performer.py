@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.favor_plus import gaussian_features
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import naive, naive_efficient
 from hf_linear_attn.ops import naive_feature_maps as definitions
 from tests.helpers import padding_mask
@@ -81,7 +82,7 @@ def kernel_without_epsilon() -> Outputs:
     q, k, v = inputs()
     module = favor_plus(False)
     theirs = linear_attention(*kernels(module, q, k, 0.0), v)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False))
     return Outputs(theirs, ours, favor_plus_definition(q, k, v, module.feature_map.weight, False))
 
 
@@ -89,7 +90,7 @@ def kernel_without_epsilon() -> Outputs:
 def kernel_with_epsilon() -> Outputs:
     q, k, v = inputs()
     module = favor_plus(False)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False))
     definition = favor_plus_definition(q, k, v, module.feature_map.weight, False)
     return Outputs(fast_attention(module, False)(q, k, v), ours, definition)
 
@@ -101,7 +102,7 @@ def causal_without_epsilon() -> Outputs:
     q, k, v = inputs()
     module = favor_plus(True)
     theirs = causal_linear_attention_noncuda(*kernels(module, q, k, 0.0), v, eps=0.0)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     return Outputs(theirs, ours, favor_plus_definition(q, k, v, module.feature_map.weight, True))
 
 
@@ -111,7 +112,7 @@ def causal_pair(last_key: float) -> Outputs:
     k[:, :, -1] *= last_key
     module = favor_plus(True)
     theirs = fast_attention(module, True)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     definition = favor_plus_definition(q, k, v, module.feature_map.weight, True)
     return Outputs(*(out[:, :, :-1] for out in (theirs(q, k, v), ours, definition)))
 
@@ -152,7 +153,7 @@ def generalised(causal: bool) -> Outputs:
     module = relu_features(causal)
     features = [generalized_kernel(x, projection_matrix=module.feature_map.weight) for x in (q, k)]
     theirs = causal_linear_attention_noncuda(*features, v, eps=0.0) if causal else linear_attention(*features, v)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=causal)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=causal))
     return Outputs(theirs, ours, relu_definition(q, k, v, module, causal))
 
 
@@ -179,7 +180,7 @@ def padded_row() -> Outputs:
     q, k, v = (project(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for project in projections)
     module = relu_features(False)
     layer.fast_attention.projection_matrix.copy_(module.feature_map.weight)
-    ours, _ = module(q, k, v, scaling=SCALING, causal=False, mask=mask)
+    ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False, mask=mask))
     attended = (ours, relu_definition(q, k, v, module, False, mask))
     projected = (layer.to_out(out.transpose(1, 2).flatten(2)) for out in attended)
     return Outputs(*(out[1, mask[1]] for out in (layer(x, mask=mask), *projected)))
@@ -192,7 +193,7 @@ def causal_sums() -> Outputs:
     q, k, v = inputs()
     features = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     theirs = causal_linear_attention_noncuda(*features, v, eps=0.0)
-    ours, _ = mechanism("elu", True)(q, k, v, scaling=SCALING, causal=True)
+    ours, _ = mechanism("elu", True)(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
     return Outputs(theirs, ours, elu_definition(q, k, v, True))
 
 
@@ -200,7 +201,7 @@ def efficient(causal: bool) -> Outputs:
     q, k, v = inputs()
     module = favor_plus(causal)
     theirs = fast_attention(module, causal, no_projection=True)(q, k, v)
-    ours, _ = mechanism("efficient", causal)(q, k, v, scaling=SCALING, causal=causal)
+    ours, _ = mechanism("efficient", causal)(AttentionInputs(q, k, v, scaling=SCALING, causal=causal))
     return Outputs(theirs, ours, naive_efficient.efficient_attention(q, k, v, allowed(LENGTH, causal), 1.0))
 
 
