@@ -40,7 +40,7 @@ def calls_of(model, run):
     """Sizes `[n, L]` of all calls of the mechanisms during `run`."""
     sizes = []
     hooks = [
-        module.register_forward_pre_hook(lambda _, args: sizes.append((args[0].shape[0], args[0].shape[2])))
+        module.register_forward_pre_hook(lambda _, args: sizes.append((args[0].query.shape[0], args[0].query.shape[2])))
         for name, module in model.named_modules()
         if name.endswith("linear_attention")
     ]
