@@ -1,340 +1,302 @@
-"""The command `hf-linear-attn`: list, patch, info, convert, finetune, evaluate, plan, demo, env.
+"""The command `hf-linear-attn`. A verb is a config and a function, which are imported when the verb runs.
 
-Only what a verb needs is imported, when it runs: `--help` and `--version` load neither torch nor transformers.
-
-Exit codes: 0 done; 1 an expected error, told in one line on stderr; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an expected error, in one line on stderr; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from .cli_evaluate import add_evaluate_verb
-from .cli_plan import add_plan_verb
+from .utils.arguments import UsageError, exit_code, option, parse_config
+from .utils.formatting import near_matches
 from .version import __version__
 
-if TYPE_CHECKING:
-    from .patching import PatchReport
-
 PROGRAM = "hf-linear-attn"
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-LAYER_LIST = re.compile(r"-?\d+(,-?\d+)*")
 
-EXAMPLES = """\
-examples:
-  hf-linear-attn list                                         all mechanisms
-  hf-linear-attn list favor+                                  one of them, with its options
-  hf-linear-attn patch bert-base-uncased out --attention hedgehog
-  hf-linear-attn info out
-  hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
-  hf-linear-attn evaluate gpt2 --text mine.txt --length 4096
-  hf-linear-attn plan gpt2 --budget "2% perplexity"
-  hf-linear-attn demo
-"""
 
-PATCH_EXAMPLES = """\
-examples:
-  hf-linear-attn patch ./bert out --attention hedgehog
-  hf-linear-attn patch ./bert out --attention favor+ --option num_features=128 --option seed=1
-  hf-linear-attn patch ./llama out --attention window --layers 0,1,-1 --dtype bfloat16
-  hf-linear-attn patch ./llama out --plan plan.json
-  hf-linear-attn patch ./bert out --attention hedgehog --max-length 4096
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command line.
 
-plan.json (or plan.yaml) holds one mechanism a layer, for example
+    Attributes:
+        config: `module:Class` of its config dataclass, relative to this package.
+        function: `module:function` that takes the config, and returns an exit code, or anything else for 0.
+        summary: One line for the list of verbs.
+        positionals: Options that may be given without their flag.
+        examples: Last paragraph of the help.
+        separate_model: Whether the first argument is passed before the config instead of in it.
+    """
+
+    config: str
+    function: str
+    summary: str
+    positionals: tuple[str, ...] = ()
+    examples: str = ""
+    separate_model: bool = False
+
+
+VERBS = {
+    "list": Verb(
+        "cli:ListConfig",
+        "cli:list_attentions",
+        "list the attention mechanisms, or one of them with its options",
+        ("name",),
+        "hf-linear-attn list\nhf-linear-attn list favor+",
+    ),
+    "patch": Verb(
+        "cli_checkpoints:PatchConfig",
+        "cli_checkpoints:patch",
+        "replace the attention of a checkpoint and save it, with its tokenizer",
+        ("model", "output"),
+        """\
+hf-linear-attn patch ./bert out --attention hedgehog
+hf-linear-attn patch ./bert out --attention favor+ --options.num_features 128 --options.seed 1
+hf-linear-attn patch ./llama out --attention window --layers 0,1,-1 --dtype bfloat16
+hf-linear-attn patch ./llama out --plan plan.json
+hf-linear-attn patch ./bert out --attention hedgehog --max_length 4096
+
+plan.json (or plan.yaml) names the mechanism of each layer, for example
   {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 128}}
 
-DST appears whole or not at all. Load it with hf_linear_attn.load_pretrained("DST").
-"""
-
-
-TRAIN_EXAMPLES = {
-    "convert": """\
-examples:
-  hf-linear-attn convert ./bert-sst2 --data.task sst2 --run.output out
-  hf-linear-attn convert ./bert --teacher.epochs 3 --data.source reviews.csv --data.text review --run.output out
-  hf-linear-attn convert gpt2 --kind causal-lm --data.source wiki.txt --run.output out
-  hf-linear-attn convert --config recipe.yaml --distill.lr 1e-4
-  accelerate launch -m hf_linear_attn convert --config recipe.yaml
-""",
-    "finetune": """\
-examples:
-  hf-linear-attn finetune ./bert --data.task rte --data.folder ./glue --run.output out
-  hf-linear-attn finetune ./bert --data.task rte --model.attention hedgehog --run.output out
-  accelerate launch -m hf_linear_attn finetune --config recipe.yaml
-""",
+The output folder appears completely or not at all. Load it with hf_linear_attn.load_pretrained("out").""",
+    ),
+    "info": Verb(
+        "cli_checkpoints:InfoConfig",
+        "cli_checkpoints:info",
+        "show the linear attention of a checkpoint, layer by layer, without loading its weights",
+        ("model",),
+        "hf-linear-attn info out --json",
+    ),
+    "convert": Verb(
+        "training.options:ConvertConfig",
+        "training.convert:convert",
+        "convert a fine-tuned model: attention transfer, distillation, a measured checkpoint with a card",
+        ("model",),
+        """\
+hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out
+hf-linear-attn convert ./bert --teacher.num_train_epochs 3 --data.dataset reviews.csv --output out
+hf-linear-attn convert gpt2 --task_type causal-lm --data.dataset wiki.txt --output out
+hf-linear-attn convert --config recipe.yaml --distill.learning_rate 1e-4
+accelerate launch -m hf_linear_attn convert --config recipe.yaml""",
+    ),
+    "finetune": Verb(
+        "training.options:FinetuneConfig",
+        "training.convert:finetune",
+        "train a model, with exact or with linear attention, on a task",
+        ("model",),
+        """\
+hf-linear-attn finetune ./bert --data.task rte --data.folder ./glue --output out
+hf-linear-attn finetune ./bert --data.task rte --attention hedgehog --output out
+accelerate launch -m hf_linear_attn finetune --config recipe.yaml""",
+    ),
+    "evaluate": Verb(
+        "evaluation.options:EvaluateOptions",
+        "evaluation.runner:run_evaluate",
+        "measure quality, speed and memory of a model with linear attention, in one report",
+        ("model",),
+        """\
+hf-linear-attn evaluate gpt2 --text mine.txt --length 4096 --output report
+hf-linear-attn evaluate ./bert-sst2 --task sst2 --attention hedgehog window --seeds 0 1 2
+hf-linear-attn evaluate ./encoder --sts glue --text mine.txt --batch 32 --dtype bfloat16""",
+        separate_model=True,
+    ),
+    "plan": Verb(
+        "plan:PlanOptions",
+        "plan:plan_command",
+        "find which layers to convert under a budget of quality or speed",
+        ("model",),
+        """\
+hf-linear-attn plan gpt2 --budget "2% perplexity" --text wiki.txt --out plan
+hf-linear-attn patch gpt2 out --plan plan/plan.json""",
+        separate_model=True,
+    ),
+    "demo": Verb(
+        "demo:DemoOptions",
+        "demo:run_demo",
+        "convert a small model and report quality and speed beside exact attention",
+        (),
+        "hf-linear-attn demo --quick",
+    ),
+    "env": Verb("cli:EnvConfig", "cli:show_environment", "show versions and hardware, for a bug report"),
 }
 
-TRAIN_NOTES = """\
-Every setting below is also a key of the YAML file of --config: `--data.task sst2` there is `task: sst2` in the section
-`data:`. The command line beats the file.
 
-"""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    verb = _command(given)
-    parser = build_parser(verb, full_help=bool({"-h", "--help"} & set(given)))
-    settings: list[str] = []
-    if verb in TRAIN_EXAMPLES:
-        given, settings = split_settings(given)
-    try:
-        arguments = parser.parse_args(_join_layer_lists(given))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        (sys.stdout if words else sys.stderr).write(overview())
+        return 0 if words else 2
+    name, *rest = words
+    if name == "--version":
+        sys.stdout.write(f"{PROGRAM} {__version__}\n")
+        return 0
+    if name not in VERBS:
+        kind = "option" if name.startswith("-") else "verb"
+        suggestion = near_matches(name, VERBS) or f" Verbs: {', '.join(VERBS)}."
+        sys.stderr.write(f"error: unknown {kind} {name!r}.{suggestion}\n")
         return 2
-    try:
-        arguments.settings = settings
-        return arguments.run(arguments)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing more can be told to it, not even while the interpreter closes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
-        if arguments.traceback:
-            raise
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 1
+    return exit_code(lambda: run_verb(name, rest), traceback="--traceback" in rest)
 
 
-def build_parser(verb: str | None = None, *, full_help: bool = False) -> argparse.ArgumentParser:
-    """The parser. Some verbs read their flags from their options, which costs an import: only where they are needed."""
-    raw = argparse.RawDescriptionHelpFormatter
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Replace the self-attention of a Transformers model by a linear-time mechanism.",
-        epilog=EXAMPLES,
-        formatter_class=raw,
+def parse_verb(name: str, arguments: Sequence[str]) -> Any:
+    """Return the config of a verb from its arguments.
+
+    Raises:
+        UsageError: Arguments or a YAML file that cannot be read as the config.
+        ValueError: The config refuses its values.
+        SystemExit: The help or the config was printed.
+    """
+    verb = VERBS[name]
+    return parse_config(
+        _resolve(verb.config),
+        arguments,
+        program=f"{PROGRAM} {name}",
+        description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",
+        examples=f"examples:\n{textwrap.indent(verb.examples, '  ')}" if verb.examples else "",
+        positionals=() if verb.separate_model else verb.positionals,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    verbs = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
-    lister = verbs.add_parser("list", parents=[common], help="the mechanisms, or one of them with its options")
-    lister.add_argument("name", nargs="?", metavar="NAME", help="show this mechanism and its options")
-    lister.add_argument("--json", action="store_true", help="machine-readable output")
-    lister.set_defaults(run=run_list)
 
-    patch = verbs.add_parser(
-        "patch",
-        parents=[common],
-        help="patch a checkpoint and save it",
-        description="Load a model, replace its self-attention, and save it with its tokenizer files.",
-        epilog=PATCH_EXAMPLES,
-        formatter_class=raw,
+def run_verb(name: str, arguments: Sequence[str]) -> int:
+    """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_verb`."""
+    if name in ("convert", "finetune"):
+        return _run_training(name, arguments)
+    verb = VERBS[name]
+    words, model = list(arguments), []
+    if verb.separate_model and words and not words[0].startswith("-"):
+        model = [words.pop(0)]
+    config = parse_verb(name, words)
+    if verb.separate_model and not model:
+        raise UsageError("MODEL is missing. See --help.")
+    result = _resolve(verb.function)(*model, config)
+    return result if isinstance(result, int) else 0
+
+
+def _run_training(name: str, arguments: Sequence[str]) -> int:
+    from .training.entry import run_settings
+
+    words, options = list(arguments), {"config": None, "model": None}
+    if words and not words[0].startswith("-"):
+        options["model"] = words.pop(0)
+    if "--config" in words:
+        index = words.index("--config")
+        options["config"] = words[index + 1]
+        del words[index : index + 2]
+    show = "--print_config" in words
+    words = [word for word in words if word not in ("--print_config", "--traceback")]
+    return run_settings(name, options["config"], options["model"], words, show=show)
+
+
+def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a verb with the YAML file of a recipe, or with the one that the arguments name, and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not any(word == "--config" or word.startswith("--config=") for word in words):
+        words = ["--config", default_config, *words]
+    return main([verb, *words])
+
+
+def overview() -> str:
+    """The help of the command as a whole: its verbs."""
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} VERB [arguments] | --version",
+            "",
+            "Replace the self-attention of a Transformers model by a linear-time mechanism.",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            "examples:",
+            "  hf-linear-attn list favor+",
+            "  hf-linear-attn patch bert-base-uncased out --attention hedgehog",
+            "  hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out",
+            "  hf-linear-attn demo --quick",
+            "",
+            f"`{PROGRAM} VERB --help` shows the options that matter first, `--help all` every option.",
+            "",
+        ]
     )
-    _add_patch_flags(patch)
-    patch.set_defaults(run=run_patch)
-
-    info = verbs.add_parser(
-        "info",
-        parents=[common],
-        help="what is patched in a checkpoint",
-        description="Show the linear attention of a checkpoint, layer by layer. Weights are not loaded.",
-    )
-    info.add_argument("checkpoint", metavar="CHECKPOINT", help="a local folder or a repository on the Hub")
-    info.add_argument("--json", action="store_true", help="machine-readable output")
-    info.set_defaults(run=run_info)
-
-    _add_training_verbs(verbs, common, verb if full_help else None)
-
-    add_evaluate_verb(verbs, common)
-    add_plan_verb(verbs, common)
-
-    demo = verbs.add_parser(
-        "demo",
-        parents=[common],
-        help="convert a small sentence encoder and report quality and speed",
-        description="Convert a small model, and report quality and speed beside exact attention.",
-    )
-    if verb == "demo":
-        from .cli_fields import add_flags
-        from .demo import DemoOptions
-
-        add_flags(demo, DemoOptions)
-    demo.set_defaults(run=run_demo)
-
-    env = verbs.add_parser("env", parents=[common], help="versions and hardware, for a bug report")
-    env.set_defaults(run=run_env)
-    return parser
 
 
-def _add_training_verbs(verbs: Any, common: argparse.ArgumentParser, described: str | None) -> None:
-    what = {
-        "convert": "convert a fine-tuned model: attention transfer, distillation, a card with what it cost",
-        "finetune": "train a model, exact or patched, on a task",
-    }
-    for name, text in what.items():
-        parser = verbs.add_parser(
-            name,
-            parents=[common],
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=TRAIN_NOTES + TRAIN_EXAMPLES[name],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            usage=f"{PROGRAM} {name} [MODEL] [--config FILE] [--SECTION.NAME VALUE ...]",
-        )
-        parser.add_argument("source", nargs="?", metavar="MODEL", help="the model (the same as --model.source)")
-        parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
-        parser.add_argument("--show", action="store_true", help="show the settings as they will be used, and stop")
-        parser.set_defaults(run=run_training)
-        if described == name:
-            # For the help only: the settings are read by `read_arguments`, which knows them by sections.
-            from .training.entry import settings_class
-            from .training.settings import describe
-
-            describe(parser, settings_class(name))
-
-
-def _add_patch_flags(patch: argparse.ArgumentParser) -> None:
-    patch.add_argument("source", metavar="SRC", help="a local folder or a repository on the Hub")
-    patch.add_argument("target", metavar="DST", help="the folder to write")
-    which = patch.add_mutually_exclusive_group(required=True)
-    which.add_argument("--attention", metavar="NAME", help=f"the mechanism (see `{PROGRAM} list`)")
-    which.add_argument("--plan", metavar="FILE", help="JSON or YAML file with a mechanism for each layer")
-    patch.add_argument(
-        "--layers", type=_layer_list, metavar="I,J,…", help="layers to patch, negative ones from the end (default: all)"
-    )
-    patch.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        type=_key_value,
-        metavar="KEY=VALUE",
-        help=f"option of the mechanism (see `{PROGRAM} list NAME`); the value is JSON, or else text; repeatable",
-    )
-    patch.add_argument(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="longest input in tokens: learned positions are extended to it, and the tokenizer's limit follows; "
-        "mechanisms built for a largest length get it as their option",
-    )
-    patch.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: as saved)")
-    patch.add_argument(
-        "--auto-class",
-        metavar="CLASS",
-        help="class to load, such as AutoModelForCausalLM (default: the one that the config names)",
-    )
-    patch.add_argument("--revision", help="branch, tag or commit of a repository on the Hub")
-    patch.add_argument("--force", action="store_true", help="replace DST if it holds a checkpoint already")
+def _resolve(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), attribute)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Reading arguments
+# list and env
 
 
-def _command(given: Sequence[str]) -> str | None:
-    return next((word for word in given if not word.startswith("-")), None)
+@dataclass(frozen=True)
+class ListConfig:
+    """Options of `list`."""
+
+    name: str | None = option(None, "show this mechanism with its options", common=True)
+    json: bool = option(False, "print JSON", common=True)
 
 
-def _join_layer_lists(given: Sequence[str]) -> list[str]:
-    """`--layers -1,0` as `--layers=-1,0`: argparse would take the list for an option."""
-    joined: list[str] = []
-    for word in given:
-        if joined and joined[-1] == "--layers" and LAYER_LIST.fullmatch(word):
-            joined[-1] = f"--layers={word}"
-        else:
-            joined.append(word)
-    return joined
+@dataclass(frozen=True)
+class EnvConfig:
+    """`env` has no options."""
 
 
-def split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take `--section.name value` (and `--kind value`) out: argparse would take their values for positional words."""
-    kept: list[str] = []
-    settings: list[str] = []
-    words = list(given)
-    while words:
-        word = words.pop(0)
-        name = word.partition("=")[0]
-        if not (name.startswith("--") and ("." in name or name == "--kind")):
-            kept.append(word)
-            continue
-        settings.append(word)
-        if "=" not in word and words and not words[0].startswith("--"):
-            settings.append(words.pop(0))
-    return kept, settings
+def list_attentions(config: ListConfig) -> None:
+    """Print all mechanisms as a table, or one of them with its options.
 
+    Raises:
+        ValueError: There is no mechanism of this name.
+    """
+    from . import registry
 
-def _layer_list(text: str) -> list[int]:
-    if not LAYER_LIST.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected layer indices such as 0,1,-1, got {text!r}")
-    return [int(index) for index in text.split(",")]
-
-
-def _key_value(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE such as num_features=128, got {text!r}")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Verbs
-
-
-def run_list(arguments: argparse.Namespace) -> int:
-    """`list`: all mechanisms as a table, or one with its options."""
-    from .registry import ATTENTIONS, list_attentions
-
-    known = list_attentions()
-    if arguments.name is not None:
-        ATTENTIONS.get(arguments.name)  # raises with near matches
-        known = {arguments.name: known[arguments.name]}
-    if arguments.json:
-        sys.stdout.write(json.dumps(known, indent=2, ensure_ascii=False) + "\n")
-    elif arguments.name is not None:
-        sys.stdout.write(describe(arguments.name, known[arguments.name]))
+    entries = registry.list_attentions()
+    if config.name is not None:
+        registry.ATTENTIONS.get(config.name)  # raises with near matches
+        entries = {config.name: entries[config.name]}
+    if config.json:
+        sys.stdout.write(json.dumps(entries, indent=2, ensure_ascii=False) + "\n")
+    elif config.name is not None:
+        sys.stdout.write(describe(config.name, entries[config.name]))
     else:
-        _write_table(known)
-    return 0
+        _print_table(entries)
 
 
 def directions(entry: dict[str, Any]) -> str:
-    """The directions of one entry of `list_attentions()`, in words."""
+    """Return the directions of one entry of `list_attentions()` as a word."""
     if entry["causal"] and entry["bidirectional"]:
         return "both"
     return "causal" if entry["causal"] else "bidirectional"
 
 
 def describe(name: str, entry: dict[str, Any]) -> str:
-    """One mechanism, all that is known of it."""
-    facts = [
-        ("what", entry["description"]),
-        ("when", entry["advice"]),
-        ("directions", directions(entry)),
-        ("learned", "yes" if entry["learned"] else "no"),
-        ("state", entry["state"]),
-        ("cost", entry["cost"]),
-        ("paper", entry["paper"]),
-    ]
-    lines = [name, *(f"  {label:<11} {text}" for label, text in facts if text)]
+    """Return the description of one mechanism with its options."""
+    facts = {
+        "what": entry["description"],
+        "when": entry["advice"],
+        "directions": directions(entry),
+        "learned": "yes" if entry["learned"] else "no",
+        "state": entry["state"],
+        "cost": entry["cost"],
+        "paper": entry["paper"],
+    }
+    lines = [name, *(f"  {label:<11} {text}" for label, text in facts.items() if text)]
     lines.append("options:" if entry["options"] else "options: none")
-    for option, about in entry["options"].items():
-        lines.append(f"  {option} = {json.dumps(about['default'], ensure_ascii=False)}")
-        lines += textwrap.wrap(about["help"], 100, initial_indent="      ", subsequent_indent="      ")
+    for option_name, details in entry["options"].items():
+        lines.append(f"  {option_name} = {json.dumps(details['default'], ensure_ascii=False)}")
+        lines += textwrap.wrap(details["help"], 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
 
-def _write_table(known: dict[str, dict[str, Any]]) -> None:
+def _print_table(entries: dict[str, dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -342,89 +304,18 @@ def _write_table(known: dict[str, dict[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "directions", "learned", "state", "paper", "when to choose"):
         table.add_column(column, no_wrap=column in ("name", "directions", "learned", "state"))
-    for name, entry in known.items():
+    for name, entry in entries.items():
         learned = "yes" if entry["learned"] else "no"
         table.add_row(name, directions(entry), learned, entry["state"], entry["paper"], entry["advice"])
-    # Written to a file or a pipe there is no width to keep to; rich would assume 80.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(file=sys.stdout, width=wide, highlight=False, markup=False).print(table)
+    # rich assumes 80 columns where the output is a file or a pipe.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    Console(file=sys.stdout, width=width, highlight=False, markup=False).print(table)
 
 
-def run_patch(arguments: argparse.Namespace) -> int:
-    """`patch`: load, patch, save; DST appears whole or not at all."""
-    from . import cli_checkpoints as checkpoints
+def show_environment(config: EnvConfig) -> None:
+    """Print the versions and the hardware that a bug report needs."""
+    from .utils.environment import package_versions
 
-    if arguments.plan is not None and (arguments.layers is not None or arguments.option):
-        raise ValueError("--layers and --option go with --attention; with --plan, write them into the file.")
-    options = dict(arguments.option)
-    if len(options) < len(arguments.option):
-        raise ValueError(f"--option names one of {', '.join(sorted(options))} twice.")
-    checkpoints.check_target(arguments.source, arguments.target, force=arguments.force)
-    plan = checkpoints.read_plan(arguments.attention, arguments.plan, arguments.layers, options)
-    model = checkpoints.load_and_patch(
-        arguments.source,
-        plan,
-        max_length=arguments.max_length,
-        auto_class=arguments.auto_class,
-        dtype=arguments.dtype,
-        revision=arguments.revision,
-    )
-    report = checkpoints.save(
-        model, arguments.source, arguments.target, revision=arguments.revision, force=arguments.force
-    )
-    sys.stdout.write(f"{report}\nSaved to {arguments.target}\n")
-    return 0
-
-
-def run_info(arguments: argparse.Namespace) -> int:
-    """`info`: what is patched; reads the config only."""
-    from . import cli_checkpoints as checkpoints
-
-    found = checkpoints.inspect_checkpoint(arguments.checkpoint)
-    report: PatchReport | None = found.pop("report")
-    if arguments.json:
-        from dataclasses import asdict
-
-        found["layers"] = [] if report is None else [asdict(layer) for layer in report.layers]
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-        return 0
-    if report is None:
-        sys.stdout.write(
-            f"{arguments.checkpoint}: {found['model']} without linear attention. "
-            f"Patch it with `{PROGRAM} patch {arguments.checkpoint} DST --attention NAME`.\n"
-        )
-        return 0
-    sys.stdout.write(
-        f"{report}\n"
-        f"{'':>5}  {found['parameters']:,} parameters in all, saved as {found['dtype']}; "
-        f"{found['state_bytes']:,} state bytes a stream\n"
-        f"{'':>5}  format {found['format_version']}, written by hf-linear-attn {found['package_version']}\n"
-    )
-    return 0
-
-
-def run_training(arguments: argparse.Namespace) -> int:
-    """`convert` and `finetune`: YAML and dotted flags become settings."""
-    from .training.entry import run_settings
-
-    return run_settings(arguments.command, arguments.config, arguments.source, arguments.settings, show=arguments.show)
-
-
-def run_demo(arguments: argparse.Namespace) -> int:
-    """`demo`: the flags become `DemoOptions`."""
-    from .cli_fields import from_arguments
-    from .demo import DemoOptions
-    from .demo import run_demo as run
-
-    run(from_arguments(DemoOptions, arguments))
-    return 0
-
-
-def run_env(arguments: argparse.Namespace) -> int:
-    """`env`: what a bug report needs."""
-    from .cli_checkpoints import environment
-
-    known = environment()
-    width = max(map(len, known))
-    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in known.items()))
-    return 0
+    versions = package_versions()
+    width = max(map(len, versions))
+    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in versions.items()))

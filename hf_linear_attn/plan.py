@@ -87,6 +87,11 @@ class PlanOptions:
         return found
 
 
+def plan_command(source: str, options: PlanOptions) -> int:
+    """The verb `plan`: exit code 1 where the budget is not met."""
+    return 0 if run_plan(source, options)["choice"]["met"] else 1
+
+
 def run_plan(source: str, options: PlanOptions, *, console: Console | None = None) -> dict[str, Any]:
     """Measure, write the plan and its report to `options.out`, show a table, and return the report.
 
@@ -315,9 +320,9 @@ def _timed(exact: Any, patched: Any, attention: str, settings: dict[str, Any], a
 
 def _save_if_met(job: Job, choice: dict[str, Any], source: str, target: str) -> str:
     """Write the planned layers with what they learned, as a checkpoint with its tokenizer; returns what was done."""
-    from .cli_checkpoints import save
     from .evaluation.speed import shared_copy
     from .patching import patch_model, patch_report
+    from .saving import save_checkpoint
 
     if not choice["met"]:
         return "No checkpoint was written: the budget is not met."
@@ -325,16 +330,16 @@ def _save_if_met(job: Job, choice: dict[str, Any], source: str, target: str) -> 
     model = patch_model(shared_copy(job.exact), job.attention, layers=choice["layers"], **options)
     held = job.patched.state_dict()
     model.load_state_dict({name: held[name] for name in model.state_dict()})
-    save(model, source, target, revision=None, force=_ours(target))
+    save_checkpoint(model, source, target, overwrite=_ours(target))
     return f"Checkpoint: {target}"
 
 
 def _check_target(source: str, target: str) -> None:
     """Before anything is measured: new, empty, or a checkpoint that an earlier plan may have written."""
-    from .cli_checkpoints import check_target
+    from .saving import check_output
 
     try:
-        check_target(source, target, force=_ours(target))
+        check_output(source, target, overwrite=_ours(target))
     except ValueError as error:
         raise ValueError(
             f"--save-model {target!r} cannot be written: it holds other files. Name another folder."

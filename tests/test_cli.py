@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import hf_linear_attn as hla
-from hf_linear_attn import cli_checkpoints
-from hf_linear_attn.cli import main
+from hf_linear_attn import saving
+from hf_linear_attn.cli import VERBS, main
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +61,85 @@ def test_nothing_given_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["list", "patch", "info", "env"])
-def test_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"convert", "finetune"}))
+def test_short_and_full_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert run(verb, "--help") == 0
-    assert f"hf-linear-attn {verb}" in capsys.readouterr().out
+    short = capsys.readouterr().out
+    assert f"usage: hf-linear-attn {verb}" in short
+    assert run(verb, "--help", "all") == 0
+    full = capsys.readouterr().out
+    assert run(verb, "--help_all") == 0
+    assert capsys.readouterr().out == full
+    assert len(short) <= len(full) + 100
+
+
+def test_help_of_every_verb_is_light() -> None:
+    """Neither torch nor transformers is loaded before a verb runs."""
+    code = (
+        "import sys; from hf_linear_attn.cli import VERBS, main\n"
+        "verbs = [verb for verb in VERBS if verb not in ('convert', 'finetune')]\n"
+        "for words in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in verbs)):\n"
+        "    assert main(words) == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["lst"], "invalid choice"),
-        (["patch", "a", "b"], "--attention"),
-        (["patch", "a", "b", "--attention", "elu", "--plan", "p.json"], "not allowed with"),
-        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], "expected layer indices such as 0,1,-1"),
-        (["patch", "a", "b", "--attention", "elu", "--option", "alpha"], "expected KEY=VALUE"),
-        (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], "invalid choice"),
-        (["info"], "CHECKPOINT"),
+        (["lst"], "unknown verb 'lst'. Did you mean 'list'"),
+        (["--verson"], "unknown option '--verson'"),
+        (["patch", "a", "b"], "give either --attention NAME or --plan FILE"),
+        (["patch", "a", "b", "--attention", "elu", "--plan", "p.json"], "either --attention NAME or --plan FILE"),
+        (["patch", "a", "b", "--attention", "elu", "--layers", "0;1"], "--layers must be a list, each entry a whole"),
+        (["patch", "a", "b", "--attention", "elu", "--options", "alpha"], "--options must be a mapping"),
+        (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], "--dtype must be one of 'auto', 'float32'"),
+        (["patch", "a", "b", "--atention", "elu"], "Did you mean '--attention'"),
+        (["patch", "a", "b", "c"], "unexpected argument 'c'"),
+        (["patch", "a", "b", "--attention"], "--attention needs a value"),
+        (["patch", "a", "--attention", "elu"], "OUTPUT is missing"),
+        (["info"], "MODEL is missing"),
+        (["info", "a", "--config", "missing.yaml"], "there is no file 'missing.yaml'"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
     assert run(*arguments) == 2
-    assert complaint in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert complaint in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_yaml_and_flags(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags override the file, wherever they stand, and `--print_config` shows what is used."""
+    file = tmp_path / "patch.yaml"
+    file.write_text(f"model: {gpt2}\nattention: favor+\noptions:\n  num_features: 8\nlayers: [0]\n")
+    words = ["patch", "--layers", "-1,0", "--output", tmp_path / "out", "--options.seed", "3", "--config", file]
+    assert run(*words, "--print_config") == 0
+    printed = capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert yaml.safe_load(printed) == {
+        "model": str(gpt2),
+        "output": str(tmp_path / "out"),
+        "attention": "favor+",
+        "options": {"num_features": 8, "seed": 3},
+        "layers": [-1, 0],
+        "plan": None,
+        "max_length": None,
+        "dtype": "auto",
+        "auto_class": None,
+        "revision": None,
+        "overwrite": False,
+    }
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert run("patch", "--config", tmp_path / "printed.yaml") == 0
+    assert [layer.attention for layer in hla.patch_report(hla.load_pretrained(str(tmp_path / "out"))).layers] == [
+        "favor+",
+        "softmax",
+        "favor+",
+    ]
 
 
 def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +223,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_patch_equals_patch_model(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / "out"
-    arguments = ("--attention", "favor+", "--layers", "-1,0", "--option", "num_features=8", "--option", "seed=3")
+    arguments = ("--attention", "favor+", "--layers", "-1,0", "--options.num_features", "8", "--options.seed", "3")
     assert run("patch", gpt2, target, *arguments) == 0
     assert "2 of 3 self-attention layers are linear" in capsys.readouterr().out
 
@@ -192,7 +251,7 @@ def test_patch_plan_and_dtype(gpt2: Path, tmp_path: Path) -> None:
 
 def test_patch_auto_class(gpt2: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    assert run("patch", gpt2, target, "--attention", "elu", "--auto-class", "AutoModel") == 0
+    assert run("patch", gpt2, target, "--attention", "elu", "--auto_class", "AutoModel") == 0
     assert json.loads((target / "config.json").read_text())["architectures"] == ["GPT2Model"]
 
 
@@ -200,12 +259,11 @@ def test_patch_auto_class(gpt2: Path, tmp_path: Path) -> None:
     ("flags", "complaint"),
     [
         (["--attention", "hedghog"], "Did you mean 'hedgehog'"),
-        (["--attention", "elu", "--option", "alpa=1"], "Did you mean 'alpha'"),
-        (["--attention", "elu", "--option", "alpha=7"], "alpha must lie in (0, 1]"),
-        (["--attention", "elu", "--option", "alpha=1", "--option", "alpha=0.5"], "twice"),
+        (["--attention", "elu", "--options.alpa", "1"], "Did you mean 'alpha'"),
+        (["--attention", "elu", "--options.alpha", "7"], "alpha must lie in (0, 1]"),
         (["--attention", "elu", "--layers", "0,9"], "out of range: the model has 3"),
         (["--attention", "linformer"], "Use 'linformer-causal'"),
-        (["--attention", "elu", "--auto-class", "AutoModelForLM"], "no class 'AutoModelForLM'"),
+        (["--attention", "elu", "--auto_class", "AutoModelForLM"], "no class 'AutoModelForLM'"),
         (["--plan", "missing.json"], "there is no such file"),
         (["--plan", "list.json"], "must hold an object"),
         (["--plan", "broken.json"], "is not JSON"),
@@ -249,7 +307,7 @@ def test_patch_sources_that_cannot_be(gpt2: Path, tmp_path: Path, capsys: pytest
     assert "is patched already" in refusal(patched)
     nameless = tmp_path / "nameless"
     GPT2Config(n_layer=1, n_head=2, n_embd=16).save_pretrained(nameless)
-    assert "Pass --auto-class" in refusal(nameless)
+    assert "Pass --auto_class" in refusal(nameless)
     assert not (tmp_path / "out").exists()
 
 
@@ -271,20 +329,20 @@ def test_target_in_use(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     notes = tmp_path / "notes"
     notes.mkdir()
     (notes / "diary.txt").write_text("mine")
-    assert "pass --force" in refusal(notes)
-    assert "it is no checkpoint" in refusal(notes, "--force")
+    assert "pass --overwrite" in refusal(notes)
+    assert "it is no checkpoint" in refusal(notes, "--overwrite")
     assert (notes / "diary.txt").read_text() == "mine"
     weights = (gpt2 / "model.safetensors").read_bytes()
-    assert "would be lost" in refusal(gpt2, "--force")
-    assert "would be lost" in refusal(gpt2.parent, "--force")
+    assert "would be lost" in refusal(gpt2, "--overwrite")
+    assert "would be lost" in refusal(gpt2.parent, "--overwrite")
     assert (gpt2 / "model.safetensors").read_bytes() == weights
 
 
-def test_force_replaces_the_whole_folder(gpt2: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_the_whole_folder(gpt2: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     assert run("patch", gpt2, target, "--attention", "hedgehog") == 0
     (target / "left-over.txt").write_text("old")
-    assert run("patch", gpt2, target, "--attention", "elu", "--force") == 0
+    assert run("patch", gpt2, target, "--attention", "elu", "--overwrite") == 0
     assert not (target / "left-over.txt").exists()
     assert not [name for name in load_file(target / "model.safetensors") if "linear_attention" in name]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -301,8 +359,8 @@ def test_a_save_that_fails_leaves_nothing(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(cli_checkpoints, "_copy_companions", fail)
-    code = run("patch", gpt2, target, "--attention", "elu", "--force")
+    monkeypatch.setattr(saving, "_copy_companions", fail)
+    code = run("patch", gpt2, target, "--attention", "elu", "--overwrite")
     assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
     assert (target / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -350,6 +408,8 @@ def test_info_of_a_newer_format(gpt2: Path, tmp_path: Path, capsys: pytest.Captu
 def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = BertConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=16, vocab_size=50)
     BertModel(config).save_pretrained(tmp_path / "bert")
-    assert run("patch", tmp_path / "bert", tmp_path / "out", "--attention", "linformer", "--option", "num_slots=4") == 0
+    assert (
+        run("patch", tmp_path / "bert", tmp_path / "out", "--attention", "linformer", "--options.num_slots", "4") == 0
+    )
     assert run("info", tmp_path / "out") == 0
     assert "2 of 2 self-attention layers are linear" in capsys.readouterr().out

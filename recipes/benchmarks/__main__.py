@@ -18,51 +18,31 @@ Every measurement is on disk at once. Ctrl-C stops; the same command with --appe
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
-from hf_linear_attn.cli_fields import add_flags, from_arguments
+from hf_linear_attn.utils.arguments import exit_code, parse_config
 
 from .options import BenchmarkOptions
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "source",
-        metavar="MODEL",
-        nargs="?",
-        help="a checkpoint for the sections model and decode (default: shapes of known models)",
-    )
-    parser.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
-    add_flags(parser, BenchmarkOptions)
-    arguments = parser.parse_args(argv)
-    try:
-        return run(arguments)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except (ValueError, TypeError, NotImplementedError, OSError, ImportError) as error:
-        if arguments.traceback:
-            raise
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 1
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run(words), traceback="--traceback" in words)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(words: list[str]) -> int:
+    model = words.pop(0) if words and not words[0].startswith("-") else None
+    options = parse_config(
+        BenchmarkOptions, words, program="python -m recipes.benchmarks [MODEL]", description=__doc__ or ""
+    )
     from rich.console import Console
 
     from .runner import run_benchmark
 
     # A file or a pipe has no width; rich would assume 80 columns.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
-    options = from_arguments(BenchmarkOptions, arguments)
-    return run_benchmark(options, arguments.source, console=Console(file=sys.stdout, width=width))[1]
+    return run_benchmark(options, model, console=Console(file=sys.stdout, width=width))[1]
 
 
 if __name__ == "__main__":

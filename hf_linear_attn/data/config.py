@@ -1,0 +1,49 @@
+"""The options of every command that reads data: `--data.task`, `--data.dataset`, …"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..utils.arguments import check_positive, option
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data a command reads, and how it is truncated.
+
+    Raises:
+        ValueError: A value out of range, or `task` and `dataset` at once.
+    """
+
+    task: str | None = option(None, "a task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb", common=True)
+    folder: str | None = option(None, "folder with the task's files (default: the Hub's)", common=True)
+    dataset: str | None = option(
+        None,
+        "or your own data: csv, tsv, json, jsonl, parquet or text file, a folder of them by split, a save_to_disk "
+        "folder, or a data set of the Hub",
+        common=True,
+    )
+    dataset_config: str | None = option(None, "configuration of a data set of the Hub")
+    revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
+    text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs", common=True)
+    label_column: str = option("label", "label column of your own data")
+    metrics: tuple[str, ...] | None = option(
+        None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
+    )
+    max_length: int | None = option(None, "longest input, or block of a language model, in tokens (default: 128)")
+    max_train_samples: int | None = option(None, "number of training rows or blocks, drawn by the seed (default: all)")
+    max_eval_samples: int | None = option(None, "number of validation rows, drawn once for all seeds (default: all)")
+    validation_size: float = option(0.1, "share of the training rows to hold out where there is no validation split")
+    group_by_length: bool = option(True, "batches of rows of similar length, which need less padding")
+    mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts")
+
+    def __post_init__(self) -> None:
+        check_positive("data.", self, "max_length", "max_train_samples", "max_eval_samples")
+        for name in ("validation_size", "mlm_probability"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise ValueError(f"data.{name} must lie between 0 and 1, got {value!r}.")
+        if self.task is not None and self.dataset is not None:
+            raise ValueError(f"data.task is {self.task!r} and data.dataset is {self.dataset!r}: give only one of them.")
+        if self.folder is not None and self.task is None:
+            raise ValueError(f"data.folder is {self.folder!r}, the folder of a task's files: give data.task, too.")
