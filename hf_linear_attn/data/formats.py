@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.texts import split_documents
 from .files import at, plain_name, read_lines, read_text, shown
 from .task_files import json_objects
+from .text import split_documents
 
 Table = dict[str, list[Any]]
 

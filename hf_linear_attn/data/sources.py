@@ -36,7 +36,7 @@ def load_source(
             - a file: csv, tsv (no quoting: a tab always parts two columns), json, jsonl, parquet, fasta (columns
               `description`, `sequence`), or text (txt, text, smi, tokens, raw); all but parquet also as `.xz` or
               `.gz`. It becomes the split `train`. Text has one column, `text`, a document a row: split as
-              `evaluation.texts.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
+              `data.text.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
             - the name of a Hub set, if no file or folder has this name.

@@ -24,8 +24,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import load_pretrained
+from hf_linear_attn.data.text import token_documents
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
-from hf_linear_attn.evaluation.texts import whole_documents
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.options import ConvertSettings
 from hf_linear_attn.training.problems import own_data
@@ -64,7 +64,7 @@ def variant_settings(base: ConvertSettings, variant: str, window: int, seed: int
 def documents(base: ConvertSettings, model: str, tokens: int, seed: int) -> list[list[int]]:
     """Held-out documents of a run with this seed, as token ids, whole but the last."""
     data = own_data(base.data, seed, base.data.text[:1])
-    return whole_documents(AutoTokenizer.from_pretrained(model), data["validation"][base.data.text[0]], tokens)
+    return token_documents(AutoTokenizer.from_pretrained(model), data["validation"][base.data.text[0]], tokens)
 
 
 def perplexity(model: PreTrainedModel, held_out: list[list[int]], context: int) -> dict[str, Any]:

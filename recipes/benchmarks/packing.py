@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.data.text import padded_batches, read_text
 from hf_linear_attn.evaluation.report import environment
-from hf_linear_attn.evaluation.texts import make_batches, read_text
 
 VOCABULARY = 1000
 
@@ -60,7 +60,7 @@ def measure(model: PreTrainedModel, batches: list[list[list[int]]]) -> dict[str,
     """Both forms of every batch, in turn; the first batch once more beforehand, to warm up."""
     ratios, difference = [], 0.0
     for number, documents in enumerate([batches[0], *batches]):
-        padded = make_batches(documents, len(documents), 0)[0]
+        padded = padded_batches(documents, len(documents), 0)[0]
         wide, slow = timed(model, padded)
         flat, fast = timed(model, packed(documents))
         if number:

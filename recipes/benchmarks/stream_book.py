@@ -33,10 +33,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.data.text import pad_token, padded_batches, read_text, token_passages
 from hf_linear_attn.evaluation.measurements import plain
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.streaming import POSITIONS, cache_bytes, file_tokens, read_stream, stream_losses
-from hf_linear_attn.evaluation.texts import make_batches, pad_id, passages, read_text
 
 #: Losses are summed up to each of these positions of the stream.
 RANGES = (512, 2048, 8192, 32768, 131072, 524288)
@@ -70,8 +70,8 @@ def mimic(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace)
     if not arguments.steps or not hla.list_attentions()[arguments.attention]["learned"]:
         return
     length, count = min(arguments.train_length, model.config.max_position_embeddings), 8 * arguments.steps
-    sequences = passages(tokenizer, read_text(arguments.train_text).train, length, count)
-    batches = make_batches(sequences, 8, pad_id(tokenizer))
+    sequences = token_passages(tokenizer, read_text(arguments.train_text).train, length, count)
+    batches = padded_batches(sequences, 8, pad_token(tokenizer))
     result = hla.transfer_attention(model, batches, steps=arguments.steps)
     console.print(f"Attention transfer: {result.steps} steps, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
 

@@ -8,17 +8,17 @@ import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_linear_attn.evaluation.texts import (
+from hf_linear_attn.data.text import (
     docstrings,
-    encode,
-    make_batches,
-    passages,
+    encode_text,
+    padded_batches,
     read_text,
     special_tokens,
     split_documents,
     split_train,
     standard_library_documents,
-    whole_documents,
+    token_documents,
+    token_passages,
 )
 from tests.helpers import tiny_tokenizer
 
@@ -109,37 +109,37 @@ def test_special_tokens_are_found(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_whole_documents_keep_to_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = whole_documents(tokenizer, ["alpha beta", "gamma", "delta delta delta", "the"], 9)
-    assert found[:2] == [tokenizer("alpha beta")["input_ids"], tokenizer("gamma")["input_ids"]]
-    assert [len(document) for document in found] == [4, 3, 2]
+    passages = token_documents(tokenizer, ["alpha beta", "gamma", "delta delta delta", "the"], 9)
+    assert passages[:2] == [tokenizer("alpha beta")["input_ids"], tokenizer("gamma")["input_ids"]]
+    assert [len(document) for document in passages] == [4, 3, 2]
 
 
 def test_unreadable_text_is_told() -> None:
     """A word-level tokenizer without an unknown token, as some published ones are."""
     strict = Tokenizer(models.WordLevel({"alpha": 0}))
     broken = PreTrainedTokenizerFast(tokenizer_object=strict)
-    assert encode(broken, "alpha") == [0]
+    assert encode_text(broken, "alpha") == [0]
     with pytest.raises(ValueError, match="tokenizer cannot read 'omega'"):
-        encode(broken, "omega")
+        encode_text(broken, "omega")
 
 
 def test_passages_have_the_length_and_lose_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     document = "alpha beta gamma delta " * 40
-    found = passages(tokenizer, [document], 34, 100)
-    assert [len(passage) for passage in found] == [34] * 5
-    assert sum(len(passage) - 2 for passage in found) == 160
-    assert found[0][0] == tokenizer.cls_token_id
+    passages = token_passages(tokenizer, [document], 34, 100)
+    assert [len(passage) for passage in passages] == [34] * 5
+    assert sum(len(passage) - 2 for passage in passages) == 160
+    assert passages[0][0] == tokenizer.cls_token_id
 
 
 def test_passages_are_spread_over_the_documents(tokenizer: PreTrainedTokenizerFast) -> None:
     words = ("alpha", "beta", "gamma", "delta")
-    found = passages(tokenizer, [f"{word} " * 64 for word in words], 34, 4)
-    firsts = [passage[1] for passage in found]
+    passages = token_passages(tokenizer, [f"{word} " * 64 for word in words], 34, 4)
+    firsts = [passage[1] for passage in passages]
     assert firsts == tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]
 
 
 def test_batches_are_padded_on_the_right() -> None:
-    first, second = make_batches([[1, 2, 3], [4], [5, 6]], 2, pad=9)
+    first, second = padded_batches([[1, 2, 3], [4], [5, 6]], 2, pad=9)
     assert first["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert first["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert second["input_ids"].tolist() == [[5, 6]]

@@ -1,0 +1,240 @@
+"""Text: a file, or the documentation that comes with Python, split into train and held-out documents and batches."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Marks the end of a document in many text files for language models.
+END_OF_TEXT = "<|endoftext|>"
+
+#: Docstrings of the standard library shorter than this are left out: they say too little.
+MIN_DOCSTRING = 40
+
+#: Every fifth document is held out.
+HELD_OUT_EVERY = 5
+
+#: A text with fewer characters cannot be split into something to train and something to measure on.
+MIN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents of one source. The held-out ones are never trained on."""
+
+    source: str
+    sha256: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.train)) + sum(map(len, self.held_out))
+
+
+def read_text(path: str | None) -> Text:
+    """Read a text file, or the docstrings of the standard library if `path` is None.
+
+    Raises:
+        OSError: The file is missing or unreadable.
+        ValueError: It is not UTF-8 text, or too short.
+    """
+    if path is None:
+        documents = standard_library_documents()
+        version = ".".join(map(str, sys.version_info[:3]))
+        return text_of(documents, f"docstrings of the standard library of Python {version}, one document per module")
+    return text_of(split_documents(_read_file(Path(path))), str(path))
+
+
+def text_of(documents: Sequence[str], source: str) -> Text:
+    """Split documents into train and held-out ones.
+
+    Args:
+        documents: The documents, in order.
+        source: Where they are from, for messages and reports.
+
+    Raises:
+        ValueError: They are too short.
+    """
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    characters = sum(map(len, documents))
+    if characters < MIN_CHARACTERS:
+        raise ValueError(
+            f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed. Give a longer text."
+        )
+    train, held_out = split_train(documents)
+    return Text(source, digest, tuple(train), tuple(held_out))
+
+
+def _read_file(path: Path) -> str:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no text file {str(path)!r}. Give an existing file, or none to use Python's own documentation."
+        )
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder. Give a text file.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give another file.") from error
+
+
+def split_documents(text: str) -> list[str]:
+    """Return the documents of a text, without repetitions.
+
+    The text is split at `<|endoftext|>` if it occurs. A text with blank lines is one running document; a text without
+    any has one document per line (sentences, SMILES strings, log lines).
+    """
+    text = text.replace("\r\n", "\n")
+    if END_OF_TEXT in text:
+        parts: Iterable[str] = text.split(END_OF_TEXT)
+    elif "\n\n" in text.strip():
+        parts = [text]
+    else:
+        parts = text.split("\n")
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+def split_train(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return train and held-out documents.
+
+    Every fifth document is held out; of fewer than ten documents, the last fifth of the running text.
+    """
+    if len(documents) >= 2 * HELD_OUT_EVERY:
+        last = HELD_OUT_EVERY - 1
+        train = [document for index, document in enumerate(documents) if index % HELD_OUT_EVERY != last]
+        return train, list(documents[last::HELD_OUT_EVERY])
+    running = "\n\n".join(documents)
+    cut = len(running) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
+    space = running.find(" ", cut)
+    cut = space if space > 0 else cut
+    return [running[:cut].strip()], [running[cut:].strip()]
+
+
+def standard_library_documents() -> list[str]:
+    """Return one document per module of the standard library: its docstrings in order of appearance.
+
+    The sources are parsed, not imported. The same Python version always gives the same documents.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(
+        name for name in sys.stdlib_module_names if not name.startswith("_") and name not in ("this", "test")
+    )
+    seen: set[str] = set()
+    documents = []
+    for name in names:
+        candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
+        for path in (path for path in candidates if path.is_file()):
+            texts = [text for text in docstrings(path) if len(text) >= MIN_DOCSTRING and text not in seen]
+            seen.update(texts)
+            if texts:
+                documents.append("\n\n".join(texts))
+    return documents
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a Python file, without indentation."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                yield inspect.cleandoc(text)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count: int) -> list[list[int]]:
+    """Return at most `count` sequences of at most `length` tokens, with the tokenizer's special tokens.
+
+    Each document is cut into pieces; a piece shorter than a quarter of the length (or eight tokens) is dropped unless
+    it is a complete document. If there are more than `count`, they are taken evenly over the documents.
+    """
+    before, after = special_tokens(tokenizer, documents)
+    capacity = length - len(before) - len(after)
+    shortest = max(length // 4, 8)
+    passages: list[list[int]] = []
+    for document in documents:
+        ids = encode_text(tokenizer, document)
+        pieces = [[*before, *ids[start : start + capacity], *after] for start in range(0, len(ids), capacity)]
+        passages += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
+    if len(passages) > count:
+        passages = [passages[index * len(passages) // count] for index in range(count)]
+    return passages
+
+
+def token_documents(tokenizer: Any, documents: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Return complete documents with special tokens until `max_tokens` tokens are reached; the last one is cut."""
+    before, after = special_tokens(tokenizer, documents)
+    encoded: list[list[int]] = []
+    for document in documents:
+        if max_tokens < 2:
+            break
+        encoded.append([*before, *encode_text(tokenizer, document), *after][:max_tokens])
+        max_tokens -= len(encoded[-1])
+    return encoded
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Return the token ids of a text.
+
+    Raises:
+        ValueError: The tokenizer cannot read this text.
+    """
+    try:
+        # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except Exception as error:
+        excerpt = text if len(text) <= 40 else f"{text[:40]}…"
+        raise ValueError(
+            f"The model's tokenizer cannot read {excerpt!r} ({error}). Give a text that the model was made for, or "
+            "repair its tokenizer.json."
+        ) from error
+
+
+def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return what the tokenizer puts before and after a sequence, as seen on the shortest of the documents."""
+    sample = min(documents, key=len)
+    bare, full = encode_text(tokenizer, sample), encode_text(tokenizer, sample, add_special_tokens=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+def padded_batches(sequences: Sequence[Sequence[int]], batch_size: int, pad: int) -> list[dict[str, Tensor]]:
+    """Return batches `input_ids, attention_mask [batch_size, longest]`, padded on the right with the token `pad`."""
+    import torch
+
+    batches = []
+    for start in range(0, len(sequences), batch_size):
+        part = sequences[start : start + batch_size]
+        longest = max(map(len, part))
+        ids = torch.full((len(part), longest), pad)
+        mask = torch.zeros(len(part), longest, dtype=torch.long)
+        for row, sequence in enumerate(part):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+            mask[row, : len(sequence)] = 1
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    return batches
+
+
+def pad_token(tokenizer: Any) -> int:
+    """Return the padding token; where there is none any token will do, because it is masked."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in candidates if token is not None), 0)

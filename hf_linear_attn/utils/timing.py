@@ -1,0 +1,160 @@
+"""Timing of several functions side by side, and what follows from the times: speedups and the crossover length."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: A call shorter than this is repeated within one sample, so that the clock and the call's overhead do not show.
+MIN_SAMPLE_SECONDS = 0.004
+
+MIN_ROUNDS = 3
+MAX_ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median and the 20th and 80th percentile over `rounds` rounds.
+
+    `speedup` is the time of the baseline divided by this one's: the median of the ratios of each round (1 for the
+    baseline itself). Both are timed in every round, so that a slower moment of the machine affects both.
+    """
+
+    median: float
+    p20: float
+    p80: float
+    rounds: int
+    speedup: float
+    speedup_p20: float
+    speedup_p80: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the percentile `share` in [0, 1], interpolated linearly between order statistics."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def time_interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    baseline: str,
+    seconds: float,
+    device: torch.device | None = None,
+    repeat: bool = True,
+    warmup: int = 1,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
+) -> dict[str, Timing]:
+    """Time functions side by side: each round runs every one once, in rotating order.
+
+    Args:
+        functions: Name -> function without arguments.
+        baseline: The name that speedups are relative to.
+        seconds: Time to spend; between `min_rounds` and `max_rounds` rounds are run.
+        device: A GPU is synchronised around each sample.
+        repeat: Whether a short function is called several times in one sample. A function that changes its own state,
+            such as a decoding step, must not be.
+        warmup: Calls of each function before the first sample.
+
+    Returns:
+        Name -> `Timing`.
+    """
+    clock = device_clock(device)
+
+    def sample(function: Callable[[], object], calls: int) -> float:
+        start = clock()
+        for _ in range(calls):
+            function()
+        return (clock() - start) / calls
+
+    calls = {}
+    for name, function in functions.items():
+        once = min(sample(function, 1) for _ in range(warmup))
+        if repeat and once < 0.1:
+            once = sample(function, 1)  # the first call allocates memory, which would count too much
+        calls[name] = max(1, min(200, math.ceil(MIN_SAMPLE_SECONDS / max(once, 1e-7)))) if repeat else 1
+    names = list(functions)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    for round_index in range(max_rounds):
+        for offset in range(len(names)):
+            name = names[(offset + round_index) % len(names)]
+            samples[name].append(sample(functions[name], calls[name]))
+        if round_index + 1 >= min_rounds and time.perf_counter() - start > seconds:
+            break
+    return {name: summarize_samples(samples[name], samples[baseline]) for name in names}
+
+
+def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Timing:
+    """Return the median and percentiles of samples, and those of their ratios to the baseline's, round by round."""
+    ratios = [reference / own for reference, own in zip(baseline, seconds, strict=True)]
+    return Timing(
+        statistics.median(seconds),
+        percentile(seconds, 0.2),
+        percentile(seconds, 0.8),
+        len(seconds),
+        statistics.median(ratios),
+        percentile(ratios, 0.2),
+        percentile(ratios, 0.8),
+    )
+
+
+def device_clock(device: torch.device | None) -> Callable[[], float]:
+    """Return a clock in seconds, which waits for a GPU before it is read.
+
+    `torch.utils.benchmark.Timer` times one function at a time, while speedups need paired samples.
+    """
+    if device is None or device.type == "cpu":
+        return time.perf_counter
+    from torch.utils.benchmark.utils.timer import timer
+
+    return timer
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The length from which a mechanism is faster than the baseline, at every longer measured length too.
+
+    Attributes:
+        length: Tokens.
+        relation: "=" for a length between two measured ones (interpolated), "<=" where the shortest measured length is
+            faster already, ">" where the longest measured one is not faster (nothing is known about longer ones then).
+    """
+
+    length: float
+    relation: str
+
+    def __str__(self) -> str:
+        """As text: `~ 640`, `≤ 128`, `> 8,192`. An interpolated length has two significant digits."""
+        if self.relation == "=":
+            return f"~ {int(float(format(self.length, '.2g'))):,}"
+        return f"{'≤' if self.relation == '<=' else '>'} {self.length:,.0f}"
+
+
+def crossover(lengths: Sequence[int], speedups: Sequence[float]) -> Crossover:
+    """Return the length where the speedup passes 1 for good.
+
+    Between two lengths the speedup is interpolated linearly in log(length) and log(speedup).
+
+    Args:
+        lengths: Measured lengths in tokens, ascending, at least one.
+        speedups: The speedup at each length.
+    """
+    if speedups[-1] <= 1:
+        return Crossover(float(lengths[-1]), ">")
+    slower = [index for index, speedup in enumerate(speedups) if speedup <= 1]
+    if not slower:
+        return Crossover(float(lengths[0]), "<=")
+    last = slower[-1]
+    low, high = math.log(speedups[last]), math.log(speedups[last + 1])
+    log_ratio = math.log(lengths[last + 1] / lengths[last])
+    return Crossover(lengths[last] * math.exp(-low / (high - low) * log_ratio), "=")
