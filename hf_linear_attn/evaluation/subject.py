@@ -62,11 +62,11 @@ class Subject:
 def backend_in_use(device: Any) -> str:
     """The name of the backend that serves kernelized attention here where it can; some calls fall back to torch."""
     from ..ops.backends import get_backend
-    from ..ops.native.functions import unavailable
+    from ..ops.native.backend import unavailable_reason
 
     if get_backend() != "auto":
         return get_backend()
-    return "torch" if device.type != "cpu" or unavailable() is not None else "native"
+    return "torch" if device.type != "cpu" or unavailable_reason() is not None else "native"
 
 
 def default_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:

@@ -90,4 +90,4 @@ class CosformerFeatureMap(FeatureMap):
         if positions is None:
             return None
         angle = positions.to(torch.float32) * (math.pi / (2 * self.max_length))
-        return FusedMap("turned-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())
+        return FusedMap("rotated-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())

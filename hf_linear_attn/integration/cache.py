@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
-from ..ops.common import OwnState, State, compute_dtype
+from ..ops.common import InPlaceState, State, compute_dtype
 
 Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
 """Advances a state over recorded keys, values and mask."""
@@ -129,12 +129,12 @@ class LinearStateLayer(CacheLayerMixin):
         device, dtype = query.device, compute_dtype(query)
         other = torch.float32 if dtype == torch.float64 else torch.float64
         fits = not any(held.device != device or held.dtype is other for held in self.state.values())
-        if not isinstance(self.state, OwnState) or not fits:
+        if not isinstance(self.state, InPlaceState) or not fits:
             self.state = {
                 name: held.to(device, dtype if held.dtype is other else held.dtype) for name, held in self.state.items()
             }
             if not self._held and not any(held.requires_grad for held in self.state.values()):
-                self.state = OwnState(self.state)
+                self.state = InPlaceState(self.state)
         return dict(self.state) if self.record_past else self.state
 
     def get_seq_length(self, *args: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.common import HOOK
+from ..ops.common import ACCELERATE_HOOK
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -22,7 +22,11 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():
         return _NOTHING
-    parts = [part for part in (mechanism, *mechanism._modules.values()) if part is not None and HOOK in part.__dict__]
+    parts = [
+        part
+        for part in (mechanism, *mechanism._modules.values())
+        if part is not None and ACCELERATE_HOOK in part.__dict__
+    ]
     return _brought(parts) if parts else _NOTHING
 
 
@@ -31,9 +35,9 @@ def _brought(parts: list[Any]) -> Iterator[None]:
     done = []
     try:
         for part in parts:
-            getattr(part, HOOK).pre_forward(part)
+            getattr(part, ACCELERATE_HOOK).pre_forward(part)
             done.append(part)
         yield
     finally:
         for part in reversed(done):
-            getattr(part, HOOK).post_forward(part, None)
+            getattr(part, ACCELERATE_HOOK).post_forward(part, None)

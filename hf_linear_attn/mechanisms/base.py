@@ -74,7 +74,7 @@ class LinearAttention(nn.Module):
 
         Args:
             inputs: queries, keys and values, and how they see each other. `inputs.state` is not changed, unless it is
-                an `ops.common.OwnState`, whose memory may be written over.
+                an `ops.common.InPlaceState`, whose memory may be written over.
 
         Returns:
             The output `[B, H, L, e]` in the dtype of the values, and the state after the last token if

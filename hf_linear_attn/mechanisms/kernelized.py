@@ -12,7 +12,7 @@ from ..ops import backends
 from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from ..ops.fused import FusedMap, KernelizedCall
-from ..ops.window_step import is_step
+from ..ops.window_step import is_decoding_step
 from .base import AttentionInputs, LinearAttention, visible
 from .repeated import remember, repeated
 
@@ -36,7 +36,7 @@ class KernelizedAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
         scaling, causal, keep_state = inputs.scaling, inputs.causal, inputs.return_state
-        if mask is not None and is_step(query, mask, state):
+        if mask is not None and is_decoding_step(query, mask, state):
             mask = None
         if causal and keep_state and mask is None:
             out = repeated(self, state, query, key, value, scaling)

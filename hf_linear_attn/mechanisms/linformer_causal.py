@@ -72,7 +72,7 @@ class LinformerCausalAttention(LinearAttention):
             scaling=inputs.scaling,
             mask=inputs.mask,
             state=inputs.state,
-            keep_state=inputs.return_state,
+            return_state=inputs.return_state,
         )
 
     def attention_weights(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import backends
-from ..ops.common import HOOK, OwnState, State
+from ..ops.common import ACCELERATE_HOOK, InPlaceState, State
 
 #: What every module has; the parts and tensors among it are looked at one by one.
 _COMMON = frozenset(nn.Module().__dict__) - {"training", "_modules"}
@@ -62,29 +62,29 @@ class Guard(NamedTuple):
 
 def remember(mechanism: nn.Module, scaling: float, before: State | None, after: State | None) -> None:
     """Let the next step be like this one, where a backend left the state ready for it."""
-    if not isinstance(after, OwnState) or after is before or after.ready is None:
+    if not isinstance(after, InPlaceState) or after is before or after.prepared_step is None:
         return
-    if HOOK in mechanism.__dict__:  # weights that come for a call and go after it: nothing is to hold them
-        after.ready = None
+    if ACCELERATE_HOOK in mechanism.__dict__:  # weights that come for a call and go after it: nothing is to hold them
+        after.prepared_step = None
     elif not any(held.is_inference() for held in (*mechanism.parameters(), *mechanism.buffers())):  # (has no version)
-        guard = Guard(mechanism, Snapshot(mechanism), float(scaling), backends.choice(), torch.get_num_threads())
-        after.ready.guard = guard
+        guard = Guard(mechanism, Snapshot(mechanism), float(scaling), backends.selection(), torch.get_num_threads())
+        after.prepared_step.guard = guard
 
 
 def repeated(
     mechanism: nn.Module, state: State | None, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor | None:
     """The output of a step like the last one, with the state written over; None where something is different."""
-    if torch.compiler.is_compiling() or not isinstance(state, OwnState) or state.ready is None:
+    if torch.compiler.is_compiling() or not isinstance(state, InPlaceState) or state.prepared_step is None:
         return None
-    ready = state.ready
-    guard = ready.guard
+    prepared = state.prepared_step
+    guard = prepared.guard
     if guard is None or guard.mechanism is not mechanism or torch.is_grad_enabled():
         return None
-    if float(scaling) != guard.scaling or guard.choice != backends.choice():
+    if float(scaling) != guard.scaling or guard.choice != backends.selection():
         return None
     if torch.get_num_threads() != guard.threads:
         return None
-    if not (guard.snapshot.unchanged() and ready.fits(state, query, key, value)):
+    if not (guard.snapshot.unchanged() and prepared.matches(state, query, key, value)):
         return None
-    return ready.run(state, query, key, value)
+    return prepared.run(state, query, key, value)

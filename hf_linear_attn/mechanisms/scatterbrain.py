@@ -105,9 +105,9 @@ class ScatterbrainAttention(LinearAttention):
         after: State | None = None
         if causal:
             band = None if state is None else {k: held for k, held in state.items() if not k.startswith("bucket_")}
-            sums, after = windowed.causal_sums(*tensors, **settings, state=band)
+            sums, after = windowed.causal_accumulator(*tensors, **settings, state=band)
         else:
-            sums = banded.banded_sums(*tensors, **settings)
+            sums = banded.banded_accumulator(*tensors, **settings)
         if hashing is None:
             return sums.values, after
         if query.shape[2] == 0:
@@ -142,7 +142,7 @@ class ScatterbrainAttention(LinearAttention):
     def _support(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         """Ω, `[B | 1, H | 1, L, S]`."""
         window, hashing = self.options.window_size, self._hashing()
-        places = windowed.places(mask, key.shape[2], causal, key.device)
+        places = windowed.window_positions(mask, key.shape[2], causal, key.device)
         band = windowed.inside_window(places, query.shape[2], window, causal)
         if hashing is None:
             return band

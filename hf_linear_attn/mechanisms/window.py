@@ -15,7 +15,7 @@ from ..ops import windowed as ops
 from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
-from ..ops.window_step import is_step
+from ..ops.window_step import is_decoding_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention, visible
 from .repeated import remember, repeated
@@ -115,7 +115,7 @@ class WindowAttention(LinearAttention):
         if state is None and not keep_state and self._all_inside(query, key, mask):
             return _exact(query, key, value, scaling, causal), None
         log_mix: Tensor | StepMix | QueryMix
-        if state is not None and not torch.is_grad_enabled() and is_step(query, mask, state):
+        if state is not None and not torch.is_grad_enabled() and is_decoding_step(query, mask, state):
             mask = None
             out = repeated(self, state, query, key, value, scaling)
             if out is not None:
@@ -138,7 +138,7 @@ class WindowAttention(LinearAttention):
             log_mix=log_mix,
             mask=mask,
             state=state,
-            keep_state=keep_state,
+            return_state=keep_state,
         )
         out, after = backends.attend(call)
         remember(self, scaling, state, after)
@@ -246,7 +246,7 @@ class WindowAttention(LinearAttention):
         return dense_weights(*features, outside), outside
 
     def _inside(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-        places = ops.places(mask, key.shape[2], causal, key.device)
+        places = ops.window_positions(mask, key.shape[2], causal, key.device)
         return ops.inside_window(places, query.shape[2], self.options.window_size, causal)
 
     def _feature_functions(self, scaling: float) -> tuple[Any, Any]:

@@ -24,9 +24,9 @@ from . import banded, gated, kernelized, windowed
 from .common import State
 from .fla_backend import FlaBackend
 from .fused import AttentionCall, GatedCall, WindowedCall
-from .native.functions import NativeBackend
-from .triton.functions import TritonBackend
-from .window_step import is_step, windowed_step
+from .native.backend import NativeBackend
+from .triton.backend import TritonBackend
+from .window_step import is_decoding_step, windowed_step
 
 #: The backend to start with, instead of `auto`.
 BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
@@ -35,7 +35,7 @@ BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
 class Backend(Protocol):
     name: str
 
-    def refuses(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         """Why this backend cannot serve the call; None where it can."""
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
@@ -47,7 +47,7 @@ class TorchBackend:
 
     name = "torch"
 
-    def refuses(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         return None
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
@@ -64,7 +64,7 @@ class TorchBackend:
         settings: dict[str, Any] = {"mask": call.mask}
         if isinstance(call, WindowedCall):
             settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.mix_rows()}
-            if call.state is not None and call.causal and is_step(call.query, call.mask, call.state):
+            if call.state is not None and call.causal and is_decoding_step(call.query, call.mask, call.state):
                 del settings["mask"], settings["window"]
                 return windowed_step(*given, **settings, state=call.state)
             if call.causal:
@@ -72,7 +72,7 @@ class TorchBackend:
             return banded.windowed_bidirectional(*given, **settings), None
         settings |= {"num_features": call.num_features, "signed": call.signed}
         if call.causal:
-            return kernelized.causal(*given, **settings, state=call.state, keep_state=call.keep_state)
+            return kernelized.causal(*given, **settings, state=call.state, return_state=call.return_state)
         return kernelized.bidirectional(*given, **settings), None
 
 
@@ -117,8 +117,8 @@ def get_backend() -> str:
     return _chosen
 
 
-def choice() -> object:
-    """What `choose` goes by besides the call; equal as long as nobody has set or registered a backend."""
+def selection() -> object:
+    """What `select_backend` goes by besides the call; equal as long as nobody has set or registered a backend."""
     return _chosen, _BACKENDS
 
 
@@ -142,16 +142,16 @@ def _checked(name: str) -> str:
     return name
 
 
-def choose(call: AttentionCall) -> Backend:
+def select_backend(call: AttentionCall) -> Backend:
     """The backend that serves a call.
 
     Raises:
         NotImplementedError: the backend that was asked for by name cannot.
     """
     if _chosen == "auto":
-        return next(backend for backend in _BACKENDS.values() if backend.refuses(call) is None)
+        return next(backend for backend in _BACKENDS.values() if backend.unsupported_reason(call) is None)
     backend = _BACKENDS[_chosen]
-    reason = backend.refuses(call)
+    reason = backend.unsupported_reason(call)
     if reason is not None:
         raise NotImplementedError(
             f"The backend {_chosen!r} cannot compute this attention: {reason}. Use set_backend('auto')."
@@ -161,7 +161,7 @@ def choose(call: AttentionCall) -> Backend:
 
 def attend(call: AttentionCall) -> tuple[Tensor, State | None]:
     """Compute a call with the backend in use."""
-    return choose(call).run(call)
+    return select_backend(call).run(call)
 
 
 if os.environ.get(BACKEND_VARIABLE):

@@ -219,7 +219,7 @@ def _attend(rows: Rows, keys: _Blocks, far: _Far, band: _Band) -> Sums:
     return Sums(total, top)
 
 
-def banded_sums(
+def banded_accumulator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -295,7 +295,7 @@ def windowed_bidirectional(
 
     Time O(L·(window + m)·d); temporaries O(group·(window + m)) for a group of blocks, and the sums at each group's end.
     """
-    return banded_sums(
+    return banded_accumulator(
         query,
         key,
         value,

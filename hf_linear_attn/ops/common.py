@@ -31,23 +31,23 @@ LOG2_E = 1 / math.log(2)
 BLOCK_QUANTUM = 128
 
 #: Where accelerate puts the hook of a module: `pre_forward` brings its tensors, `post_forward` takes them away.
-HOOK = "_hf_hook"
+ACCELERATE_HOOK = "_hf_hook"
 
 State = dict[str, Tensor]
 """A recurrent state: named tensors whose first dimension is the batch."""
 
 
-class OwnState(dict[str, Tensor]):
-    """A state that nobody else holds, and that is not read again: the next one may be written over it.
+class InPlaceState(dict[str, Tensor]):
+    """A state that has no other owner and is not read again, so that the next state may be written over it.
 
-    Decoding then touches half as much memory. Any other state that a call is given stays as it is. Where a step wrote
-    over it (`stepped`), the next one leaves it `ready`: those that follow go straight to the kernel if nothing else has
-    changed (`ops.native.ready`, `mechanisms.repeated`). Beam search, which makes states anew after every step, does not
-    come that far. Copies are plain states.
+    Decoding then touches half as much memory. Any other state that a call receives stays as it is. After a step that
+    wrote over a state which such a step had left (`updated_in_place`), `prepared_step` holds the filled-in arguments of
+    the kernel for the next one (`ops.native.prepared_step`, `mechanisms.repeated`). Beam search, which makes new states
+    after every step, does not come that far. Copies and pickles are ordinary dictionaries.
     """
 
-    ready: Any = None
-    stepped = False
+    prepared_step: Any = None
+    updated_in_place = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

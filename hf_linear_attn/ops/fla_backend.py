@@ -42,7 +42,7 @@ class FlaBackend:
 
     name = "fla"
 
-    def refuses(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile traces torch operations only"
         if call.query.device.type != DEVICE:
@@ -53,7 +53,7 @@ class FlaBackend:
             return f"the dtype is {call.query.dtype}, and it is exact enough for bfloat16 inputs only"
         if call.signed:
             return "the feature map is signed"
-        if call.state is not None or call.keep_state:
+        if call.state is not None or call.return_state:
             return "it carries no state of ours"
         if not call.query.shape[2]:
             return "there are no tokens"

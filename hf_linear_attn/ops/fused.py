@@ -12,7 +12,7 @@ from .common import FeatureFunction, State
 from .gated import GatedKeyFunction
 
 Activation = Literal[
-    "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "turned-relu"
+    "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
 ]
 
 #: How many features each number before the activation becomes.
@@ -24,7 +24,7 @@ PARTS: dict[str, int] = {
     "exp-pair": 2,
     "positive": 1,
     "positive-pair": 2,
-    "turned-relu": 2,
+    "rotated-relu": 2,
 }
 
 #: Activations that leave a log scale.
@@ -41,7 +41,7 @@ class FusedMap(NamedTuple):
         exp-pair        [exp(y), exp(-y)]
         positive        c exp(y - ‖s x‖²/2)
         positive-pair   c [exp(y), exp(-y)] exp(-‖s x‖²/2)
-        turned-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
+        rotated-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
 
     weight `[heads | 1, d, f]`, bias `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
     """
@@ -90,7 +90,7 @@ class KernelizedCall(NamedTuple):
     signed: bool = False
     mask: Tensor | None = None
     state: State | None = None
-    keep_state: bool = False
+    return_state: bool = False
 
     def needs_grad(self) -> bool:
         return _needs_grad(self)
@@ -146,7 +146,7 @@ class WindowedCall(NamedTuple):
     log_mix: Tensor | StepMix | QueryMix
     mask: Tensor | None = None
     state: State | None = None
-    keep_state: bool = False
+    return_state: bool = False
 
     def mix_rows(self) -> Tensor:
         """The log mixing weights as a tensor."""
@@ -172,7 +172,7 @@ class GatedCall(NamedTuple):
     signed: bool = False
     mask: Tensor | None = None
     state: State | None = None
-    keep_state: bool = True
+    return_state: bool = True
     causal: bool = True
     fused: None = None
 

@@ -192,11 +192,11 @@ def causal(
     num_features: int,
     mask: Tensor | None = None,
     state: State | None = None,
-    keep_state: bool = True,
+    return_state: bool = True,
     chunk: int = CHUNK,
     signed: bool = False,
 ) -> tuple[Tensor, State | None]:
-    """The same sums over `j <= i` only, continued from `state`; returns the output and, with `keep_state`, the state
+    """The same sums over `j <= i` only, continued from `state`; returns the output and, with `return_state`, the state
     after the last token.
 
     query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, mask `[B, L]`, output `[B, H, L, e]` in the dtype
@@ -205,7 +205,7 @@ def causal(
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
-    if state is None and not keep_state and 0 < length <= 2 * chunk:
+    if state is None and not return_state and 0 < length <= 2 * chunk:
         out = _explicit(query, key, value, query_features, key_features, mask, causal=True, signed=signed)
         return out, None
     if state is not None and length == 1:
@@ -227,9 +227,9 @@ def causal(
             numerator, denominator = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
             heads_first = numerator.view(batch, heads, high - low, -1), denominator.view(batch, heads, high - low)
             outputs.add_quotient(*heads_first, signed=signed)
-            if keep_state or start + high < length:
+            if return_state or start + high < length:
                 state = merge_keys(state, chunk_k, chunk_v, signed=signed)
-    return outputs.joined(), state if keep_state else None
+    return outputs.joined(), state if return_state else None
 
 
 def _step(

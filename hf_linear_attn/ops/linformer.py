@@ -99,13 +99,13 @@ def causal_blocks(
     scaling: float,
     mask: Tensor | None = None,
     state: State | None = None,
-    keep_state: bool = False,
+    return_state: bool = False,
 ) -> tuple[Tensor, State | None]:
     """Block-causal compressed attention, continued from `state`.
 
     query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, projections `[h, r, c]` with h = G or 1, mask
     `[B, L]`. Blocks count real tokens only, so padding on either side changes nothing. The state (returned where
-    `keep_state`) holds the slots of finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number
+    `return_state`) holds the slots of finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number
     `slot_count [B]`, and the open block `open_key [B, G, c, d]`, `open_value`, `open_count [B]`.
     Time O(L·(c + L·r/c)·d), state O(L·r/c).
     """
@@ -140,7 +140,7 @@ def causal_blocks(
         outputs.append(out.view(batch, heads, block, -1))
     compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the spare place reads zeros
     out = compact.gather(2, index[:, None, :, None].expand(batch, heads, length, compact.shape[-1])).to(value.dtype)
-    if not keep_state:
+    if not return_state:
         return out, None
     counts = past["open_count"] + mask.sum(dim=1)
     return out, _close_blocks(past, keys, values, slot_keys, slot_values, counts)

@@ -12,7 +12,7 @@ from .windowed import FLOOR, by_row
 RING = ("ring_key", "ring_value", "ring_mask")
 
 
-def is_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
+def is_decoding_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
     """Whether a call is one real token in every row, after a state. (Reading a mask makes a GPU wait: not there.)"""
     if state is None or query.shape[2] != 1:
         return False

@@ -214,7 +214,7 @@ def ring_of(tokens: Tokens, length: int) -> State:
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in held.items()}
 
 
-def causal_sums(
+def causal_accumulator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -280,7 +280,7 @@ def windowed_causal(
     `ring_value [B, G, w, e]`, `ring_mask [B, w]`. Windows count real tokens: padding anywhere changes nothing.
     Time O(L·(window + chunk + m)·d); temporaries O(chunk·(window + m)).
     """
-    sums, after = causal_sums(
+    sums, after = causal_accumulator(
         query,
         key,
         value,
@@ -296,7 +296,7 @@ def windowed_causal(
     return sums.values, after
 
 
-def places(mask: Tensor | None, length: int, causal: bool, device: torch.device) -> Tensor:
+def window_positions(mask: Tensor | None, length: int, causal: bool, device: torch.device) -> Tensor:
     """Places `[B | 1, S]` that distances are taken between: among real tokens (causal) or in the sequence."""
     if mask is None or mask.dim() != 2 or not causal:
         return torch.arange(length, device=device).unsqueeze(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
-from hf_linear_attn.ops.common import OwnState, State
+from hf_linear_attn.ops.common import InPlaceState, State
 from hf_linear_attn.registry import ATTENTIONS
 
 from . import subjects
@@ -81,7 +81,11 @@ class Stepper:
 
         def step() -> None:
             # As in `generate`, the state is nobody else's; a growing one is put back, and so it is not.
-            state = self.state if not self.constant or isinstance(self.state, OwnState) else OwnState(self.state or {})
+            state = (
+                self.state
+                if not self.constant or isinstance(self.state, InPlaceState)
+                else InPlaceState(self.state or {})
+            )
             _, after = self.module(
                 AttentionInputs(query, key, value, scaling=scaling, causal=True, state=state, return_state=True)
             )

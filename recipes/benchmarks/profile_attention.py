@@ -28,8 +28,8 @@ from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import WindowAttention
-from hf_linear_attn.ops.common import OwnState
-from hf_linear_attn.ops.native.ready import ReadyStep
+from hf_linear_attn.ops.common import InPlaceState
+from hf_linear_attn.ops.native.prepared_step import PreparedStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from hf_linear_attn.training.saving import write_json
 from recipes.benchmarks.decode import state_floor
@@ -152,16 +152,16 @@ def step(name: str) -> dict[str, Any]:
     token = [torch.randn(1, HEADS, 1, SIZE) for _ in range(3)]
     _, state = module(AttentionInputs(*before, scaling=SCALING, causal=True, return_state=True))
 
-    def run(own: OwnState) -> Any:
+    def run(own: InPlaceState) -> Any:
         return module(AttentionInputs(*token, scaling=SCALING, causal=True, state=own, return_state=True))[1]
 
-    own = run(run(OwnState(state)))  # (the second step that writes over its state leaves it ready)
+    own = run(run(InPlaceState(state)))  # (the second step that writes over its state leaves it ready)
     times = medians(
-        alone=lambda: run(OwnState(state)),
+        alone=lambda: run(InPlaceState(state)),
         again=lambda: run(own),
         floor=state_floor(token[0], module.feature_map.num_features),
     )
-    kernel = inner_seconds(lambda: run(own), ReadyStep, "run")
+    kernel = inner_seconds(lambda: run(own), PreparedStep, "run")
     return {
         "mechanism": name,
         "features": module.feature_map.num_features,

@@ -179,18 +179,18 @@ def on_backend(call: Callable[[], object], backend: str) -> Callable[[], object]
 def _witnessed() -> Iterator[list[str]]:
     """Names of the backends that served calls meanwhile."""
     seen: list[str] = []
-    original = backends.choose
+    original = backends.select_backend
 
     def choose(call: Any) -> Any:
         found = original(call)
         seen.append(found.name)
         return found
 
-    backends.choose = choose
+    backends.select_backend = choose
     try:
         yield seen
     finally:
-        backends.choose = original
+        backends.select_backend = original
 
 
 def backends_of(call: Callable[[], object], chosen: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:

@@ -75,7 +75,6 @@ GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("feature_maps/*.py",),
         ("tests/feature_maps", "tests/mechanisms/test_cosformer.py", "tests/ops/test_native.py"),
     ),
-    (("ops/naive*.py",), ("tests/ops/test_numpy_definitions.py",)),
     (
         ("ops/fused.py",),
         ("tests/ops/test_native.py", "tests/ops/test_native_windowed.py", "tests/feature_maps/test_maps.py"),

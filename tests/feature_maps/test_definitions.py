@@ -13,10 +13,11 @@ from torch import Tensor
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import common, naive
-from hf_linear_attn.ops import naive_feature_maps as definitions
+from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
+from tests.reference import naive
+from tests.reference import naive_feature_maps as definitions
 
 SCALING = 0.4
 

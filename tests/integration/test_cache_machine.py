@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(3, 6))
     def append_one_by_one(self, count: int) -> None:
-        """Steps that follow a step may write over its state (`OwnState`)."""
+        """Steps that follow a step may write over its state (`InPlaceState`)."""
         for _ in range(count):
             self.append(1)
 

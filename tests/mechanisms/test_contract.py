@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive
 from tests.helpers import (
     assert_close,
     entries,
@@ -18,6 +17,7 @@ from tests.helpers import (
     padding_mask,
     qkv,
 )
+from tests.reference import naive
 
 SCALING = 0.4
 

@@ -10,10 +10,11 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
-from hf_linear_attn.ops import common, naive
-from hf_linear_attn.ops.naive_positions import cosformer_attention
+from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import GPT2, GRADIENT_FACTOR, assert_close, padded_batch, padding_mask, patched, qkv, token_ids
+from tests.reference import naive
+from tests.reference.naive import cosformer_attention
 
 SCALING = 0.4
 M = 400

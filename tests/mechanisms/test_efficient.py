@@ -5,10 +5,10 @@ import torch
 
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import efficient as ops
-from hf_linear_attn.ops import naive
-from hf_linear_attn.ops.naive_efficient import efficient_attention
 from tests.helpers import assert_close, qkv
 from tests.mechanisms import checks
+from tests.reference import naive
+from tests.reference.naive import efficient_attention
 
 DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 

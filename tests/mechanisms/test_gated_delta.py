@@ -7,8 +7,8 @@ from torch.nn import functional
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gated_delta import GatedDeltaAttention, GatedDeltaOptions
-from hf_linear_attn.ops import naive, naive_gated
 from tests.helpers import assert_close, qkv, relative_error
+from tests.reference import naive
 
 
 def module(**options):
@@ -28,7 +28,7 @@ def test_output_equals_the_definition():
     gates = 0.4**0.5 * k @ layer.gate_weight + layer.gate_bias.unsqueeze(-2)
     rate = 1e-4 + (1 - 1e-4) * torch.sigmoid(gates[..., 1])
     decay = torch.sigmoid(gates[..., 0])
-    expected = naive_gated.gated_delta_attention(*features(layer, q, k), v, decay, rate, None, 0.1)
+    expected = naive.gated_delta_attention(*features(layer, q, k), v, decay, rate, None, 0.1)
     assert_close(layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))[0], expected, torch.float64, 10)
 
 

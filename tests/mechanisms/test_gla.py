@@ -7,8 +7,8 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.hedgehog import SMALL_HEAD_ROWS
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gla import GatedLinearAttention, GLAOptions
-from hf_linear_attn.ops import naive_gated
 from tests.helpers import assert_close, mechanism, qkv
+from tests.reference import naive
 
 
 def module(**options):
@@ -22,7 +22,7 @@ def test_output_equals_the_definition():
     q, k, v = (x.double() for x in qkv(70, value_dim=5))
     gate = torch.sigmoid(0.4**0.5 * k @ layer.gate_down @ layer.gate_up + layer.gate_bias.unsqueeze(-2))
     features = layer.feature_map.query(q, 0.4).values, layer.feature_map.key(k, 0.4).values
-    expected = naive_gated.gated_attention(*features, v, torch.exp(-gate), torch.ones_like(k[..., 0]), None, 0.0)
+    expected = naive.gated_attention(*features, v, torch.exp(-gate), torch.ones_like(k[..., 0]), None, 0.0)
     assert_close(layer(AttentionInputs(q, k, v, scaling=0.4, causal=True))[0], expected, torch.float64)
 
 

@@ -5,9 +5,9 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.ops import linformer as ops
-from hf_linear_attn.ops import naive
 from tests.helpers import BERT, GPT2, assert_close, padded_batch, padding_mask, qkv, relative_error, token_ids
 from tests.mechanisms import checks
+from tests.reference import naive
 
 PROJECTIONS = ("linear", "mean-pool", "conv")
 SHARINGS = ("none", "headwise", "kv")

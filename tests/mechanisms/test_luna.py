@@ -7,9 +7,9 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops.naive_luna import luna_attention, luna_causal_attention
 from tests.helpers import BERT, GPT2, assert_close, qkv, relative_error, token_ids
 from tests.mechanisms import checks
+from tests.reference.naive import luna_attention, luna_causal_attention
 
 DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 

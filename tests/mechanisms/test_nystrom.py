@@ -7,11 +7,12 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import common, naive
+from hf_linear_attn.ops import common
 from hf_linear_attn.ops import nystrom as ops
-from hf_linear_attn.ops.naive_nystrom import nystrom_attention
 from tests.helpers import BERT, GPT2, assert_close, padded_batch, padding_mask, qkv, relative_error, token_ids
 from tests.mechanisms import checks
+from tests.reference import naive
+from tests.reference.naive import nystrom_attention
 
 
 def build(*sizes, **options):

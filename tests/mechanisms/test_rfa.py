@@ -6,8 +6,8 @@ import torch
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.rfa import RandomFeatureAttention, RFAOptions
-from hf_linear_attn.ops import naive, naive_rfa
 from tests.helpers import assert_close, padding_mask, qkv
+from tests.reference import naive
 
 FORMS = [(False, False), (True, False), (True, True)]
 forms = pytest.mark.parametrize(("causal", "gate"), FORMS, ids=["both", "causal", "gated"])
@@ -23,10 +23,10 @@ def module(causal=True, gate=True, groups=2, noise=0.2, **options):
 
 def definition(layer, q, k, v, causal, mask=None):
     """Only where the normaliser is far from its guard; the guard has tests of its own in tests/ops/test_gated.py."""
-    weights = naive_rfa.rfa_weights(q, k, layer.weight, layer.sigma)
+    weights = naive.rfa_weights(q, k, layer.weight, layer.sigma)
     if layer.gated:
         gate = torch.sigmoid(0.4**0.5 * k @ layer.gate_weight + layer.gate_bias.unsqueeze(-2)).squeeze(-1)
-        weights = naive_rfa.gated_weights(weights, gate)
+        weights = naive.gated_weights(weights, gate)
     weights = weights.masked_fill(~naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal), 0.0)
     return weights @ naive.repeat_heads(v, 4) / weights.sum(-1, keepdim=True)
 

@@ -7,8 +7,9 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
-from hf_linear_attn.ops import banded, buckets, naive, naive_scatterbrain, windowed
+from hf_linear_attn.ops import banded, buckets, windowed
 from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
+from tests.reference import naive
 
 HASHED = {"num_hash_buckets": 4, "hash_rounds": 2, "bucket_capacity": 3}
 OPTIONS = [{}, HASHED]
@@ -45,7 +46,7 @@ def definition(layer, tensors, causal, mask=None):
     features = [side(x, 0.4) for side, x in ((layer.feature_map.query, q), (layer.feature_map.key, k))]
     phi = [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
     options = layer.options
-    support = naive_scatterbrain.support(
+    support = naive.support(
         q.detach(),
         k.detach(),
         allowed,
@@ -54,7 +55,7 @@ def definition(layer, tensors, causal, mask=None):
         capacity=options.bucket_capacity,
         causal=causal,
     )
-    return naive_scatterbrain.scatterbrain_attention(q, k, v, *phi, allowed, support, 0.4)
+    return naive.scatterbrain_attention(q, k, v, *phi, allowed, support, 0.4)
 
 
 @both
@@ -141,9 +142,9 @@ def test_the_sums_are_unbiased(causal):
     for seed in range(300):
         maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
         if causal:
-            sums, _ = windowed.causal_sums(q, k, v, *maps, **settings)
+            sums, _ = windowed.causal_accumulator(q, k, v, *maps, **settings)
         else:
-            sums = banded.banded_sums(q, k, v, *maps, **settings)
+            sums = banded.banded_accumulator(q, k, v, *maps, **settings)
         sums, _ = buckets.add_buckets(sums, q, k, v, *maps, hashing, window=3, scaling=0.4, causal=causal)
         draws.append(sums.values[..., :-1] * sums.log_scale.exp().unsqueeze(-1))
     stacked = torch.stack(draws)

@@ -13,7 +13,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.native import build, functions
+from hf_linear_attn.ops.native import backend, build
 from tests.ops.test_native import REASON, inputs, make_call
 from tests.ops.test_native import build as build_map
 
@@ -28,10 +28,10 @@ def test_names_and_choice(call):
     assert hla.get_backend() == "auto"
     with hla.use_backend("torch"):
         assert hla.get_backend() == "torch"
-        assert backends.choose(call).name == "torch"
+        assert backends.select_backend(call).name == "torch"
     assert hla.get_backend() == "auto"
     if REASON is None:
-        assert backends.choose(call).name == "native"
+        assert backends.select_backend(call).name == "native"
 
 
 def test_an_unknown_name_names_the_near_one():
@@ -50,7 +50,7 @@ def test_a_third_partys_backend_is_asked_first(call, monkeypatch):
     class Doubling:
         name = "doubling"
 
-        def refuses(self, call):
+        def unsupported_reason(self, call):
             return None if call.query.shape[2] == 10 else "it takes 10 tokens only"
 
         def run(self, call):
@@ -65,7 +65,7 @@ def test_a_third_partys_backend_is_asked_first(call, monkeypatch):
     with hla.use_backend("torch"):
         plain, _ = backends.attend(call)
     assert torch.equal(doubled, plain * 2)
-    assert backends.choose(call._replace(query=call.query[:, :, :5])).name != "doubling"
+    assert backends.select_backend(call._replace(query=call.query[:, :, :5])).name != "doubling"
 
 
 def test_the_environment_names_a_backend():
@@ -79,18 +79,18 @@ def test_the_environment_names_a_backend():
 def fresh(tmp_path, monkeypatch):
     """Kernels that were never built, with a cache of their own."""
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    for held in (build.library, functions.unavailable):
+    for held in (build.library, backend.unavailable_reason):
         held.cache_clear()
     yield tmp_path / "cache"
-    for held in (build.library, functions.unavailable):
+    for held in (build.library, backend.unavailable_reason):
         held.cache_clear()
 
 
 def test_without_a_compiler_torch_serves_after_one_line(call, fresh, monkeypatch, caplog):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        assert backends.choose(call).name == "torch"
-        assert backends.choose(call).name == "torch"
+        assert backends.select_backend(call).name == "torch"
+        assert backends.select_backend(call).name == "torch"
     (line,) = [record.getMessage() for record in caplog.records if "native" in record.getMessage()]
     assert "no C++ compiler" in line
     assert "plain torch" in line
@@ -103,32 +103,32 @@ def test_a_compiler_that_fails_is_named(call, fresh, monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert backends.choose(call).name == "torch"
-    assert "out of order" in functions.unavailable()
+    assert backends.select_backend(call).name == "torch"
+    assert "out of order" in backend.unavailable_reason()
     assert not list(fresh.glob("*.so"))
 
 
 def test_a_cache_that_others_can_write_is_not_trusted(call, fresh):
     fresh.mkdir()
     fresh.chmod(fresh.stat().st_mode | stat.S_IWOTH)
-    assert backends.choose(call).name == "torch"
-    assert "written by others" in functions.unavailable()
+    assert backends.select_backend(call).name == "torch"
+    assert "written by others" in backend.unavailable_reason()
 
 
 def test_a_cache_that_cannot_be_made(call, fresh, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
-    assert backends.choose(call).name == "torch"
-    assert "cannot be made" in functions.unavailable()
+    assert backends.select_backend(call).name == "torch"
+    assert "cannot be made" in backend.unavailable_reason()
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 def test_built_once_then_read(call, fresh, monkeypatch):
-    assert backends.choose(call).name == "native"
+    assert backends.select_backend(call).name == "native"
     (made,) = fresh.glob("*.so")
     when = made.stat().st_mtime_ns
-    for held in (build.library, functions.unavailable):
+    for held in (build.library, backend.unavailable_reason):
         held.cache_clear()
     monkeypatch.setattr(build, "_compile", lambda path: pytest.fail("compiled twice"))
-    assert backends.choose(call).name == "native"
+    assert backends.select_backend(call).name == "native"
     assert made.stat().st_mtime_ns == when

@@ -60,21 +60,21 @@ def test_what_it_refuses(monkeypatch):
         return make_call(build(name, 2, 2, 8, 8), *inputs((1, 2, 2, 10), 8, 8, dtype), causal)._replace(**changes)
 
     backend = FlaBackend()
-    assert backend.refuses(call()) == "the tensors are on cpu"
+    assert backend.unsupported_reason(call()) == "the tensors are on cpu"
     monkeypatch.setattr(fla_backend, "DEVICE", "cpu")
     monkeypatch.setattr(fla_backend, "installed", lambda: True)
     with torch.no_grad():
-        assert backend.refuses(call()) is None
-        assert "causal" in backend.refuses(call(causal=False))
+        assert backend.unsupported_reason(call()) is None
+        assert "causal" in backend.unsupported_reason(call(causal=False))
         for dtype in (torch.float32, torch.float16):
-            assert str(dtype) in backend.refuses(call(dtype=dtype))
-        assert "signed" in backend.refuses(call(signed=True))
-        assert "state" in backend.refuses(call(keep_state=True))
-        assert "log scale" in backend.refuses(call("favor+"))
-        assert "log scale" in backend.refuses(call("favor+", fused=None))
-        assert backend.refuses(call(fused=None)) is None
+            assert str(dtype) in backend.unsupported_reason(call(dtype=dtype))
+        assert "signed" in backend.unsupported_reason(call(signed=True))
+        assert "state" in backend.unsupported_reason(call(return_state=True))
+        assert "log scale" in backend.unsupported_reason(call("favor+"))
+        assert "log scale" in backend.unsupported_reason(call("favor+", fused=None))
+        assert backend.unsupported_reason(call(fused=None)) is None
         monkeypatch.setattr(fla_backend, "installed", lambda: False)
-        assert "pip install" in backend.refuses(call())
+        assert "pip install" in backend.unsupported_reason(call())
 
 
 def test_it_is_used_by_name_only():

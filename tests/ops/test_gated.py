@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_linear_attn.ops import gated, naive_gated
+from hf_linear_attn.ops import gated
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, Features
 from tests.helpers import assert_close, padding_mask, qkv
+from tests.reference import naive
 
 KINDS = ("head", "feature", "scaled", "signed")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +67,7 @@ class Case:
         write = self.log_write(k).exp() if self.writes else torch.ones_like(k[..., 0])
         decay = self.log_decay(k).exp().expand(*k.shape[:3], 6)
         guard = SIGNED_NORMALISER_EPS if self.kind == "signed" else 0.0
-        return naive_gated.gated_attention(self.phi(q), self.phi(k), v, decay, write, self.mask, guard)
+        return naive.gated_attention(self.phi(q), self.phi(k), v, decay, write, self.mask, guard)
 
 
 def check(case):

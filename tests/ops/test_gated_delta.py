@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_linear_attn.ops import gated_delta, naive_gated
+from hf_linear_attn.ops import gated_delta
 from hf_linear_attn.ops.common import Features
 from tests.helpers import assert_close, padding_mask, qkv
+from tests.reference import naive
 
 strengths = pytest.mark.parametrize("strength", [0.0, 1.0, 6.0], ids=["even", "varied", "extreme"])
 
@@ -55,7 +56,7 @@ class Case:
         k = k if self.mask is None else k.masked_fill(~self.mask[:, None, :, None], 0.0)
         log_decay, rate = self.gates(k)
         guard = gated_delta.NORMALISER_EPS
-        return naive_gated.gated_delta_attention(self.phi(q), self.phi(k), v, log_decay.exp(), rate, self.mask, guard)
+        return naive.gated_delta_attention(self.phi(q), self.phi(k), v, log_decay.exp(), rate, self.mask, guard)
 
 
 def check(case):

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_linear_attn.ops import common, kernelized, naive
-from hf_linear_attn.ops.naive_feature_maps import normalise_signed
+from hf_linear_attn.ops import common, kernelized
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+from tests.reference import naive
+from tests.reference.naive_feature_maps import normalise_signed
 
 SCALING = 0.4
 LENGTHS = [0, 1, 2, 63, 64, 65, 127, 128, 129, 300]
 
 
-def fast(built, q, k, v, *, causal, mask=None, state=None, keep_state=True):
+def fast(built, q, k, v, *, causal, mask=None, state=None, return_state=True):
     def query_features(x, start):
         return built.query(x, SCALING)
 
@@ -25,7 +26,7 @@ def fast(built, q, k, v, *, causal, mask=None, state=None, keep_state=True):
     maps = (query_features, key_features)
     settings = {"num_features": built.num_features, "mask": mask, "signed": built.signed}
     if causal:
-        return kernelized.causal(q, k, v, *maps, **settings, state=state, keep_state=keep_state)
+        return kernelized.causal(q, k, v, *maps, **settings, state=state, return_state=return_state)
     return kernelized.bidirectional(q, k, v, *maps, **settings), None
 
 
@@ -68,7 +69,7 @@ def test_output_equals_the_definition(name, length, causal):
 def test_a_state_that_nobody_wants_changes_nothing(name, length):
     built, inputs = feature_map(name), qkv(length)
     mask = padding_mask([length, length // 2], length, "left")
-    out, state = fast(built, *inputs, causal=True, mask=mask, keep_state=False)
+    out, state = fast(built, *inputs, causal=True, mask=mask, return_state=False)
     assert state is None
     assert_close(out, definition(built, *inputs, causal=True, mask=mask))
 
@@ -80,7 +81,7 @@ def test_gradients_of_short_inputs_equal_those_of_the_definition(name, length):
     built, inputs = feature_map(name, 6, 2, 9), qkv(length, heads=6, groups=2, dim=9, value_dim=11)
     mask, precise = padding_mask([length, 4], length, "left"), copy.deepcopy(built).double()
     for causal in (False, True):
-        actual = gradients(lambda *x: fast(built, *x, causal=causal, mask=mask, keep_state=False)[0], built, inputs)  # noqa: B023
+        actual = gradients(lambda *x: fast(built, *x, causal=causal, mask=mask, return_state=False)[0], built, inputs)  # noqa: B023
         expected = gradients(
             lambda *x: definition_of(precise, *x, causal=causal, mask=mask),  # noqa: B023
             precise,

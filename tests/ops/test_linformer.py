@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_linear_attn.ops import linformer as ops
-from hf_linear_attn.ops import naive
 from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv, relative_error
+from tests.reference import naive
 
 SCALING = 0.4
 
@@ -148,7 +148,7 @@ def test_any_split_of_uneven_rows_equals_the_whole(splits, block, seed):
     for size in splits:
         now = slice(start, start + size)
         new = [x[:, :, now] for x in inputs]
-        out, state = blocks(*new, e, f, mask=mask[:, now], state=state, keep_state=True)
+        out, state = blocks(*new, e, f, mask=mask[:, now], state=state, return_state=True)
         parts.append(out)
         start += size
     shown = mask[:, None, :, None]
@@ -163,7 +163,7 @@ def test_poison_in_padding_does_not_spread():
     mask = padding_mask([20, 11], 20, "left")
     clean, _ = blocks(q, k, v, e, f, mask=mask)
     k[1, :, :9] = v[1, :, :9] = float("nan")
-    out, state = blocks(q, k, v, e, f, mask=mask, keep_state=True)
+    out, state = blocks(q, k, v, e, f, mask=mask, return_state=True)
     assert torch.equal(out, clean)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive
 from tests.helpers import assert_close, every_feature_map, every_mechanism, feature_map, mechanism, qkv, relative_error
 from tests.ops.test_kernelized import SCALING, fast, full_features
+from tests.reference import naive
 
 
 def error_of_the_last_rows(built, length, causal, rows=32):

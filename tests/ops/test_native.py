@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
-from hf_linear_attn.ops import backends, naive
+from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.fused import KernelizedCall
-from hf_linear_attn.ops.native.functions import NativeBackend, unavailable
+from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason
 from hf_linear_attn.registry import FEATURE_MAPS, build_options
+from tests.reference import naive
 
-REASON = unavailable()
+REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 
 MAPS = {
@@ -91,7 +92,7 @@ def make_call(feature_map, query, key, value, causal, mask=None, state=None, sta
         causal,
         mask=mask,
         state=state,
-        keep_state=keep,
+        return_state=keep,
     )
 
 
@@ -145,7 +146,7 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
     feature_map = build(name, shape[1], shape[2], 9, 6)
     tensors = [tensor.detach().requires_grad_() for tensor in inputs(shape)]
     call = make_call(feature_map, *tensors, causal, masks(shape, kind))
-    assert NativeBackend().refuses(call) is None
+    assert NativeBackend().unsupported_reason(call) is None
     weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
     wanted_of = [*tensors, *feature_map.parameters()]
     found = torch.autograd.grad((NativeBackend().run(call)[0] * weight).sum(), wanted_of)
@@ -415,14 +416,14 @@ for name in ("hedgehog", "window"):
 def test_what_it_refuses():
     feature_map = build("elu", 2, 2, 9, 6)
     call = make_call(feature_map, *inputs((1, 2, 2, 10)), False)
-    refuses = NativeBackend().refuses
+    refuses = NativeBackend().unsupported_reason
     assert refuses(call) is None
     assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
     assert "fused form" in refuses(call._replace(fused=None))
     assert "fused form" in refuses(call._replace(signed=True))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None
-    assert "carried state" in refuses(learning._replace(keep_state=True))
+    assert "carried state" in refuses(learning._replace(return_state=True))
 
 
 def test_every_source_is_part_of_the_key() -> None:

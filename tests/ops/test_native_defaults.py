@@ -7,7 +7,7 @@ import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops.common import OwnState
+from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import default_dtype
 from tests.ops.test_native import REASON
@@ -41,7 +41,7 @@ def everything(module, given, single, causal, around):
             with torch.no_grad():
                 _, state = module(AttentionInputs(*given, scaling=0.25, causal=True, return_state=True))
                 for _ in range(3):
-                    state = state if isinstance(state, OwnState) else OwnState(state)
+                    state = state if isinstance(state, InPlaceState) else InPlaceState(state)
                     out, state = module(
                         AttentionInputs(*single, scaling=0.25, causal=True, state=state, return_state=True)
                     )

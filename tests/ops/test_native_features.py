@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from hf_linear_attn.ops import backends, naive_gated
+from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import GatedCall, KernelizedCall
 from hf_linear_attn.ops.gated import GatedKeys
-from hf_linear_attn.ops.native import functions
-from hf_linear_attn.ops.native.functions import NativeBackend, unavailable
+from hf_linear_attn.ops.native import backend as native_backend
+from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason
 from tests.ops.test_native import SHAPES, assert_near, definition, inputs, masks
+from tests.reference import naive
 
-REASON = unavailable()
+REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 
 
@@ -26,7 +27,7 @@ def scaled(x, start=0):
 
 
 def kernelized(tensors, phi, mask=None, state=None, keep=False):
-    return KernelizedCall(*tensors, phi, phi, None, 9, True, mask=mask, state=state, keep_state=keep)
+    return KernelizedCall(*tensors, phi, phi, None, 9, True, mask=mask, state=state, return_state=keep)
 
 
 def gates(x, start=0):
@@ -41,7 +42,7 @@ def gated_definition(call):
     query, key, value = (x.double() for x in (call.query, call.key, call.value))
     features, log_decay, _ = gates(key)
     write = torch.ones_like(key[..., 0])
-    return naive_gated.gated_attention(plain(query).values, features, value, log_decay.exp(), write, call.mask, 0.0)
+    return naive.gated_attention(plain(query).values, features, value, log_decay.exp(), write, call.mask, 0.0)
 
 
 def assert_same_tokens(call, wanted, tolerance=2e-5):
@@ -58,7 +59,7 @@ def assert_same_tokens(call, wanted, tolerance=2e-5):
 @torch.no_grad()
 def test_output_is_the_definitions(phi, shape, kind):
     call = kernelized(inputs(shape), phi, masks(shape, kind))
-    assert NativeBackend().refuses(call) is None
+    assert NativeBackend().unsupported_reason(call) is None
     assert_same_tokens(call, definition(call), 1e-4 if phi is scaled else 2e-5)
 
 
@@ -67,7 +68,7 @@ def test_output_is_the_definitions(phi, shape, kind):
 @torch.no_grad()
 def test_decayed_output_is_the_definitions(shape, kind):
     call = gated(inputs(shape), masks(shape, kind))
-    assert NativeBackend().refuses(call) is None
+    assert NativeBackend().unsupported_reason(call) is None
     assert_same_tokens(call, gated_definition(call))
 
 
@@ -77,7 +78,7 @@ def test_decayed_output_is_the_definitions(shape, kind):
 @torch.no_grad()
 def test_a_state_goes_on_where_it_stopped_on_either_backend(monkeypatch, make, value_dim, cuts):
     """Pieces alternate between native and torch: the state is the same tensor to both. Blocks are small here."""
-    monkeypatch.setattr(functions, "block_length", lambda *_: 32)
+    monkeypatch.setattr(native_backend, "block_length", lambda *_: 32)
     shape = (2, 4, 2, 150)
     tensors, mask = inputs(shape, value_dim=value_dim), masks(shape, "left")
     whole, last = NativeBackend().run(make(tensors, mask, None))
@@ -117,11 +118,11 @@ def test_padding_may_be_nan():
 def test_what_the_kernels_leave_to_torch():
     tensors = inputs((1, 2, 2, 5))
     backend = NativeBackend()
-    assert "gradients" in backend.refuses(kernelized(tensors, plain))
+    assert "gradients" in backend.unsupported_reason(kernelized(tensors, plain))
     with torch.no_grad():
-        assert "no fused form" in backend.refuses(kernelized(tensors, plain)._replace(causal=False))
-        assert "no fused form" in backend.refuses(kernelized(tensors, plain)._replace(signed=True))
-        assert "decays per head" in backend.refuses(gated(tensors)._replace(per_feature=False))
+        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, plain)._replace(causal=False))
+        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, plain)._replace(signed=True))
+        assert "decays per head" in backend.unsupported_reason(gated(tensors)._replace(per_feature=False))
 
 
 @torch.no_grad()

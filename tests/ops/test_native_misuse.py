@@ -9,7 +9,7 @@ import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops.native.functions import NativeBackend
+from hf_linear_attn.ops.native.backend import NativeBackend
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.ops.test_native import REASON
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import FusedMap, KernelizedCall
-from hf_linear_attn.ops.native.functions import NativeBackend
+from hf_linear_attn.ops.native.backend import NativeBackend
 from tests.helpers import qkv
 
 SIX = torch.zeros(4, 6, 6)
@@ -30,4 +30,4 @@ def test_formulas_that_do_not_fit_are_refused(side, features, reason):
     q, k, v = qkv(5, groups=4)
     functions = [lambda x, start: Features(x)] * 2
     call = KernelizedCall(q, k, v, *functions, (side, side), features, False)
-    assert re.search(reason, NativeBackend().refuses(call) or "")
+    assert re.search(reason, NativeBackend().unsupported_reason(call) or "")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from typing import Any
 
 import numpy as np
@@ -12,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_linear_attn.ops as package
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive, naive_nystrom
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from tests.helpers import mechanism, padding_mask
 from tests.ops import numpy_definitions, numpy_recurrences
+from tests.reference import naive, naive_feature_maps
 
 B, H, G, L, D, E, M = 2, 4, 2, 7, 3, 2, 5
 SCALING = 0.4
@@ -129,13 +126,11 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 def definitions() -> dict[str, Any]:
-    """Every function that a module `naive…` defines."""
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("naive"):
-            module = importlib.import_module(f"{package.__name__}.{info.name}")
-            own = inspect.getmembers(module, inspect.isfunction)
-            found |= {name: f for name, f in own if f.__module__ == module.__name__ and not name.startswith("_")}
+    """Every function of the modules of definitions."""
+    found: dict[str, Any] = {}
+    for module in (naive, naive_feature_maps):
+        own = inspect.getmembers(module, inspect.isfunction)
+        found |= {name: f for name, f in own if f.__module__ == module.__name__}
     return found
 
 
@@ -170,7 +165,7 @@ def test_the_cases_reach_the_guard_of_signed_sums():
 
 def test_newton_steps_end_at_the_pseudo_inverse_of_numpy():
     matrix = share(4, 4) + torch.eye(4, dtype=torch.float64)
-    assert np.allclose(naive_nystrom.newton_pinv(matrix, 12), np.linalg.pinv(matrix.numpy()), rtol=0, atol=1e-9)
+    assert np.allclose(naive.newton_pinv(matrix, 12), np.linalg.pinv(matrix.numpy()), rtol=0, atol=1e-9)
 
 
 def test_softmax_attention_equals_that_of_torch():

@@ -7,7 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops.common import OwnState
+from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.registry import ATTENTIONS
 from recipes.benchmarks import subjects
 from tests.ops.test_native import REASON
@@ -37,7 +37,7 @@ def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, ba
         before = {part: held.clone() for part, held in kept.items()}
         wanted, after = run(module, given, kept, backend)
         assert all(torch.equal(held, before[part]) for part, held in kept.items())
-        found, own = run(module, given, OwnState(own), backend)
+        found, own = run(module, given, InPlaceState(own), backend)
         assert torch.equal(found, wanted)
         assert own.keys() == after.keys()
         assert all(torch.equal(held, after[part]) for part, held in own.items())
@@ -49,5 +49,5 @@ def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, ba
 def test_a_step_of_the_kernels_takes_no_new_memory_for_the_sums(name):
     module = subjects.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0)
     _, state = run(module, tokens(90, 0), None, "native")
-    _, after = run(module, tokens(1, 1), OwnState(state), "native")
+    _, after = run(module, tokens(1, 1), InPlaceState(state), "native")
     assert [after[part].data_ptr() for part in ("kv", "k_sum")] == [state[part].data_ptr() for part in ("kv", "k_sum")]

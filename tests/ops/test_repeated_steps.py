@@ -14,9 +14,9 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape, FeatureMap
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
-from hf_linear_attn.ops.common import Features, OwnState
-from hf_linear_attn.ops.native.hybrids import SLIDES
-from hf_linear_attn.ops.native.ready import ReadyStep
+from hf_linear_attn.ops.common import Features, InPlaceState
+from hf_linear_attn.ops.native.prepared_step import PreparedStep
+from hf_linear_attn.ops.native.windowed import SLIDES
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import assert_close
 from tests.ops.test_native import REASON
@@ -66,7 +66,7 @@ def begun(module, dtype=torch.float32, length=90, groups=HEADS):
 
 def owned(state):
     """The state as the cache hands it to the next step."""
-    return state if isinstance(state, OwnState) else OwnState(state)
+    return state if isinstance(state, InPlaceState) else InPlaceState(state)
 
 
 def same(module, given, state, **more):
@@ -83,8 +83,8 @@ def same(module, given, state, **more):
 def repeats(monkeypatch):
     """How many steps went straight to the kernel."""
     seen = []
-    original = ReadyStep.run
-    monkeypatch.setattr(ReadyStep, "run", lambda self, *given: seen.append(1) or original(self, *given))
+    original = PreparedStep.run
+    monkeypatch.setattr(PreparedStep, "run", lambda self, *given: seen.append(1) or original(self, *given))
     return seen
 
 
@@ -336,7 +336,7 @@ def test_other_scales_lengths_and_dtypes_are_computed_anew(name, repeats):
     module = build(name)
     state = same(module, tokens(1, 2), begun(module), scaling=0.5)
     state = same(module, tokens(5, 3), state)
-    state = same(module, tokens(1, 4), OwnState(state))
+    state = same(module, tokens(1, 4), InPlaceState(state))
     assert not repeats
     same(module, tokens(1, 5, torch.bfloat16), state)
     assert not repeats
@@ -351,7 +351,7 @@ def test_another_backend_is_asked(name, repeats):
         found, state = step(module, tokens(1, 2), state)
     assert torch.equal(found, wanted)
     assert not repeats
-    assert not isinstance(state, OwnState)
+    assert not isinstance(state, InPlaceState)
 
 
 @pytest.mark.parametrize("name", ["elu", "window"])
@@ -364,7 +364,9 @@ def test_a_step_with_gradients_is_another(name, repeats):
         AttentionInputs(query, key, value, scaling=0.25, causal=True, state=plain(state), return_state=True)
     )
     again, _ = module(
-        AttentionInputs(query, key, value, scaling=0.25, causal=True, state=OwnState(plain(state)), return_state=True)
+        AttentionInputs(
+            query, key, value, scaling=0.25, causal=True, state=InPlaceState(plain(state)), return_state=True
+        )
     )
     found, _ = module(AttentionInputs(query, key, value, scaling=0.25, causal=True, state=state, return_state=True))
     assert torch.equal(found, out)
@@ -391,14 +393,14 @@ def test_states_made_anew_after_every_step_are_not_made_ready(name):
     module = build(name)
     _, state = step(module, tokens(90, 0), None)
     for number in range(3):
-        state = same(module, tokens(1, 2 + number), OwnState(plain(state)))
-        assert state.ready is None
+        state = same(module, tokens(1, 2 + number), InPlaceState(plain(state)))
+        assert state.prepared_step is None
 
 
 def test_weights_that_come_and_go_are_not_held():
     module = build("hedgehog")
     module._hf_hook = object()
-    assert begun(module).ready is None
+    assert begun(module).prepared_step is None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
@@ -407,11 +409,11 @@ def test_copies_are_states_of_their_own(name, copied, repeats):
     module = build(name)
     state = begun(module)
     other = copied(state)
-    assert not isinstance(other, OwnState)
+    assert not isinstance(other, InPlaceState)
     before = plain(other)
     state = same(module, tokens(1, 2), state)
     assert all(torch.equal(other[part], before[part]) for part in before)
-    same(module, tokens(1, 3), OwnState(other))
+    same(module, tokens(1, 3), InPlaceState(other))
     same(module, tokens(1, 4), state)
 
 
@@ -419,5 +421,5 @@ def test_weights_whose_changes_cannot_be_seen():
     with torch.inference_mode():
         module = build("hedgehog")
         state = begun(module)
-        assert state.ready.guard is None
+        assert state.prepared_step.guard is None
         same(module, tokens(1, 2), state)

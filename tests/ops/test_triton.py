@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.triton import functions
-from hf_linear_attn.ops.triton.functions import TritonBackend
+from hf_linear_attn.ops.triton import backend
+from hf_linear_attn.ops.triton.backend import TritonBackend
 from tests.ops.test_native import build, inputs, make_call
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(
-    not functions.installed(), reason="Triton is not installed; `pip install triton` runs its kernels on the CPU"
+    not backend.installed(), reason="Triton is not installed; `pip install triton` runs its kernels on the CPU"
 )
 #: The interpreted tests in parts, by pytest's -k.
 PARTS = ("output", "gradient", "state or nan", "not (output or gradient or state or nan)")
@@ -52,17 +52,17 @@ def test_the_kernels_through_the_compiler(architecture):
 
 def test_tensors_on_the_cpu_are_refused():
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
-    assert TritonBackend().refuses(call) == "the tensors are on cpu"
+    assert TritonBackend().unsupported_reason(call) == "the tensors are on cpu"
     assert list(backends.list_backends()).index("native") < backends.list_backends().index("triton")
     with backends.use_backend("triton"), pytest.raises(NotImplementedError, match="on cpu"):
         backends.attend(call)
 
 
 def test_a_machine_without_triton(monkeypatch):
-    monkeypatch.setattr(functions, "installed", lambda: False)
-    monkeypatch.setattr(functions, "interpreted", lambda: True)
+    monkeypatch.setattr(backend, "installed", lambda: False)
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
-    assert "not installed" in TritonBackend().refuses(call)
+    assert "not installed" in TritonBackend().unsupported_reason(call)
 
 
 def test_the_package_imports_no_triton():
@@ -73,7 +73,7 @@ def test_the_package_imports_no_triton():
 def test_windows_are_refused(monkeypatch):
     from hf_linear_attn.ops.fused import WindowedCall
 
-    monkeypatch.setattr(functions, "interpreted", lambda: True)
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
     windowed = WindowedCall(*call[:8], window=3, scaling=1.0, log_mix=torch.zeros(2))
-    assert TritonBackend().refuses(windowed) == "windows are not fused"
+    assert TritonBackend().unsupported_reason(windowed) == "windows are not fused"

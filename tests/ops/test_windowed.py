@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_linear_attn.ops import banded, naive, windowed
+from hf_linear_attn.ops import banded, windowed
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
 from tests.ops.test_kernelized import SCALING, full_features
+from tests.reference import naive
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 LOG_MIX = torch.tensor([0.3, -0.5, 0.0, 0.8, -0.2, 0.1])
@@ -163,7 +164,7 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     built, (q, k, v), mask = feature_map(name), qkv(80), padding_mask([80, 50], 80, "right")
     out, _ = fast(built, q, k, v, window=6, causal=causal, mask=mask)
     allowed = naive.visible(mask, 2, 80, 80, causal)
-    inside = windowed.inside_window(windowed.places(mask, 80, causal, q.device), 80, 6, causal)
+    inside = windowed.inside_window(windowed.window_positions(mask, 80, causal, q.device), 80, 6, causal)
     weights = windowed.dense_windowed_weights(
         q, k, *maps(built), inside=inside, allowed=allowed, scaling=SCALING, log_mix=LOG_MIX[:4]
     )

@@ -12,7 +12,7 @@ import torch
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.triton import check, layout
-from hf_linear_attn.ops.triton.functions import TritonBackend, interpreted
+from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
 from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
 
@@ -34,7 +34,7 @@ def test_output_is_the_definitions(name, shape, kind, causal):
     feature_map = build(name, shape[1], shape[2], 9, 6)
     call = make_call(feature_map, *inputs(shape), causal, masks(shape, kind))
     with torch.no_grad():
-        assert BACKEND.refuses(call) is None
+        assert BACKEND.unsupported_reason(call) is None
         assert_near(BACKEND.run(call)[0], definition(call), 1e-4 if name in SCALED else 2e-5)
 
 
@@ -45,7 +45,7 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
     feature_map = build(name, shape[1], shape[2], 9, 6)
     tensors = [tensor.detach().requires_grad_() for tensor in inputs(shape)]
     call = make_call(feature_map, *tensors, causal, masks(shape, kind))
-    assert BACKEND.refuses(call) is None
+    assert BACKEND.unsupported_reason(call) is None
     weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad((BACKEND.run(call)[0] * weight).sum(), [*tensors, *feature_map.parameters()])
     exact = feature_map.double()
@@ -234,7 +234,7 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
     feature_map = build(name, 2, 2, 9, 6)
     call = make_call(feature_map, *(tensor.requires_grad_(learning) for tensor in inputs((1, 2, 2, 10))), causal)
     if learning and name in SCALED:
-        assert "log scale" in BACKEND.refuses(call)
+        assert "log scale" in BACKEND.unsupported_reason(call)
         return
     case = check.case_of(call)._replace(learning=learning)
     assert check.compare(case, call.fused) is None
@@ -260,7 +260,7 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
 def test_what_it_refuses():
     feature_map = build("elu", 2, 2, 9, 6)
     call = make_call(feature_map, *inputs((1, 2, 2, 10)), False)
-    refuses = BACKEND.refuses
+    refuses = BACKEND.unsupported_reason
     assert refuses(call) is None
     assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
     assert "fused form" in refuses(call._replace(fused=None))
@@ -269,7 +269,7 @@ def test_what_it_refuses():
     assert "numbers" in refuses(make_call(build("elu", 1, 1, 9, 300), *inputs((1, 1, 1, 2), 9, 300), False))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None
-    assert "carried state" in refuses(learning._replace(keep_state=True))
+    assert "carried state" in refuses(learning._replace(return_state=True))
 
 
 def test_by_name_through_the_interface():

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
-from hf_linear_attn.ops import naive
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import TOLERANCE, relative_error
+from tests.reference import naive
 
 SEED = 0
 BATCH, HEADS, LENGTH, DIM = 2, 4, 37, 16

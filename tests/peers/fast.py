@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.favor_plus import gaussian_features
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive_feature_maps as definitions
 from tests.helpers import padding_mask
 from tests.peers.comparing import (
     BATCH,
@@ -26,6 +25,7 @@ from tests.peers.comparing import (
     kernel_estimates,
     mechanism,
 )
+from tests.reference import naive_feature_maps as definitions
 
 FAST = Package("pytorch-fast-transformers", "pip install --no-build-isolation pytorch-fast-transformers")
 MODULE = "fast_transformers.attention"

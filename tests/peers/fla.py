@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive_feature_maps as definitions
-from hf_linear_attn.ops import naive_gated
 from hf_linear_attn.ops.gated_delta import NORMALISER_EPS
 from tests.peers.comparing import (
     DIM,
@@ -33,6 +31,8 @@ from tests.peers.comparing import (
     mechanism,
     with_ones,
 )
+from tests.reference import naive
+from tests.reference import naive_feature_maps as definitions
 
 FLA = Package("flash-linear-attention", "pip install --no-deps flash-linear-attention fla-core einops")
 MAPS = Package("flash-linear-attention", "pip install --no-deps flash-linear-attention fla-core einops triton")
@@ -75,7 +75,7 @@ def gated() -> Outputs:
     query, keys = module.feature_map.query(q, SCALING).values, module._keys(k, SCALING)
     theirs, _ = reference("gla").naive_recurrent_gla(*by_token(query, keys.values, with_ones(v), keys.log_decay))
     ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
-    definition = naive_gated.gated_attention(
+    definition = naive.gated_attention(
         query, keys.values, v, keys.log_decay.exp(), torch.ones_like(q[..., 0]), None, 0.0
     )
     return Outputs(divided(theirs).transpose(1, 2), ours, definition)
@@ -91,7 +91,7 @@ def gated_delta(function: str) -> Outputs:
     names = ("q", "k", "v", "g", "beta")
     theirs, _ = getattr(reference("gated_delta_rule"), function)(**dict(zip(names, tensors, strict=True)))
     ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=True))
-    definition = naive_gated.gated_delta_attention(
+    definition = naive.gated_delta_attention(
         query, keys.values, v, keys.log_decay.exp(), keys.rate, None, NORMALISER_EPS
     )
     return Outputs(divided(theirs).transpose(1, 2), ours, definition)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive
 from tests.helpers import padding_mask
 from tests.peers.comparing import BATCH, DIM, HEADS, LENGTH, SCALING, Outputs, Package, compare, mechanism
+from tests.reference import naive
 
 LINFORMER = Package("linformer", "pip install linformer")
 MODULE = "linformer"

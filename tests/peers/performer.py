@@ -9,8 +9,6 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.favor_plus import gaussian_features
 from hf_linear_attn.mechanisms import AttentionInputs
-from hf_linear_attn.ops import naive, naive_efficient
-from hf_linear_attn.ops import naive_feature_maps as definitions
 from tests.helpers import padding_mask
 from tests.peers.comparing import (
     BATCH,
@@ -28,6 +26,8 @@ from tests.peers.comparing import (
     kernel_estimates,
     mechanism,
 )
+from tests.reference import naive
+from tests.reference import naive_feature_maps as definitions
 
 PERFORMER = Package("performer-pytorch", "pip install performer-pytorch")
 MODULE = "performer_pytorch.performer_pytorch"
@@ -187,7 +187,7 @@ def padded_row() -> Outputs:
 
 
 @compare(PERFORMER, MODULE, mechanism="elu", case="their causal sums of elu + 1 features, eps set to 0")
-def causal_sums() -> Outputs:
+def causal_accumulator() -> Outputs:
     from performer_pytorch.performer_pytorch import causal_linear_attention_noncuda
 
     q, k, v = inputs()
@@ -202,7 +202,7 @@ def efficient(causal: bool) -> Outputs:
     module = favor_plus(causal)
     theirs = fast_attention(module, causal, no_projection=True)(q, k, v)
     ours, _ = mechanism("efficient", causal)(AttentionInputs(q, k, v, scaling=SCALING, causal=causal))
-    return Outputs(theirs, ours, naive_efficient.efficient_attention(q, k, v, allowed(LENGTH, causal), 1.0))
+    return Outputs(theirs, ours, naive.efficient_attention(q, k, v, allowed(LENGTH, causal), 1.0))
 
 
 @compare(PERFORMER, MODULE, mechanism="efficient", case="`no_projection`, both directions")

@@ -7,11 +7,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_linear_attn.ops.native.functions import unavailable
+from hf_linear_attn.ops.native.backend import unavailable_reason
 from recipes.benchmarks import profile_attention
 
 pytestmark = [
-    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
 ]
 
 

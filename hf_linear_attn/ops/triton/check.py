@@ -234,7 +234,7 @@ def _exponential(fused: FusedMap, x: Tensor, start: int) -> Features:
 _ACTIVATIONS = {
     "elu": _elu,
     "relu": _relu,
-    "turned-relu": _relu,
+    "rotated-relu": _relu,
     "softmax-pair": _softmax_pair,
     "softmax-joint": _softmax_joint,
     "exp-pair": _exponential,

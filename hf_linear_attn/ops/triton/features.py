@@ -105,11 +105,11 @@ def products(x, batch, head, tokens, real, side):
 
 @triton.jit
 def all_parts(y, side):
-    """`[T, half]` -> `[T, M]`: the second part sees -y, but for turned-relu, whose parts differ by an angle."""
+    """`[T, half]` -> `[T, M]`: the second part sees -y, but for rotated-relu, whose parts differ by an angle."""
     made = y
     if side.parts == 2:
         second = -y
-        if side.activation == "turned-relu":
+        if side.activation == "rotated-relu":
             second = y
         made = tl.reshape(tl.permute(tl.join(y, second), (0, 2, 1)), (y.shape[0], 2 * side.half))
     return made
@@ -135,9 +135,9 @@ def activate(y, halves, batch, tokens, real, side):
     if side.activation == "elu":
         below = tl.where(y > 0, 0.0, y)
         values = tl.where(y > 0, y + 1, side.alpha * (tl.exp(below) - 1) + 1)
-    elif (side.activation == "relu") or (side.activation == "turned-relu"):
+    elif (side.activation == "relu") or (side.activation == "rotated-relu"):
         values = tl.where(y < 0, 0.0, y) + side.epsilon
-        if side.activation == "turned-relu":
+        if side.activation == "rotated-relu":
             values = turn(values, batch, tokens, real, side)
     elif side.activation == "softmax-pair":
         logits = tl.reshape(tl.where(inside[None, :], y, float("-inf")), (length, side.parts, side.half))
@@ -173,7 +173,7 @@ def slopes(y, values, gradient, batch, tokens, real, side):
         back = gradient * tl.where(y > 0, 1.0, values + (side.alpha - 1))
     elif side.activation == "relu":
         back = tl.where(y > 0, gradient, 0.0)
-    elif side.activation == "turned-relu":
+    elif side.activation == "rotated-relu":
         back = tl.where(y > 0, turn(gradient, batch, tokens, real, side), 0.0)
     elif side.activation == "softmax-pair":
         both = tl.reshape(values * gradient, (length, side.parts, side.half))
@@ -189,7 +189,7 @@ def slopes(y, values, gradient, batch, tokens, real, side):
         back = back * side.in_scale
     if side.parts == 2:
         first, second = tl.split(tl.permute(tl.reshape(back, (length, 2, side.half)), (0, 2, 1)))
-        if side.activation == "turned-relu":
+        if side.activation == "rotated-relu":
             second = -second
         back = first - second
     return back

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import OwnState, State, mask_tokens
+from ..common import InPlaceState, State, mask_tokens
 from ..fused import QueryMix, StepMix, WindowedCall
-from ..window_step import is_step
+from ..window_step import is_decoding_step
 from ..windowed import by_row, gather_tokens, ring_of, take_tokens
 from . import binding
 from .binding import Arguments, Side, address
-from .ready import ReadyStep, stepped
+from .prepared_step import PreparedStep, state_after_step
 
 #: The state of a step, and the kernel's names for it before and after.
 STATE = {
@@ -50,7 +50,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if call.mask is None and call.state is None:
         query, key, value = call.query, call.key, call.value
         out, kv, k_sum = _Windowed.apply(query, key, value, log_mix, *tensors, call, sides, None, None, 0)
-        if not call.keep_state:
+        if not call.return_state:
             return out, None
         query, key, value, log_mix = (tensor[:, :, -window:] for tensor in (query, key, value, log_mix))
         tokens = gather_tokens(query, key, value, log_mix, window, None, None)
@@ -67,7 +67,7 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 def _steps(call: WindowedCall) -> bool:
     """Whether the kernel for one token serves: it reads whole vectors of the state, and a ring of the inputs' dtype."""
     state, query, window = call.state, call.query, call.window
-    if state is None or call.value.shape[3] % binding.lanes() or not is_step(query, call.mask, state):
+    if state is None or call.value.shape[3] % binding.lanes() or not is_decoding_step(query, call.mask, state):
         return False
     batch, groups, _, size = call.key.shape
     rings = [(state[name].shape, state[name].dtype) for name in RINGS]
@@ -84,8 +84,8 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     given = _arguments(call, tensors, sides, None, None, rows, out)
     # Everything that the kernel reads is held by a name until it has run.
     held = {name: state[name].contiguous() for name in STATE}
-    own = state if isinstance(state, OwnState) else None
-    slides = own is not None and own.stepped and isinstance(mix, StepMix)
+    own = state if isinstance(state, InPlaceState) else None
+    slides = own is not None and own.updated_in_place and isinstance(mix, StepMix)
     rings = [_with_room(held[name]) if slides else torch.empty_like(held[name]) for name in RINGS]
     after = {name: torch.empty_like(held[name]) if own is None else held[name] for name in STATE if name not in RINGS}
     after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
@@ -106,8 +106,8 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     binding.run("windowed_step", given)
     if own is None or kept is None:
         return out, after
-    ready = functools.partial(ReadyWindowStep, "windowed_step", given, tensors, kept=(sides, kept), rings=rings)
-    return out, stepped(own, after, ready)
+    prepare = functools.partial(PreparedWindowStep, "windowed_step", given, tensors, kept=(sides, kept), rings=rings)
+    return out, state_after_step(own, after, prepare)
 
 
 def _with_room(ring: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def _with_room(ring: Tensor) -> Tensor:
     return binding.room(batch, groups, window + SLIDES, width, dtype=ring.dtype)
 
 
-class ReadyWindowStep(ReadyStep):
-    """As `ReadyStep`; the rings slide through their rooms `[B, G, w + SLIDES, d]`."""
+class PreparedWindowStep(PreparedStep):
+    """As `PreparedStep`; the rings slide through their rooms `[B, G, w + SLIDES, d]`."""
 
     def __init__(
         self,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..common import OwnState, State
+from ..common import InPlaceState, State
 from . import binding
 
 
-class ReadyStep:
+class PreparedStep:
     """The arguments of a step that wrote over its state, for the next one: of these only four addresses are new.
 
     The others point into the state and into `kept`, the maps' tensors, which stay alive as long as this does. `guard`
@@ -35,7 +35,7 @@ class ReadyStep:
         self._strides = [tensor.stride() for tensor in inputs]
         self._like = binding.room(*query.shape[:3], value.shape[3], dtype=value.dtype)
 
-    def fits(self, state: State, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def matches(self, state: State, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether the inputs are as those of the last step but for their numbers, and the state is what that left."""
         for name, held, address in self._state:
             if state.get(name) is not held or held.data_ptr() != address:
@@ -69,10 +69,10 @@ class ReadyStep:
         return out
 
 
-def stepped(before: OwnState, after: State, ready: Callable[[State], ReadyStep]) -> OwnState:
+def state_after_step(before: InPlaceState, after: State, prepare: Callable[[State], PreparedStep]) -> InPlaceState:
     """The state after a step that wrote over the one before, ready for the next one where steps follow each other."""
-    made = OwnState(after)
-    made.stepped = True
-    if before.stepped:
-        made.ready = ready(made)
+    made = InPlaceState(after)
+    made.updated_in_place = True
+    if before.updated_in_place:
+        made.prepared_step = prepare(made)
     return made

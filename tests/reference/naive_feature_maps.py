@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import SIGNED_NORMALISER_EPS
+from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
+
 from .naive import repeat_heads
 
 

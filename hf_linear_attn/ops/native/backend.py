@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..common import Features, OutputBlocks, OwnState, State, block_length, mask_tokens
+from ..common import Features, InPlaceState, OutputBlocks, State, block_length, mask_tokens
 from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
 from . import binding
 from .binding import Side, address
 from .build import BuildError, library
-from .hybrids import run_windowed
-from .ready import ReadyStep, stepped
+from .prepared_step import PreparedStep, state_after_step
+from .windowed import run_windowed
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why the kernels cannot run on this machine; None where they can. The first call may compile them."""
     try:
         loaded = library()
@@ -114,7 +114,7 @@ class NativeBackend:
 
     name = "native"
 
-    def refuses(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile traces torch operations only"
         query, key, value = call.query, call.key, call.value
@@ -144,11 +144,11 @@ class NativeBackend:
                 return "windows over a feature map with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _fits(call.log_mix, query):
                 return "the mixing weights are elsewhere, or of other sizes"
-        if call.needs_grad() and call.causal and (call.state is not None or call.keep_state):
+        if call.needs_grad() and call.causal and (call.state is not None or call.return_state):
             return "gradients through a carried state are not fused"
         if torch.is_anomaly_enabled():
             return "anomaly detection asks for torch operations"
-        return unavailable()
+        return unavailable_reason()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         if isinstance(call, WindowedCall):
@@ -191,7 +191,7 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         _check_sizes("keys", key, (*value.shape[:3], size))
         if state is not None and (log_scale is None) != ("log_scale" not in state):
             raise ValueError("The state is not of this feature map: one of the two has a log scale. Start anew.")
-        keep = call.keep_state or now.stop < length
+        keep = call.return_state or now.stop < length
         functions = call.query_features, call.query_features
         part = KernelizedCall(query, key, value, *functions, None, size, True, False, mask, state, keep)
         sides = binding.given(Features(query)), binding.given(Features(key, log_scale))
@@ -239,9 +239,9 @@ def _forward(
         given.state, given.state_sum = held["kv"].data_ptr(), held["k_sum"].data_ptr()
         given.state_scale = address(held.get("log_scale"))
     after: State = {}
-    if call.keep_state and isinstance(call.state, OwnState):
+    if call.return_state and isinstance(call.state, InPlaceState):
         after = {name: held[name] for name in ("kv", "k_sum", "log_scale") if name in held}
-    elif call.keep_state:
+    elif call.return_state:
         after["kv"] = binding.room(batch, groups, call.num_features, value_size)
         after["k_sum"] = binding.room(batch, groups, call.num_features)
         if sides[1].scaled:
@@ -255,9 +255,11 @@ def _forward(
         given.decay = binding.strided(decay)
     binding.run("causal", given)
     formulas = sides[0].fused is not None  # (the next step's features have yet to be computed otherwise)
-    if length == 1 and after and isinstance(call.state, OwnState) and call.mask is None and formulas:
+    if length == 1 and after and isinstance(call.state, InPlaceState) and call.mask is None and formulas:
         inputs = call.query, call.key, call.value
-        after = stepped(call.state, after, functools.partial(ReadyStep, "causal", given, inputs, kept=sides))
+        after = state_after_step(
+            call.state, after, functools.partial(PreparedStep, "causal", given, inputs, kept=sides)
+        )
     return out, after or None
 
 

@@ -43,7 +43,7 @@ class TritonBackend:
 
     name = "triton"
 
-    def refuses(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile traces torch operations only"
         reason = _refuses_tensors(call)
@@ -60,7 +60,7 @@ class TritonBackend:
         if call.needs_grad():
             if call.fused[0].scaled:
                 return "gradients through a log scale are not fused"
-            if call.causal and (call.state is not None or call.keep_state):
+            if call.causal and (call.state is not None or call.return_state):
                 return "gradients through a carried state are not fused"
             if torch.is_anomaly_enabled():
                 return "anomaly detection asks for torch operations"
