@@ -281,7 +281,7 @@ def describe(name: str, entry: dict[str, Any]) -> str:
     """Return the description of one mechanism with its options."""
     facts = {
         "what": entry["description"],
-        "when": entry["advice"],
+        "when": entry["recommendation"],
         "directions": directions(entry),
         "learned": "yes" if entry["learned"] else "no",
         "state": entry["state"],
@@ -306,7 +306,7 @@ def _print_table(entries: dict[str, dict[str, Any]]) -> None:
         table.add_column(column, no_wrap=column in ("name", "directions", "learned", "state"))
     for name, entry in entries.items():
         learned = "yes" if entry["learned"] else "no"
-        table.add_row(name, directions(entry), learned, entry["state"], entry["paper"], entry["advice"])
+        table.add_row(name, directions(entry), learned, entry["state"], entry["paper"], entry["recommendation"])
     # rich assumes 80 columns where the output is a file or a pipe.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     Console(file=sys.stdout, width=width, highlight=False, markup=False).print(table)

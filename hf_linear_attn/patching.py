@@ -242,7 +242,7 @@ def _build(
     entry = ATTENTIONS.get(settings.attention)
     shape = attention_shape(layer, index, longest)
     options = build_options(entry, dict(settings.options))
-    options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
+    options = entry.resolve_options(shape, options)
     module = entry.factory(shape, options)
     weights = [tensor for tensor in layer.module.parameters() if tensor.is_floating_point()]
     place = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters(), None))

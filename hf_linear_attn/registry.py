@@ -1,57 +1,84 @@
 """The registries of attention mechanisms and feature maps: one registration carries all that the rest needs to know.
 
 `register_attention` and `register_feature_map` are the whole extension interface. A package that registers its own
-mechanism on import can be found without being imported by hand, through the entry point group `hf_linear_attn`.
+mechanism on import is loaded on the first lookup if it declares the entry point group `hf_linear_attn`. The modules of
+this package are loaded in the same way, by name: the registry depends on nothing that they define.
 """
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from .feature_maps.base import AttentionShape, FeatureMap
-    from .mechanisms.base import LinearAttention
+from .utils.formatting import near_matches
 
 ENTRY_POINT_GROUP = "hf_linear_attn"
+#: Modules whose import registers the mechanisms and feature maps of this package.
+BUILTIN_MODULES = ("hf_linear_attn.feature_maps", "hf_linear_attn.mechanisms")
 
 T = TypeVar("T")
 
 
-def near_matches(name: str, names: list[str]) -> str:
-    """A sentence that suggests close names, or an empty string."""
-    found = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(repr(match) for match in found)}?" if found else ""
-
-
 class Registry(Generic[T]):
-    """Name -> entry. Unknown names raise a ValueError with near matches; a name is never replaced silently."""
+    """Entries by name. Unknown names raise a ValueError with near matches; a name is never replaced silently.
+
+    Args:
+        kind: What the entries are, in messages: `"attention mechanism"`.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        #: The class that registered classes must inherit from; its own module sets it.
+        self.base_class: type | None = None
         self._entries: dict[str, T] = {}
-        self._entry_points_loaded = False
+        self._listeners: list[Callable[[str, T], None]] = []
+        self._loaded = False
 
     def add(self, name: str, entry: T) -> None:
+        """Add an entry.
+
+        Raises:
+            TypeError: The name is not a non-empty string.
+            ValueError: The name is taken.
+        """
         if not isinstance(name, str) or not name:
             raise TypeError(f"The name of {self.kind} must be a non-empty string, got {name!r}.")
         if name in self._entries:
             raise ValueError(f"{self.kind.capitalize()} {name!r} is already registered. Choose another name.")
         self._entries[name] = entry
+        for listener in self._listeners:
+            listener(name, entry)
 
     def discard(self, name: str) -> None:
-        """Take a name out again (for tests and interactive work)."""
+        """Remove a name, if it is there (for tests and interactive work)."""
         self._entries.pop(name, None)
 
+    def subscribe(self, listener: Callable[[str, T], None]) -> None:
+        """Call `listener(name, entry)` for every entry, present and future."""
+        self._listeners.append(listener)
+        for name, entry in list(self._entries.items()):
+            listener(name, entry)
+
+    def check_class(self, cls: type, decorator: str) -> None:
+        """Raise a TypeError unless `cls` inherits from the base class of the entries."""
+        if self.base_class is None or not (isinstance(cls, type) and issubclass(cls, self.base_class)):
+            expected = "LinearAttention or FeatureMap" if self.base_class is None else self.base_class.__name__
+            raise TypeError(f"{decorator} decorates subclasses of {expected}, got {cls!r}.")
+
     def get(self, name: str) -> T:
+        """Return the entry of a name.
+
+        Raises:
+            TypeError: The name is not a string.
+            ValueError: The name is unknown; the message suggests similar ones.
+        """
         if not isinstance(name, str):
             raise TypeError(f"The name of {self.kind} must be a string, got {name!r} ({type(name).__name__}).")
         if name not in self._entries:
-            self._load_entry_points()
+            self.load()
         if name not in self._entries:
             known = sorted(self._entries)
             raise ValueError(f"Unknown {self.kind} {name!r}.{near_matches(name, known)} Available: {', '.join(known)}.")
@@ -61,24 +88,41 @@ class Registry(Generic[T]):
         return name in self._entries
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
-        self._load_entry_points()
+        self.load()
         return iter(list(self._entries.items()))
 
-    def _load_entry_points(self) -> None:
-        if self._entry_points_loaded:
+    def load(self) -> None:
+        """Import the built-in modules and those of other packages' entry points, once."""
+        if self._loaded:
             return
-        self._entry_points_loaded = True
-        _load_builtin()  # settings may be read before anything else of the package is imported
+        self._loaded = True
+        for module in BUILTIN_MODULES:
+            importlib.import_module(module)
         for point in entry_points(group=ENTRY_POINT_GROUP):
             point.load()
 
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """What is known of one mechanism. It feeds `list_attentions()`, the command line, the README's table, the tests."""
+    """What is known of one mechanism, for `list_attentions()`, the command line, tables and tests.
+
+    Attributes:
+        name: The public name.
+        factory: `(shape, options) -> LinearAttention`; most often the class.
+        options: Frozen dataclass of the options.
+        description: One line, for lists.
+        paper: The source.
+        causal: Whether it can be causal.
+        bidirectional: Whether it can be bidirectional.
+        learned: Whether it has parameters that attention transfer can train.
+        state: `"constant"`, `"growing"` or `"none"` (no decoding).
+        cost: Time and memory.
+        recommendation: When to choose it, one line.
+        alternative: What to use instead, for the direction that is missing.
+    """
 
     name: str
-    factory: Callable[..., LinearAttention]
+    factory: Callable[..., Any]
     options: type
     description: str
     paper: str
@@ -87,21 +131,27 @@ class AttentionEntry:
     learned: bool
     state: str
     cost: str
-    advice: str
-    #: What to use instead, for the direction that is missing.
+    recommendation: str
     alternative: str = ""
+
+    def resolve_options(self, shape: Any, options: Any) -> Any:
+        """Fill in what the options leave to the layer's shape."""
+        resolve = getattr(self.factory, "resolve_options", None)
+        return options if resolve is None else resolve(shape, options)
 
 
 @dataclass(frozen=True)
 class FeatureMapEntry:
-    """What is known of one feature map."""
+    """What is known of one feature map. Attributes are those of `AttentionEntry`; `cls` is the map's class."""
 
     name: str
-    cls: type[FeatureMap]
+    cls: Any
     options: type
     description: str
     paper: str
     learned: bool
+    cost: str
+    recommendation: str
 
 
 ATTENTIONS: Registry[AttentionEntry] = Registry("attention mechanism")
@@ -119,40 +169,50 @@ def register_attention(
     learned: bool,
     state: str = "none",
     cost: str = "",
-    advice: str = "",
+    recommendation: str = "",
     alternative: str = "",
 ) -> Callable[[type], type]:
     """Class decorator: make a `LinearAttention` available as `patch_model(model, name)`.
 
     Args:
-        name: the public name.
-        description: one line, for lists.
-        paper: reference, e.g. `"Author 2020, arXiv:2006.16236"`.
-        options: frozen dataclass of the options with defaults; each field's `metadata["help"]` is shown to users.
-        causal, bidirectional: the directions that it can compute.
-        learned: whether it has parameters that attention transfer can train.
+        name: The public name.
+        description: One line, for lists.
+        paper: The source, e.g. `"Author 2020, arXiv:2006.16236"`.
+        options: Frozen dataclass of the options with defaults; each field's `metadata["help"]` is shown to users.
+        causal: Whether it can compute causal attention.
+        bidirectional: Whether it can compute bidirectional attention.
+        learned: Whether it has parameters that attention transfer can train.
         state: `"constant"`, `"growing"` or `"none"` (no decoding).
-        cost: time and memory, in the symbols L (length), m (features), d (head size), w (window), k (slots).
-        advice: when to choose it, one line.
-        alternative: the mechanism to name in the error for a direction that is missing.
+        cost: Time and memory, in the symbols L (length), m (features), d (head size), w (window), k (slots).
+        recommendation: When to choose it, one line.
+        alternative: The mechanism to name in the error for a direction that is missing.
+
+    Returns:
+        The decorator, which returns the class unchanged.
 
     Raises:
         TypeError: `options` is not a dataclass, or the class is no `LinearAttention`.
-        ValueError: the name is taken.
+        ValueError: The name is taken.
     """
     _check_options(options, name)
 
     def decorate(cls: type) -> type:
-        from .mechanisms.base import LinearAttention
-
-        if not issubclass(cls, LinearAttention):
-            raise TypeError(f"register_attention({name!r}) decorates subclasses of LinearAttention, got {cls!r}.")
-        ATTENTIONS.add(
-            name,
-            AttentionEntry(
-                name, cls, options, description, paper, causal, bidirectional, learned, state, cost, advice, alternative
-            ),
+        ATTENTIONS.check_class(cls, f"register_attention({name!r})")
+        entry = AttentionEntry(
+            name=name,
+            factory=cls,
+            options=options,
+            description=description,
+            paper=paper,
+            causal=causal,
+            bidirectional=bidirectional,
+            learned=learned,
+            state=state,
+            cost=cost,
+            recommendation=recommendation,
+            alternative=alternative,
         )
+        ATTENTIONS.add(name, entry)
         return cls
 
     return decorate
@@ -166,36 +226,38 @@ def register_feature_map(
     options: type,
     learned: bool,
     cost: str = "O(L·m·d) time, O(m·d) state",
-    advice: str = "",
+    recommendation: str = "",
 ) -> Callable[[type], type]:
     """Class decorator: make a `FeatureMap` available, also as the kernelized attention of the same name.
 
-    Arguments as in `register_attention`. A feature map works in both directions and decodes with a constant state.
+    A feature map works in both directions and decodes with a constant state.
+
+    Args:
+        name: The public name.
+        description: One line, for lists.
+        paper: The source, e.g. `"Author 2020, arXiv:2006.16236"`.
+        options: Frozen dataclass of the options with defaults; each field's `metadata["help"]` is shown to users.
+        learned: Whether it has parameters that attention transfer can train.
+        cost: Time and memory of its kernelized attention.
+        recommendation: When to choose it, one line.
+
+    Returns:
+        The decorator, which returns the class unchanged.
+
+    Raises:
+        TypeError: `options` is not a dataclass, or the class is no `FeatureMap`.
+        ValueError: The name is taken.
     """
     _check_options(options, name)
 
     def decorate(cls: type) -> type:
-        from .feature_maps.base import FeatureMap
-
-        if not issubclass(cls, FeatureMap):
-            raise TypeError(f"register_feature_map({name!r}) decorates subclasses of FeatureMap, got {cls!r}.")
+        FEATURE_MAPS.check_class(cls, f"register_feature_map({name!r})")
         if name in ATTENTIONS:
             raise ValueError(f"Attention mechanism {name!r} is already registered. Choose another name.")
-        FEATURE_MAPS.add(name, FeatureMapEntry(name, cls, options, description, paper, learned))
-        factory = partial(_kernelized, feature_map=cls)
-        ATTENTIONS.add(
-            name,
-            AttentionEntry(name, factory, options, description, paper, True, True, learned, "constant", cost, advice),
-        )
+        FEATURE_MAPS.add(name, FeatureMapEntry(name, cls, options, description, paper, learned, cost, recommendation))
         return cls
 
     return decorate
-
-
-def _kernelized(shape: AttentionShape, options: Any, feature_map: type[FeatureMap]) -> LinearAttention:
-    from .mechanisms.kernelized import KernelizedAttention
-
-    return KernelizedAttention(shape, options, feature_map)
 
 
 def _check_options(options: type, name: str) -> None:
@@ -203,26 +265,29 @@ def _check_options(options: type, name: str) -> None:
         raise TypeError(f"The options of {name!r} must be a dataclass, got {options!r}.")
 
 
-def build_options(entry: AttentionEntry | FeatureMapEntry, given: dict[str, Any]) -> Any:
-    """The options dataclass of a mechanism from a dict; unknown names raise a ValueError with near matches."""
+def build_options(entry: AttentionEntry | FeatureMapEntry, values: dict[str, Any]) -> Any:
+    """Build the options dataclass of a mechanism from a dict.
+
+    Raises:
+        ValueError: An option is unknown (the message suggests similar ones), or its value is not allowed.
+    """
     known = [field.name for field in fields(entry.options)]
-    for option in given:
+    for option in values:
         if option not in known:
             raise ValueError(
                 f"Unknown option {option!r} for {entry.name!r}.{near_matches(str(option), known)} "
                 f"Options: {', '.join(known) if known else 'none'}."
             )
-    return entry.options(**given)
+    return entry.options(**values)
 
 
 def list_attentions() -> dict[str, dict[str, Any]]:
-    """All registered mechanisms, by name.
+    """List all registered mechanisms.
 
-    Each holds description, paper, causal, bidirectional, learned, state, cost, advice and options.
-
-    `options` maps each option to its default and help text.
+    Returns:
+        For each name a dict of description, paper, causal, bidirectional, learned, state, cost, recommendation and
+        options; `options` maps each option to its default and help text.
     """
-    _load_builtin()
     listing = {}
     for name, entry in sorted(ATTENTIONS):
         defaults = entry.options()
@@ -234,14 +299,10 @@ def list_attentions() -> dict[str, dict[str, Any]]:
             "learned": entry.learned,
             "state": entry.state,
             "cost": entry.cost,
-            "advice": entry.advice,
+            "recommendation": entry.recommendation,
             "options": {
                 field.name: {"default": getattr(defaults, field.name), "help": field.metadata.get("help", "")}
                 for field in fields(entry.options)
             },
         }
     return listing
-
-
-def _load_builtin() -> None:
-    from . import feature_maps, mechanisms  # noqa: F401  (registration happens on import)

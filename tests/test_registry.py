@@ -78,10 +78,10 @@ def test_listed_entries_are_complete():
     listing = hla.list_attentions()
     assert list(listing) == sorted(listing)
     assert set(listing) == {name for name, _ in ATTENTIONS}
-    keys = {"description", "paper", "causal", "bidirectional", "learned", "state", "cost", "advice", "options"}
+    keys = {"description", "paper", "causal", "bidirectional", "learned", "state", "cost", "recommendation", "options"}
     for name, entry in listing.items():
         assert set(entry) >= keys, name
-        assert all(entry[key] for key in ("description", "paper", "cost", "advice")), name
+        assert all(entry[key] for key in ("description", "paper", "cost", "recommendation")), name
         assert entry["causal"] or entry["bidirectional"], name
         assert entry["state"] in {"none", "constant", "growing"}, name
         assert entry["state"] != "none" or not entry["causal"], name
@@ -168,7 +168,7 @@ class Point:
 
 def test_a_plugin_is_found_through_its_entry_point(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == "hf_linear_attn" else [])
-    monkeypatch.setattr(ATTENTIONS, "_entry_points_loaded", False)
+    monkeypatch.setattr(ATTENTIONS, "_loaded", False)
     try:
         model = hla.patch_model(BERT.build(), "from-a-plugin")
         assert hla.patch_report(model).layers[0].attention == "from-a-plugin"

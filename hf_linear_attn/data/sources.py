@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from ..registry import near_matches
+from ..utils.formatting import near_matches
 from .files import COMPRESSIONS, import_datasets, load_hub, plain_name
 from .formats import FORMATS, read_format, typed
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.common import Features
 from ..ops.fused import FusedMap
+from ..registry import FEATURE_MAPS
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,6 @@ class FeatureMap(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"
+
+
+FEATURE_MAPS.base_class = FeatureMap

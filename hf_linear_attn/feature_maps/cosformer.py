@@ -39,7 +39,7 @@ class CosformerOptions:
     options=CosformerOptions,
     learned=False,
     cost="O(L·m·d) time, O(m·d) state, m = 2d",
-    advice="training from scratch where near tokens matter most; inputs up to a fixed length",
+    recommendation="training from scratch where near tokens matter most; inputs up to a fixed length",
 )
 class CosformerFeatureMap(FeatureMap):
     """`φ(x, i) = relu(x) ⊗ [cos(πi/2M), sin(πi/2M)]`, m = 2d. Qin et al. 2022, arXiv:2202.08791.

@@ -34,7 +34,7 @@ class DpfpOptions:
     options=DpfpOptions,
     learned=False,
     cost="O(L·ν·d²) time, O(ν·d²) state",
-    advice="training from scratch, where keys should not interfere; converts a pretrained model poorly",
+    recommendation="training from scratch, where keys should not interfere; converts a pretrained model poorly",
 )
 class DpfpFeatureMap(FeatureMap):
     """`r = relu([x, -x])`, `φ(x) = concat over n = 1 … ν of r ⊙ roll(r, n)`, plus ε: m = 2dν. Schlag et al. 2021,

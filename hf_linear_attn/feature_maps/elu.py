@@ -32,7 +32,7 @@ class EluOptions:
     paper="Katharopoulos et al. 2020, arXiv:2006.16236",
     options=EluOptions,
     learned=False,
-    advice="baseline and training from scratch; converts a pretrained model poorly",
+    recommendation="baseline and training from scratch; converts a pretrained model poorly",
 )
 class EluFeatureMap(FeatureMap):
     """`φ(x) = elu_α(x) + 1`, elementwise: m = d. Katharopoulos et al. 2020, arXiv:2006.16236.

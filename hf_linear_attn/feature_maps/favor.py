@@ -48,7 +48,7 @@ class FavorOptions:
     paper="Choromanski et al. 2020, arXiv:2006.03555",
     options=FavorOptions,
     learned=False,
-    advice="for study, or where all weights are near equal; favor+ is safer: here small weights drown in noise",
+    recommendation="for study, or where all weights are near equal; favor+ is safer: here small weights drown in noise",
 )
 class FavorFeatureMap(FeatureMap):
     """`φ(x) = exp(‖x'‖²/2) √(2/m) [cos(Wx'), sin(Wx')]`, `x' = √τ x`, W `[m/2, d]` with rows N(0, I); or with

@@ -89,7 +89,7 @@ class FavorPlusOptions:
     paper="Choromanski et al. 2020, arXiv:2009.14794",
     options=FavorPlusOptions,
     learned=False,
-    advice="needs no training data at all; error grows quickly with the size of q and k",
+    recommendation="needs no training data at all; error grows quickly with the size of q and k",
 )
 class FavorPlusFeatureMap(FeatureMap):
     """`φ(x) = exp(W x' - ‖x'‖²/2) / √m` with `x' = √τ x` and rows of W ~ N(0, I). Choromanski et al., arXiv:2009.14794.

@@ -54,7 +54,7 @@ class HedgehogOptions:
     paper="Zhang et al. 2024, arXiv:2402.04347",
     options=HedgehogOptions,
     learned=True,
-    advice="nothing exact: faster and half the state of window; near it in encoders after attention transfer",
+    recommendation="nothing exact: faster and half the state of window; near it in encoders after attention transfer",
 )
 class HedgehogFeatureMap(FeatureMap):
     """`y = s (Wᵀx + b)`, `φ(x) = [softmax(y), softmax(-y)]` over the features: m = 2f. Zhang et al., arXiv:2402.04347.

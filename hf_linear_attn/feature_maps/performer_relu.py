@@ -63,7 +63,7 @@ class PerformerReluOptions:
     paper="Choromanski et al. 2020, arXiv:2009.14794",
     options=PerformerReluOptions,
     learned=False,
-    advice="training from scratch; blunter and more stable than favor+, and no approximation of softmax",
+    recommendation="training from scratch; blunter and more stable than favor+, and no approximation of softmax",
 )
 class PerformerReluFeatureMap(FeatureMap):
     """`φ(x) = f(W x)/√m + ε`, rows of W ~ N(0, I), f = relu. Choromanski et al., arXiv:2009.14794 (generalised).

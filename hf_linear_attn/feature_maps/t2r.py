@@ -43,7 +43,7 @@ class T2ROptions:
     paper="Kasai et al. 2021 (T2R), arXiv:2103.13076",
     options=T2ROptions,
     learned=True,
-    advice="conversions followed by fine-tuning; no exponentials; untrained it is blunter than hedgehog",
+    recommendation="conversions followed by fine-tuning; no exponentials; untrained it is blunter than hedgehog",
 )
 class T2RFeatureMap(FeatureMap):
     """`φ(x) = relu(s Wᵀx + b) + ε`, W `[heads, d, m]`, b `[heads, m]`. Kasai et al. 2021, arXiv:2103.13076.

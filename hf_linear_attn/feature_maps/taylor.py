@@ -35,7 +35,7 @@ class TaylorOptions:
     options=TaylorOptions,
     learned=False,
     cost="O(L·d³) time, O(d³) state (d' for d with a projection)",
-    advice="close to softmax where |τ q·k| stays below about 1; larger logits need the window or training",
+    recommendation="close to softmax where |τ q·k| stays below about 1; larger logits need the window or training",
 )
 class TaylorFeatureMap(FeatureMap):
     """`φ(q)·φ(k) = 1 + s + s²/2`, `s = τ q·k`. Arora et al. 2024, arXiv:2402.18668.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..registry import near_matches
+from ..utils.formatting import near_matches
 from .configs import all_configs, own_configs
 from .model_class import base_class
 

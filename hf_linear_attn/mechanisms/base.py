@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State
+from ..registry import ATTENTIONS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +152,9 @@ class LinearAttention(nn.Module):
     def state_bytes(self, length: int = 0) -> int:
         """Bytes of the state of one token stream after `length` tokens; 0 where the mechanism has no state."""
         return 0
+
+
+ATTENTIONS.base_class = LinearAttention
 
 
 def visible(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:

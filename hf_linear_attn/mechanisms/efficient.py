@@ -37,7 +37,7 @@ class EfficientOptions:
     learned=False,
     state="constant",
     cost="O(L·d²) time, O(d²) state",
-    advice="baseline and training from scratch; the features pool the sequence globally",
+    recommendation="baseline and training from scratch; the features pool the sequence globally",
 )
 class EfficientAttention(LinearAttention):
     """`o_i = softmax(s q_i)ᵀ (softmax_j(s k_j)ᵀ V)`, the second softmax over the sequence, one for each feature.

@@ -51,7 +51,7 @@ class GatedDeltaOptions:
     learned=True,
     state="constant",
     cost="O(L·m·(m + d)) time, O(m·d) state",
-    advice="decoders that must look values up under keys; needs training",
+    recommendation="decoders that must look values up under keys; needs training",
     alternative="hedgehog",
 )
 class GatedDeltaAttention(LinearAttention):

@@ -53,7 +53,7 @@ class GLAOptions:
     learned=True,
     state="constant",
     cost="O(L·m·d) time, O(m·d) state",
-    advice="decoders on long texts: hedgehog that learns what to forget",
+    recommendation="decoders on long texts: hedgehog that learns what to forget",
     alternative="hedgehog",
 )
 class GatedLinearAttention(LinearAttention):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from ..ops.fused import FusedMap, KernelizedCall
 from ..ops.window_step import is_decoding_step
+from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, FeatureMapEntry
 from .base import AttentionInputs, LinearAttention, visible
 from .repeated import remember, repeated
 
@@ -142,3 +144,26 @@ class KernelizedAttention(LinearAttention):
 
     def state_bytes(self, length: int = 0) -> int:
         return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)
+
+
+def _register(name: str, entry: FeatureMapEntry) -> None:
+    """Make a feature map's kernelized attention available under the name of the map."""
+    ATTENTIONS.add(
+        name,
+        AttentionEntry(
+            name=name,
+            factory=partial(KernelizedAttention, feature_map=entry.cls),
+            options=entry.options,
+            description=entry.description,
+            paper=entry.paper,
+            causal=True,
+            bidirectional=True,
+            learned=entry.learned,
+            state="constant",
+            cost=entry.cost,
+            recommendation=entry.recommendation,
+        ),
+    )
+
+
+FEATURE_MAPS.subscribe(_register)

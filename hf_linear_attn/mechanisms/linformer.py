@@ -70,7 +70,7 @@ class LinformerOptions:
     bidirectional=True,
     learned=True,
     cost="O(L·k·d) time, O(L·k) memory, h·k·n_max parameters",
-    advice="encoders with inputs of similar length; not for generation",
+    recommendation="encoders with inputs of similar length; not for generation",
     alternative="linformer-causal",
 )
 class LinformerAttention(LinearAttention):

@@ -40,7 +40,7 @@ class LinformerCausalOptions:
     learned=True,
     state="growing",
     cost="O(L·(c + L·r/c)·d) time, O((c + L·r/c)·d) state",
-    advice="decoders where a cache c/r times smaller is enough; quadratic, with a small constant",
+    recommendation="decoders where a cache c/r times smaller is enough; quadratic, with a small constant",
     alternative="linformer",
 )
 class LinformerCausalAttention(LinearAttention):

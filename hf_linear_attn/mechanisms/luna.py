@@ -59,7 +59,7 @@ class LunaOptions:
     learned=True,
     state="constant",
     cost="O(L·l·d) time, O(l·d) state",
-    advice="encoders of any length: like linformer, but the slots follow the content; decoders only from scratch",
+    recommendation="encoders of any length: linformer whose slots follow the content; decoders only from scratch",
 )
 class LunaAttention(LinearAttention):
     """`O = softmax(τ Q K̃ᵀ) Ṽ` with `K̃ = A K`, `Ṽ = A V`, `A = softmax(τ P Kᵀ)`. Ma et al. 2021, arXiv:2106.01540.

@@ -42,7 +42,7 @@ class NystromOptions:
     bidirectional=True,
     learned=False,
     cost="O(L·m·d + m³) time, O(L·m) memory",
-    advice="encoders without any training: the nearest to exact attention; inputs up to m tokens are exact",
+    recommendation="encoders without any training: the nearest to exact attention; inputs up to m tokens are exact",
     alternative="window",
 )
 class NystromAttention(LinearAttention):

@@ -50,7 +50,7 @@ class RFAOptions:
     learned=True,
     state="constant",
     cost="O(L·m·d) time, O(m·d) state",
-    advice="training from scratch, or where keys have similar lengths: only directions count",
+    recommendation="training from scratch, or where keys have similar lengths: only directions count",
 )
 class RandomFeatureAttention(LinearAttention):
     """`φ(x) = √(2/m) [sin(W x̂), cos(W x̂)]`, `x̂ = x / ‖x‖`, rows of W: σ ⊙ N(0, I). Peng et al. 2021, arXiv:2103.02143.

@@ -59,7 +59,7 @@ class ScatterbrainOptions:
     learned=False,
     state="constant",
     cost="O(L·(w + m)·d) time, O((w + m)·d) state; buckets add O(L·r·c·m·d) and O(b·r·c·d)",
-    advice="conversion without any training: better than favor+ alone wherever attention is local",
+    recommendation="conversion without any training: better than favor+ alone wherever attention is local",
 )
 class ScatterbrainAttention(LinearAttention):
     """`w_ij = exp(τ q_i·k_j)` for (i, j) in Ω, `φ(q_i)·φ(k_j)` elsewhere, one normaliser. Chen et al. 2021.

@@ -29,7 +29,7 @@ class SoftmaxOptions:
     learned=False,
     state="growing",
     cost="O(L²·d) time, O(L·d) state",
-    advice="layers of a mixture that must stay as they were",
+    recommendation="layers of a mixture that must stay as they were",
 )
 class SoftmaxAttention(LinearAttention):
     """`softmax(τ q Kᵀ) V`. `patch_model` never inserts this module: a layer of this name keeps the model's own code.

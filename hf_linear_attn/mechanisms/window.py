@@ -69,7 +69,7 @@ class WindowOptions:
     learned=True,
     state="constant",
     cost="O(L·(w + m)·d) time, O((w + m)·d) state",
-    advice="the default: local detail stays exact, the rest is a constant-size state; best quality after conversion",
+    recommendation="the default: exact local detail, a constant-size state for the rest; best quality after conversion",
 )
 class WindowAttention(LinearAttention):
     """`w_ij = exp(τ q·k - c_i)` in the window, `exp(g_i) φ(q_i)·φ(k_j)` outside it, one normaliser over both.

@@ -97,7 +97,7 @@ def build(
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, heads, head_dim, head_dim, max_length=longest, causal=causal)
     options = build_options(entry, options_of(entry, seed))
-    options = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, options)
+    options = entry.resolve_options(shape, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = entry.factory(shape, options)

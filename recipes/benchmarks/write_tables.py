@@ -49,7 +49,7 @@ def mechanisms_table() -> str:
             entry["state"],
             entry["cost"],
             _linked(entry["paper"]),
-            entry["advice"],
+            entry["recommendation"],
         )
         rows.append(_row(list(cells)))
     return "\n".join(rows)

@@ -31,7 +31,7 @@ def build(name: str, causal: bool, heads=4, groups=2, dim=6, value_dim=6, seed=N
         heads, groups, dim, value_dim, layer_index=1, max_length=options.pop("limit", 2048), causal=causal
     )
     made = build_options(entry, options)
-    made = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, made)
+    made = entry.resolve_options(shape, made)
     module = entry.factory(shape, made)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)

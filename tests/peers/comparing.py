@@ -125,7 +125,7 @@ def mechanism(name: str, causal: bool, dim: int = DIM, max_length: int = 512, **
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(HEADS, HEADS, dim, dim, layer_index=0, max_length=max_length, causal=causal)
     chosen = build_options(entry, options)
-    chosen = getattr(entry.factory, "resolve_options", lambda _, given: given)(shape, chosen)
+    chosen = entry.resolve_options(shape, chosen)
     return entry.factory(shape, chosen).eval()
 
 
