@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..integration.disk import writing
+from .callbacks import InterruptedRunError
 from .objectives import Objective, Sums
 from .optim import lr_factor
 from .options import RunSettings, TrainSettings
@@ -36,14 +37,6 @@ Evaluate = Callable[[nn.Module], dict[str, float]]
 
 #: Steps between two reports to the trackers.
 REPORT_EVERY = 10
-
-
-class InterruptedRunError(RuntimeError):
-    """A run was stopped by a signal, after a checkpoint. `code`: the exit code that belongs to the signal."""
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.code = 128 + number
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -239,6 +240,11 @@ def _configure_zero(accelerator: Accelerator) -> None:
         # Without its list of modules whose weights and gradients DeepSpeed would hand around rounded.
         torch_autocast={"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []},
     )
+
+
+def shard_frozen_model(accelerator: Accelerator, model: Any, replicated: Iterable[nn.Module] = ()) -> Any:
+    """Put a model without gradients on the processes as accelerate is configured."""
+    return model.to(accelerator.device)
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:

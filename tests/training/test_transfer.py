@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.attention import AttentionCall, attention_modules, observe_attention
-from hf_linear_attn.training import transfer
-from hf_linear_attn.training.transfer import _branch_steps, _Run, transfer_attention, weights_loss
+from hf_linear_attn.training import losses
+from hf_linear_attn.training.losses import attention_weights_loss
+from hf_linear_attn.training.transfer import AttentionTransferLoss, branch_steps, transfer_attention
 from tests.helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
 
 LENGTHS = (17, 9, 13)
@@ -31,11 +32,11 @@ def model_of(name: str, family: Family) -> PreTrainedModel:
 
 def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Losses of the layers, and the gradients of the learned parts, of one step."""
-    learned = [held for name, held in model.named_parameters() if ".linear_attention." in name]
+    learned = [parameter for name, parameter in model.named_parameters() if ".linear_attention." in name]
     for parameter in learned:
         parameter.grad = None
-    losses = _Run(model, "auto", frozenset()).losses(batch(), step=1)
-    return losses, [parameter.grad.clone() for parameter in learned if parameter.grad is not None]
+    layer_losses = AttentionTransferLoss(model)(batch(), step=1)
+    return layer_losses, [parameter.grad.clone() for parameter in learned if parameter.grad is not None]
 
 
 CASES = [("hedgehog", BERT), ("hedgehog", GPT2), ("t2r", LLAMA), ("window", BERT), ("window", GPT2), ("gla", GPT2)]
@@ -45,32 +46,32 @@ CASES = [("hedgehog", BERT), ("hedgehog", GPT2), ("t2r", LLAMA), ("window", BERT
 def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients do not depend on the size of the blocks in which they are computed."""
     model = model_of(name, family)
-    whole, expected = gradients(model)
-    seen: list[int] = []
+    unblocked, expected = gradients(model)
+    sizes: list[int] = []
     original = AttentionCall.linear_weights
 
     def weights(call: AttentionCall) -> torch.Tensor:
-        found = original(call)
-        seen.append(found.numel())
-        return found
+        result = original(call)
+        sizes.append(result.numel())
+        return result
 
     monkeypatch.setattr(AttentionCall, "linear_weights", weights)
     for entries in (1, 300, 2000):
-        monkeypatch.setattr(transfer, "BLOCK_ENTRIES", entries)
-        seen.clear()
-        losses, found = gradients(model)
-        torch.testing.assert_close(losses, whole, rtol=1e-5, atol=1e-6)
-        assert len(found) == len(expected)
-        for own, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-6)
+        monkeypatch.setattr(losses, "BLOCK_ENTRIES", entries)
+        sizes.clear()
+        layer_losses, actual = gradients(model)
+        torch.testing.assert_close(layer_losses, unblocked, rtol=1e-5, atol=1e-6)
+        assert len(actual) == len(expected)
+        for own, target in zip(actual, expected, strict=True):
+            torch.testing.assert_close(own, target, rtol=1e-4, atol=1e-6)
         separable = next(attention_modules(model)).linear_attention.separable_queries(family.causal)
         smallest = 4 * max(LENGTHS) * (1 if separable else max(LENGTHS))  # one row: a query, or all queries; 4 heads
-        assert max(seen) <= max(entries, smallest)
+        assert max(sizes) <= max(entries, smallest)
 
 
 def test_the_loss_is_the_mean_divergence() -> None:
     model = model_of("hedgehog", BERT)
-    losses, _ = gradients(model)
+    layer_losses, _ = gradients(model)
     expected = []
 
     def observe(call: AttentionCall) -> None:
@@ -84,7 +85,7 @@ def test_the_loss_is_the_mean_divergence() -> None:
 
     with torch.no_grad(), observe_attention(model, observe):
         model(**batch())
-    assert losses.tolist() == pytest.approx(expected, rel=1e-4)
+    assert layer_losses.tolist() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "family"), [*CASES, ("linformer", BERT)], ids=lambda case: str(case))
@@ -92,12 +93,12 @@ def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family)
     model = model_of(name, family).train()
     model.get_input_embeddings().requires_grad_(False)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    required = {key: held.requires_grad for key, held in model.named_parameters()}
+    required = {key: value.requires_grad for key, value in model.named_parameters()}
     done = transfer_attention(model, [batch()], steps=15)
     assert done.losses[-1] < done.losses[0]
     assert model.training
-    assert {key: held.requires_grad for key, held in model.named_parameters()} == required
-    assert all(held.grad is None for held in model.parameters())
+    assert {key: value.requires_grad for key, value in model.named_parameters()} == required
+    assert all(value.grad is None for value in model.parameters())
     changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     assert changed
     assert all(".linear_attention." in key for key in changed)
@@ -109,7 +110,7 @@ def test_the_best_step_is_kept_and_patience_ends_it() -> None:
     assert done.steps < 60
     scores = dict(done.held_out)
     assert done.best_step == min(scores, key=lambda step: scores[step])
-    again = float(_Run(model, "auto", frozenset()).losses(batch(1)).mean())
+    again = float(AttentionTransferLoss(model)(batch(1)).mean())
     assert again == pytest.approx(scores[done.best_step], rel=1e-5)
 
 
@@ -119,26 +120,25 @@ def test_the_branch_can_go_first_and_again() -> None:
 
     def watched(call: AttentionCall, rows: Any = None, *, branch_only: bool = False) -> torch.Tensor:
         calls.append(branch_only)
-        return weights_loss(call, rows, branch_only=branch_only)
+        return attention_weights_loss(call, rows, branch_only=branch_only)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "weights_loss", watched)
+        patch.setattr(losses, "attention_weights_loss", watched)
         transfer_attention(model, [batch()], steps=10, branch_first=0.4)
     layers = 2
     assert calls == [True] * (4 * layers) + [False] * (6 * layers)
-    assert _branch_steps(10, 0.0, 0.0) == frozenset()
-    dropped = _branch_steps(1000, 0.0, 0.25)
+    assert branch_steps(10, 0.0, 0.0) == frozenset()
+    dropped = branch_steps(1000, 0.0, 0.25)
     assert 200 < len(dropped) < 300
-    assert dropped == _branch_steps(1000, 0.0, 0.25)
+    assert dropped == branch_steps(1000, 0.0, 0.25)
 
 
 def test_the_branch_loss_leaves_the_mixture_alone() -> None:
     model = model_of("window", GPT2)
-    run = _Run(model, "auto", frozenset({1}))
-    run.losses(batch(), step=1)
+    AttentionTransferLoss(model, branch_steps=frozenset({1}))(batch(), step=1)
     for module in attention_modules(model):
         assert module.linear_attention.log_mix.grad is None
-        assert any(held.grad is not None for held in module.linear_attention.feature_map.parameters())
+        assert any(value.grad is not None for value in module.linear_attention.feature_map.parameters())
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, True, "half"])

@@ -1,0 +1,245 @@
+"""Losses of fine-tuning, distillation and attention transfer, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..integration.attention import AttentionCall
+
+#: Label of a token that is not to be predicted.
+IGNORED = -100
+
+#: Longest input, in tokens, for which `loss="auto"` matches attention weights, which takes O(L²) time.
+MAX_WEIGHTS_LENGTH = 1024
+
+#: Largest number of attention weights `[rows, H, queries, S]` in memory at a time. Each block is differentiated before
+#: the next one is computed, so this bounds the memory for any batch size, length and number of layers.
+BLOCK_ENTRIES = 2**24
+
+# --------------------------------------------------------------------------------------------------------------------
+# Task and distillation
+
+
+def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
+    """Return the logits of all targets and their labels.
+
+    Args:
+        logits: `[B, C]`, or `[B, L, C]` for one label per token.
+        labels: `[B]`, or `[B, L]` with -100 where nothing is to be predicted.
+        shift: Whether token i predicts the label of token i + 1, as in causal language models.
+
+    Returns:
+        Logits `[N, C]` and labels `[N]` of the N targets.
+    """
+    if logits.dim() < 3:
+        return logits, labels
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    selected = labels != IGNORED
+    return logits[selected], labels[selected]
+
+
+def count_targets(labels: Tensor, shift: bool) -> Tensor:
+    """Return the number of targets of each row of a batch, `[B]`, for labels as in `select_targets`."""
+    if labels.dim() < 2:
+        return torch.ones(labels.shape[0], dtype=torch.long, device=labels.device)
+    return ((labels[:, 1:] if shift else labels) != IGNORED).sum(1)
+
+
+def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of N targets, summed.
+
+    Args:
+        logits: `[N, C]`.
+        labels: Classes `[N]` for a cross-entropy; scores `[N]` for the squared error, if C is 1; or zeros and ones
+            `[N, C]` in floating point for the binary cross-entropy of several labels.
+    """
+    if logits.shape[-1] == 1:
+        return (logits.float().squeeze(-1) - labels.float().reshape(-1)).square().sum()
+    if labels.is_floating_point():
+        return functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return `T² Σ KL(softmax(teacher / T) ‖ softmax(student / T))` over N targets (Hinton et al. 2015,
+    arXiv:1503.02531).
+
+    The factor T² keeps the size of the gradient independent of the temperature T. Scores (C = 1) have no distribution:
+    their loss is the squared difference.
+
+    Args:
+        student: Logits `[N, C]`.
+        teacher: Logits `[N, C]`.
+        temperature: T.
+    """
+    if student.shape[-1] == 1:
+        return (student.float() - teacher.float()).square().sum()
+    log_q = functional.log_softmax(student.float() / temperature, dim=-1)
+    log_p = functional.log_softmax(teacher.float() / temperature, dim=-1)
+    return temperature**2 * functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
+    """Return `‖h - h'‖² / ‖h'‖²` over the real tokens of each row, averaged over layers.
+
+    This guides the student along the teacher's trajectory, which Linformer-like students need.
+
+    Args:
+        student: Hidden states h `[B, L, D]`: the embeddings, which are left out, and the output of each layer.
+        teacher: Hidden states h' `[B, L, D]`, likewise.
+        attention_mask: `[B, L]`, nonzero for real tokens; None if there is no padding.
+
+    Returns:
+        The loss of each row, `[B]`.
+    """
+    errors = []
+    for own, target in zip(student[1:], teacher[1:], strict=True):
+        own, target = own.float(), target.float()
+        difference, norm = (own - target).square().sum(-1), target.square().sum(-1)
+        if attention_mask is not None:
+            real = attention_mask.bool()
+            difference, norm = difference.masked_fill(~real, 0.0), norm.masked_fill(~real, 0.0)
+        errors.append(difference.sum(-1) / norm.sum(-1).clamp_min(1e-12))
+    return torch.stack(errors).mean(0)
+
+
+def weighted_sum(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Return `Σ weights[name] · parts[name]`."""
+    terms = [weights[name] * part for name, part in parts.items()]
+    return torch.stack([term.float() for term in terms]).sum()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention transfer
+
+
+def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None, *, branch_only: bool = False) -> Tensor:
+    """Return `KL(p_i ‖ w_i) = Σ_j p_ij log(p_ij / w_ij)`, averaged over heads and queries i.
+
+    p are the exact attention weights, w those that the mechanism implies (Zhang et al. 2024, arXiv:2402.04347).
+
+    A hybrid of a window and a linear branch adds the same divergence of its linear branch by itself, over the keys
+    outside the window; otherwise the window would do all the work.
+
+    Args:
+        call: A call of a layer's attention, with exact outputs.
+        rows: `[B, H, L]`, true for the queries i that count; None for those that are real tokens.
+        branch_only: Whether to return the loss of a hybrid's linear branch only.
+    """
+    with torch.no_grad():
+        exact = call.exact_weights()
+        rows = call.real_queries() if rows is None else rows
+    branch = call.mechanism.branch_weights(
+        call.query, call.key, scaling=call.scaling, causal=call.causal, mask=call.padding
+    )
+    if branch is None:
+        return _mean_divergence(exact, call.linear_weights(), rows)
+    branch_weights, outside = branch
+    with torch.no_grad():
+        target = exact * outside
+        mass = target.sum(dim=-1, keepdim=True)
+        target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    # A query without keys outside the window has nothing to match: its row of the target is zero, and so is its loss.
+    branch_loss = _mean_divergence(target, branch_weights, rows)
+    return branch_loss if branch_only else branch_loss + _mean_divergence(exact, call.linear_weights(), rows)
+
+
+def attention_outputs_loss(call: AttentionCall) -> Tensor:
+    """Return `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²` over heads and real queries i, for exact outputs o and the mechanism's ô."""
+    rows = call.real_queries().unsqueeze(-1)
+    exact = call.output.detach().float()
+    error = (exact - call.linear_output().float()).square().masked_fill(~rows, 0.0).sum()
+    return error / exact.square().masked_fill(~rows, 0.0).sum().clamp_min(1e-12)
+
+
+def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
+    """Return the divergence between weights `[B, H, L, S]`, averaged over `rows [B, H, L]`."""
+    floor = torch.finfo(linear.dtype).tiny
+    terms = exact * (exact.clamp_min(floor).log() - linear.clamp_min(1e-12).log())
+    per_row = terms.sum(dim=-1).masked_fill(~rows, 0.0)
+    return per_row.sum() / rows.sum().clamp_min(1)
+
+
+def layer_loss(call: AttentionCall, kind: str, *, backward: bool, branch_only: bool = False) -> Tensor:
+    """Return the loss of one layer's attention, without a gradient; optionally add the gradients of the learned parts.
+
+    Args:
+        call: A call of the layer's attention.
+        kind: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution and there are
+            at most `MAX_WEIGHTS_LENGTH` keys, outputs otherwise.
+        backward: Whether to add gradients to the `.grad` of the learned parts.
+        branch_only: See `attention_weights_loss`.
+    """
+    by_weights = kind == "weights" or (
+        kind == "auto" and call.mechanism.distribution and call.key.shape[2] <= MAX_WEIGHTS_LENGTH
+    )
+    total = torch.zeros((), device=call.query.device)
+    if not by_weights:
+        return total + _evaluate(lambda: attention_outputs_loss(call), backward)
+    queries = call.real_queries()
+    count = queries.sum().clamp_min(1)
+    for block, rows in _blocks(call, queries):
+        share = rows.sum() / count
+
+        def block_loss(block: AttentionCall = block, rows: Tensor = rows, share: Tensor = share) -> Tensor:
+            return share * attention_weights_loss(block, rows, branch_only=branch_only)
+
+        total = total + _evaluate(block_loss, backward)
+    return total
+
+
+def _evaluate(loss: Callable[[], Tensor], backward: bool) -> Tensor:
+    """Return the value of a loss. Its graph is differentiated and freed at once."""
+    if not backward:
+        return loss().detach()
+    with torch.enable_grad():
+        value = loss()
+        value.backward()
+    return value.detach()
+
+
+def _blocks(call: AttentionCall, rows: Tensor) -> Iterator[tuple[AttentionCall, Tensor]]:
+    """Yield parts of a call, with their part of `rows [B, H, L]`, of at most `BLOCK_ENTRIES` weights or one query."""
+    batch, heads, length, _ = call.query.shape
+    keys = call.key.shape[2]
+    size = max(1, BLOCK_ENTRIES // (heads * length * keys))
+    per_query = call.mechanism.separable_queries(call.causal) and length == keys
+    queries = length if not per_query else max(1, min(length, BLOCK_ENTRIES // (heads * keys)))
+    for first in range(0, batch, size):
+        index = slice(first, first + size)
+        part = replace(
+            call,
+            query=call.query[index],
+            key=call.key[index],
+            value=call.value[index],
+            output=call.output[index],
+            padding=None if call.padding is None else call.padding[index],
+            allowed=call.allowed if call.allowed.shape[0] == 1 else call.allowed[index],
+        )
+        for start in range(0, length, queries):
+            stop = min(start + queries, length)
+            yield _query_range(part, start, stop), rows[index, :, start:stop]
+
+
+def _query_range(call: AttentionCall, start: int, stop: int) -> AttentionCall:
+    """Return the call for queries `start` to `stop`; causal ones are then the last of the keys that they see."""
+    length = call.query.shape[2]
+    if stop - start == length:
+        return call
+    keys = stop if call.causal else length
+    padding = call.padding
+    return replace(
+        call,
+        query=call.query[:, :, start:stop],
+        key=call.key[:, :, :keys],
+        value=call.value[:, :, :keys],
+        output=call.output[:, :, start:stop],
+        padding=None if padding is None else padding[:, :keys],
+        allowed=call.allowed[:, :, start:stop, :keys],
+    )

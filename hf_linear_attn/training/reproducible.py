@@ -1,0 +1,121 @@
+"""Batches that depend on the seed and the epoch alone, so that a resumed run sees those of the undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Return one seed in [0, 2⁶³) made of several numbers, the same in every process and Python."""
+    mixed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        mixed = ((mixed ^ (number + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed & 0x7FFFFFFFFFFFFFFF
+
+
+@contextmanager
+def local_seed(seed: int) -> Iterator[None]:
+    """Context manager that seeds Python's, NumPy's and torch's generators on the CPU, and restores their states."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+class EpochSampler(Sampler[int]):
+    """A random order of all rows that is drawn from (seed, epoch).
+
+    Transformers' own `LengthGroupedSampler` draws its order from torch's generator, whose state at the beginning of an
+    epoch is not known to a run that resumes in the middle of it. In several processes accelerate does not tell the
+    sampler of a resumed loader its epoch either.
+
+    Args:
+        size: Number of rows.
+        seed: Seed of the order.
+        lengths: Tokens of each row; rows of similar length are then neighbours, so that little is padding.
+        batch_size: Rows of one optimizer step, for `lengths`.
+    """
+
+    def __init__(self, size: int, seed: int, lengths: Sequence[int] | None = None, batch_size: int = 1) -> None:
+        self.size = size
+        self.seed = seed
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+        if self.lengths is None:
+            yield from torch.randperm(self.size, generator=generator).tolist()
+        else:
+            yield from get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+
+
+class SeededCollator:
+    """A data collator whose random numbers, such as masked tokens, are drawn from (seed, epoch, rows).
+
+    The Trainer restores torch's generator after it has fetched the first batches of a resumed run, and accelerate
+    fetches one batch ahead: a collator that draws from this generator would mask other tokens than in an undisturbed
+    run. As nothing is drawn from it here, dropout is not affected by the number of loader processes either.
+
+    Args:
+        collator: Any data collator.
+        seed: The run's seed.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], seed: int) -> None:
+        self.collator = collator
+        self.seed = seed
+        # Shared memory, because worker processes may outlive an epoch.
+        self._epoch = torch.zeros(1, dtype=torch.long).share_memory_()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the collator, which the Trainer saves with the model; None if it has none."""
+        return getattr(self.collator, "tokenizer", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the following batches."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        with local_seed(mixed_seed(self.seed, int(self._epoch), _checksum(rows))):
+            return self.collator(rows)
+
+
+def _checksum(value: Any, start: int = 0) -> int:
+    """Return a checksum of nested lists, dicts and tensors."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            start = _checksum(item, zlib.crc32(str(key).encode(), start))
+        return start
+    if isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value.tolist()).encode(), start)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Mapping, list, tuple, torch.Tensor)):
+        for item in value:
+            start = _checksum(item, start)
+        return start
+    return zlib.crc32(repr(value).encode(), start)
