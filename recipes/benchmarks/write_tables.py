@@ -217,16 +217,17 @@ def replace_part(text: str, name: str, body: str) -> str:
     return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
-def sweep_summary(path: Path = RESULTS / "sweep.json") -> str:
+def architectures_summary(path: Path = RESULTS / "architectures.json") -> str:
     """What became of every model type, in a sentence."""
     held = json.loads(path.read_text(encoding="utf-8"))
     counts = held["counts"]["elu"]
     versions = held["environment"]["versions"]
     return (
-        f"[A sweep](recipes/results/sweep.md) over every model type of Transformers {versions['transformers']} builds "
-        "a tiny random model of each, patches it and checks it (gradients, padding, causality, decoding, saving, "
-        f"unpatching). Of {sum(counts.values())} cases {counts['works']} work, {counts['refused']} are refused with an "
-        f"error that says why, {counts['cannot be built tiny']} could not be built or fed there and say nothing, "
+        "[A test](recipes/results/architectures.md) over every model type of Transformers "
+        f"{versions['transformers']} builds a tiny random model of each, patches it and checks it (gradients, padding, "
+        f"causality, decoding, saving, unpatching). Of {sum(counts.values())} cases {counts['works']} work, "
+        f"{counts['refused']} are refused with an error that says why, "
+        f"{counts['cannot be built tiny']} could not be built or fed there and say nothing, "
         f"{counts['wrong']} are wrong."
     )
 
@@ -390,7 +391,7 @@ def updated(text: str) -> str:
     """README.md as it should be."""
     text = replace_part(text, "mechanisms", mechanisms_table())
     text = replace_part(text, "plan", plan_results())
-    text = replace_part(text, "sweep", sweep_summary())
+    text = replace_part(text, "architectures", architectures_summary())
     text = replace_part(text, "packing", packing_results())
     text = replace_part(text, "stream", long_words.stream_results(RESULTS / "stream-book.json"))
     parts = {

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.tiny import Case, tiny_model
 from hf_linear_attn.integration.boundaries import ARGUMENTS, find_documents
+from tests.architectures.models import architecture_model
 from tests.helpers import (
     BERT,
     DECODERS,
@@ -114,7 +114,7 @@ def test_a_model_that_keeps_boundaries_from_its_layers(masked):
     ],
 )
 def test_architectures_keep_documents_apart(model_type):
-    model = hla.patch_model(tiny_model(Case(model_type)).eval(), "elu")
+    model = hla.patch_model(architecture_model(model_type), "elu")
     start = model.config.pad_token_id + 1 if model_type in ("roberta", "esm") else 0
     lengths = (5, 9, 1, 7)
     parts = [token_ids(1, length, seed=length) % 40 + 5 for length in lengths]
@@ -125,7 +125,7 @@ def test_architectures_keep_documents_apart(model_type):
 
 def test_a_compiled_model_that_keeps_boundaries_from_its_layers():
     """The masks that carry them are made outside of a graph only: refused in one, right without."""
-    model = hla.patch_model(tiny_model(Case("stablelm")).eval(), "elu")
+    model = hla.patch_model(architecture_model("stablelm"), "elu")
     parts = [token_ids(1, length) % 40 + 5 for length in (5, 9)]
     ids, inputs = torch.cat(parts, 1), {"position_ids": positions((5, 9)), "use_cache": False}
     inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 14])
@@ -140,7 +140,7 @@ def test_a_compiled_model_that_keeps_boundaries_from_its_layers():
 @pytest.mark.parametrize("model_type", ["jamba", "lfm2_moe", "minimax"])
 def test_mixers_without_boundaries_are_refused(model_type):
     """State-space layers and convolutions would carry one document into the next."""
-    model = hla.patch_model(tiny_model(Case(model_type)).eval(), "elu")
+    model = hla.patch_model(architecture_model(model_type), "elu")
     ids = token_ids(1, 14) % 40 + 5
     with pytest.raises(NotImplementedError, match="mixes tokens without attention and knows no boundaries"):
         model(input_ids=ids, position_ids=positions((5, 9)))

@@ -1,4 +1,4 @@
-"""Named architectures through the checks of the sweep, refusals, and what their quirks once broke."""
+"""Named architectures keep every property, refusals name the remedy, and quirks of single architectures."""
 
 import copy
 
@@ -7,12 +7,11 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.sweep import REFUSED, WORKS, sweep_case
-from hf_linear_attn.evaluation.sweep_checks import per_token
-from hf_linear_attn.evaluation.tiny import Case, tiny_model
-from hf_linear_attn.evaluation.tiny_inputs import find_inputs, tokens
 from hf_linear_attn.integration.attention import IMPLEMENTATION, observe_attention
 from hf_linear_attn.integration.discovery import attention_shape, find_attention
+from tests.architectures.inputs import find_inputs, tokens
+from tests.architectures.models import Case, architecture_model
+from tests.architectures.properties import REFUSED, WORKS, examine, per_token
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "modernbert", "esm")
 VISION = ("vit", "deit", "clip", "clip_text_model", "clip_vision_model")
@@ -24,7 +23,7 @@ NAMED += [Case("bert", decoder=True), Case("gpt_neox", decoder=True)]
 
 @pytest.mark.parametrize("case", NAMED, ids=str)
 def test_named_architectures_keep_every_promise(case):
-    result = sweep_case(case)
+    (result,) = examine(case)
     assert result.outcome == WORKS, result.detail
     assert not result.left_out
     assert result.checks["effect"] == result.checks["unpatch"] == result.checks["save and load"] == "passed"
@@ -51,16 +50,16 @@ def test_named_architectures_keep_every_promise(case):
     ],
 )
 def test_refusals_name_the_reason_and_the_remedy(model_type, message):
-    result = sweep_case(Case(model_type))
+    (result,) = examine(Case(model_type))
     assert result.outcome == REFUSED, result.detail
-    model = tiny_model(Case(model_type))
+    model = architecture_model(model_type)
     with pytest.raises((NotImplementedError, ValueError), match=message):
         hla.patch_model(model, "elu")
     assert not hla.is_patched(model)
 
 
 def test_mistral_without_its_window():
-    model = tiny_model(Case("mistral"))
+    model = architecture_model("mistral")
     config = copy.deepcopy(model.config)
     config.sliding_window = None
     report = hla.patch_report(hla.patch_model(type(model)(config), "elu"))
@@ -70,7 +69,7 @@ def test_mistral_without_its_window():
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "jamba", "gemma3_text", "lfm2"])
 def test_layers_of_another_kind_keep_it(model_type):
     """State-space, linear, convolution and sliding layers are left, the full ones patched."""
-    result = sweep_case(Case(model_type))
+    (result,) = examine(Case(model_type))
     assert result.outcome == WORKS, result.detail
     assert result.layers["linear, causal"] >= 1
 
@@ -80,7 +79,7 @@ def test_layers_of_another_kind_keep_it(model_type):
 
 
 def directions(model_type):
-    return [layer.causal for layer in find_attention(tiny_model(Case(model_type))) if not layer.cross]
+    return [layer.causal for layer in find_attention(architecture_model(model_type)) if not layer.cross]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +99,13 @@ def test_the_direction_of_layers_whose_flag_does_not_tell(model_type, causal):
 
 def test_a_text_tower_that_is_causal_by_call_refuses_mechanisms_of_encoders():
     with pytest.raises(NotImplementedError, match="'linformer' cannot be causal, and layer 0"):
-        hla.patch_model(tiny_model(Case("clip_text_model")), "linformer")
-    hla.patch_model(tiny_model(Case("clip_vision_model")), "linformer", max_length=20)
+        hla.patch_model(architecture_model("clip_text_model"), "linformer")
+    hla.patch_model(architecture_model("clip_vision_model"), "linformer", max_length=20)
 
 
 @pytest.mark.parametrize("plan", ["elu", {"0": "elu"}], ids=["linear", "mixed"])
 def test_a_decoder_that_leaves_causality_to_its_mask_does_not_look_ahead(plan):
-    model = tiny_model(Case("pegasus_x"))
+    model = architecture_model("pegasus_x")
     inputs = {**find_inputs(model), "use_cache": False}
     hla.patch_model(model, plan)
     changed = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"].clone()}
@@ -116,7 +115,7 @@ def test_a_decoder_that_leaves_causality_to_its_mask_does_not_look_ahead(plan):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_encoder_without_a_flag_sees_both_sides_in_linear_and_exact_layers(padded):
-    exact, linear = tiny_model(Case("align_text_model")), tiny_model(Case("align_text_model"))
+    exact, linear = architecture_model("align_text_model"), architecture_model("align_text_model")
     hla.patch_model(linear, {"1": "elu"})
     inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 14, dtype=torch.long)}
     inputs["attention_mask"][1, 9:] = 0 if padded else 1
@@ -147,7 +146,7 @@ def test_a_decoder_may_be_longer_than_what_it_reads():
 @pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "gemma4_text"])
 def test_head_sizes_that_differ_from_the_config(model_type):
     """Latent attention (`head_dim` is the rotated part), and head sizes that differ by layer."""
-    model = tiny_model(Case(model_type))
+    model = architecture_model(model_type)
     for index, layer in enumerate(find_attention(model)):
         if layer.span == "full":
             expected = getattr(layer.module, "qk_head_dim", None) or layer.module.head_dim
@@ -157,7 +156,7 @@ def test_head_sizes_that_differ_from_the_config(model_type):
 
 
 def test_one_bidirectional_pass_may_make_a_cache_but_not_continue_it():
-    model = tiny_model(Case("colpali"))
+    model = architecture_model("colpali")
     hla.patch_model(model, "elu")
     language = model.vlm.language_model
     with torch.no_grad():
@@ -168,13 +167,13 @@ def test_one_bidirectional_pass_may_make_a_cache_but_not_continue_it():
 
 
 def test_refusals_at_run_time_name_the_layer():
-    model = hla.patch_model(tiny_model(Case("segformer")), "elu")
+    model = hla.patch_model(architecture_model("segformer"), "elu")
     with pytest.raises(ValueError, match=r"\(\S*attention\S*\) attends from 64 queries to 1 keys.*'softmax'"):
         model(torch.randn(1, 3, 32, 32))
 
 
 def test_masks_of_minus_ten_thousand_block():
-    model = tiny_model(Case("markuplm"))
+    model = architecture_model("markuplm")
     hla.patch_model(model, "elu")
     ids, mask = tokens(), torch.ones(2, 14, dtype=torch.long)
     mask[1, 9:] = 0
@@ -183,7 +182,7 @@ def test_masks_of_minus_ten_thousand_block():
 
 
 def test_observed_calls_with_a_full_mask_give_the_linear_output():
-    model, ids = tiny_model(Case("llama")), tokens()
+    model, ids = architecture_model("llama"), tokens()
     mask = torch.ones(14, 14, dtype=torch.bool).tril()[None, None]
     hla.patch_model(model, "elu", layers=[0])
     seen, found = [], []
@@ -197,7 +196,7 @@ def test_observed_calls_with_a_full_mask_give_the_linear_output():
 
 @pytest.mark.parametrize("model_type", ["clip", "bart", "qwen3"])
 def test_unpatching_leaves_no_mark(model_type):
-    model = tiny_model(Case(model_type))
+    model = architecture_model(model_type)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     hla.unpatch_model(hla.patch_model(model, "elu"))
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before

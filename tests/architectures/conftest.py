@@ -1,0 +1,132 @@
+"""`pytest tests/architectures -m architectures --architectures-table FILE.md` writes the table of all architectures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_linear_attn.utils.environment import environment, utc_now
+
+OUTCOMES = ("works", "refused", "cannot be built tiny", "wrong")
+TITLES = {"refused": "Refused, by message", "cannot be built tiny": "Not built, by reason", "wrong": "Wrong"}
+COLUMNS = ("case", "attention", "outcome", "class_name", "layers", "left_out", "checks", "detail", "seconds")
+
+Row = dict[str, Any]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the results of all architectures to FILE.md, FILE.csv and FILE.json"
+    parser.addoption("--architectures-table", type=Path, metavar="FILE.md", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--architectures-table", None)
+    if path is not None and not hasattr(config, "workerinput"):  # with pytest-xdist, the controller sees all reports
+        config.pluginmanager.register(TableWriter(path))
+
+
+class TableWriter:
+    """Collects what the tests record, and writes the files at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.rows += [value for name, value in report.user_properties if name == "architecture"]
+
+    def pytest_sessionfinish(self) -> None:
+        write_table(self.rows, self.path)
+
+
+def write_table(rows: list[Row], path: Path) -> None:
+    rows = sorted(rows, key=lambda row: (row["case"], row["attention"]))
+    counts: dict[str, Counter[str]] = {row["attention"]: Counter(dict.fromkeys(OUTCOMES, 0)) for row in rows}
+    for row in rows:
+        counts[row["attention"]][row["outcome"]] += 1
+    table = {"format_version": 1, "made": utc_now(), "environment": environment(), "counts": counts, "results": rows}
+    text = json.dumps(table, ensure_ascii=False, allow_nan=False)
+    # One result a line: changes from one version to the next are readable.
+    text = text.replace('"results": [{', '"results": [\n{').replace('}, {"case"', '},\n{"case"')
+    path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    with path.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows([_cell(row[name]) for name in COLUMNS] for row in rows)
+    path.write_text(markdown(table, path.with_suffix(".json").name), encoding="utf-8")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {str(part).partition(':')[0]}" for name, part in value.items())
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def markdown(table: dict[str, Any], json_name: str) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in table["environment"]["versions"].items())
+    count_rows = [[f"`{name}`", *(str(count[key]) for key in OUTCOMES)] for name, count in table["counts"].items()]
+    lines = [
+        "# Every architecture of Transformers",
+        "",
+        f"A tiny random instance of every model type of Transformers, patched and checked ({versions}). Made by "
+        "`pytest tests/architectures -m architectures --architectures-table recipes/results/architectures.md`; every "
+        f"check of every case is in `{json_name}`. Model types with a switch `is_decoder` appear twice.",
+        "",
+        *_table(["mechanism", *OUTCOMES], count_rows),
+    ]
+    first = next(iter(table["counts"]), None)
+    rows = [row for row in table["results"] if row["attention"] == first]
+    for outcome, title in TITLES.items():
+        lines += _by_message([row for row in rows if row["outcome"] == outcome], title)
+    works = [row for row in rows if row["outcome"] == "works"]
+    cells = [[f"`{row['case']}`", row["class_name"], _layers(row), _checks(row)] for row in works]
+    lines += ["", f"## What works ({len(works)})", ""]
+    return "\n".join(lines + _table(["model type", "class", "attention modules", "checks"], cells)) + "\n"
+
+
+def _by_message(rows: list[Row], title: str) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(short_message(row), []).append(f"`{row['case']}`")
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    cells = [[str(len(cases)), _escape(text), ", ".join(cases)] for text, cases in ordered]
+    return ["", f"## {title} ({len(rows)})", "", *_table(["cases", "message", "model types"], cells)] if rows else []
+
+
+def short_message(row: Row) -> str:
+    """The detail of a row without the names of its class and layers, so that equal messages can be counted."""
+    text = re.sub(r"^refused: ", "", row["detail"])
+    text = re.sub(r"^Layer \d+ \([^)]*\) ", "A layer ", text)
+    text = re.sub(r"^\w+ \(model type '[^']*'\) ", "The model ", text)
+    text = re.sub(r"Nothing to patch in \w+ \(.*", "Nothing to patch: every layer is exact by its own type.", text)
+    text = text.replace(row["class_name"], "The model") if row["class_name"] else text
+    return re.sub(r"\d[\d,]*", "N", text)
+
+
+def _layers(row: Row) -> str:
+    text = ", ".join(f"{number} {_escape(kind)}" for kind, number in row["layers"].items())
+    return text + (" (left out by name)" if row["left_out"] else "")
+
+
+def _checks(row: Row) -> str:
+    """How many checks passed, and by name those that were refused or that the exact model does not pass either."""
+    text = f"{sum(check == 'passed' for check in row['checks'].values())} passed"
+    for outcome, title in (("refused", "refused"), ("n/a", "not applicable")):
+        names = [name for name, check in row["checks"].items() if check.startswith(outcome)]
+        text += f"; {title}: {', '.join(names)}" if names else ""
+    return text
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,110 @@
+"""A tiny random model of every architecture of Transformers, patched and checked.
+
+`pytest -m architectures -n 2` takes some twenty minutes on two cores. With `--architectures-table FILE.md` it also
+tries the architectures that could not be built before, and writes the table with its CSV and JSON (see `conftest.py`).
+Each case works, is refused with a message that says what would be needed, or cannot be built tiny; none may be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import logging
+
+from tests.architectures.models import cases_of
+from tests.architectures.properties import UNBUILT, WORKS, WRONG, Result, examine
+
+MECHANISMS = ("elu", "hedgehog")
+#: Longest time of one model type.
+MAX_SECONDS = 180.0
+#: A case may not take more memory: a field of its config was missed then.
+MAX_BYTES = 6 << 30
+SAVED = Path(__file__).parents[2] / "recipes" / "results" / "architectures.json"
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="The cases run in forked processes.")
+
+
+def saved_outcomes() -> dict[str, str]:
+    """Case -> outcome in the committed table, if that was made with the installed Transformers."""
+    table = json.loads(SAVED.read_text(encoding="utf-8"))
+    if table["environment"]["versions"]["transformers"] != transformers.__version__:
+        return {}
+    return {row["case"]: row["outcome"] for row in table["results"] if row["attention"] == MECHANISMS[0]}
+
+
+SAVED_OUTCOMES = saved_outcomes()
+
+
+def examine_and_send(model_type: str, sender: Any) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        os.dup2(null, stream.fileno())
+    sender.send([result for case in cases_of(model_type) for result in examine(case, MECHANISMS)])
+
+
+def examine_isolated(model_type: str, target: Any = examine_and_send, seconds: float = MAX_SECONDS) -> list[Result]:
+    """The results of a model type from a process of its own, which may crash or run too long."""
+    context = multiprocessing.get_context("fork")  # the child has Transformers imported already
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(model_type, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            return [Result(model_type, MECHANISMS[0], UNBUILT, f"takes longer than {seconds:g} s", seconds=seconds)]
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return [Result(model_type, MECHANISMS[0], WRONG, f"the process ended with exit code {process.exitcode}")]
+    finally:
+        process.kill()
+        process.join()
+
+
+@needs_fork
+@pytest.mark.architectures
+@pytest.mark.parametrize("model_type", CONFIG_MAPPING_NAMES)
+def test_architecture(model_type: str, request: pytest.FixtureRequest, record_property: Any) -> None:
+    if SAVED_OUTCOMES.get(model_type) == UNBUILT and not request.config.getoption("--architectures-table", None):
+        pytest.skip("The committed table says that it cannot be built tiny.")
+    results = examine_isolated(model_type)
+    for result in results:
+        record_property("architecture", asdict(result))
+    bad = [result for result in results if result.outcome == WRONG]
+    bad += [result for result in results if result.outcome != WORKS and SAVED_OUTCOMES.get(result.case) == WORKS]
+    assert not bad, "\n".join(f"{result.case} with {result.attention}: {result.detail}" for result in bad)
+    if {result.outcome for result in results} == {UNBUILT}:
+        pytest.skip(results[0].detail)
+
+
+def crash(model_type: str, sender: Any) -> None:
+    os._exit(11)
+
+
+def run_forever(model_type: str, sender: Any) -> None:
+    time.sleep(60)
+
+
+@needs_fork
+def test_a_crash_or_an_endless_case_is_a_result() -> None:
+    (crashed,) = examine_isolated("bart", crash)
+    assert (crashed.outcome, crashed.detail) == (WRONG, "the process ended with exit code 11")
+    (endless,) = examine_isolated("vit", run_forever, seconds=0.5)
+    assert (endless.outcome, endless.detail) == (UNBUILT, "takes longer than 0.5 s")
