@@ -2,11 +2,11 @@
 // gradient of its output:  dn_i = g_i / d_i,  dd_i = -(g_i . o_i) / d_i.  Then
 //     dphi(q_i) = S dn_i + z dd_i,  dS = sum_i phi(q_i) dn_i^T,  dz = sum_i phi(q_i) dd_i,
 //     dphi(k_j) = dS v_j + dz,      dv_j = dS^T phi(k_j),
-// with sums over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
+// with state over j <= i where the form is causal: S then runs forward, dS backward, and within a block of tokens the
 // weights are explicit.
 //
-// With a log scale rows and sums are relative to a reference that rises along the sequence: going back, what later rows
-// left is multiplied by the exponential of the (negative) step between two references.
+// With a log scale rows and state are relative to a reference that rises along the sequence: going back, the gradients of
+// later rows are multiplied by the exponential of the (negative) step between two references.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace hla {
 
-struct BackRoom {
+struct BackwardBuffers {
   float *value, *gradient, *output, *feature_gradient, *slope, *x_gradient, *value_gradient, *normaliser_gradient;
 
   static size_t floats(const Call& c) {
@@ -22,23 +22,24 @@ struct BackRoom {
     const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
     return BLOCK * (4 * e_row + m_row + widest + x_row + 1) + 256;
   }
-  BackRoom(const Call& c, Room& room) {
+  BackwardBuffers(const Call& c, Workspace& workspace) {
     const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
     const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
-    value = room.take(BLOCK * e_row);
-    gradient = room.take(BLOCK * e_row);
-    output = room.take(BLOCK * e_row);
-    value_gradient = room.take(BLOCK * e_row);
-    feature_gradient = room.take(BLOCK * m_row);
-    slope = room.take(BLOCK * widest);
-    x_gradient = room.take(BLOCK * x_row);
-    normaliser_gradient = room.take(BLOCK);
+    value = workspace.take(BLOCK * e_row);
+    gradient = workspace.take(BLOCK * e_row);
+    output = workspace.take(BLOCK * e_row);
+    value_gradient = workspace.take(BLOCK * e_row);
+    feature_gradient = workspace.take(BLOCK * m_row);
+    slope = workspace.take(BLOCK * widest);
+    x_gradient = workspace.take(BLOCK * x_row);
+    normaliser_gradient = workspace.take(BLOCK);
   }
 };
 
 // dn and dd of a block of rows, from the gradients and outputs as they were written, and the normalisers.
 template <typename T>
-static void row_gradients(const Call& c, long b, long h, long start, int count, const float* normaliser, BackRoom& back) {
+static void row_gradients(const Call& c, long b, long h, long start, int count, const float* normaliser,
+                          BackwardBuffers& back) {
   const int row = padded(c.value_size);
   read_rows<T>(c.out_gradient, b, h, start, count, c.value_size, nullptr, back.gradient, row);
   read_rows<T>(c.out, b, h, start, count, c.value_size, nullptr, back.output, row);
@@ -53,7 +54,8 @@ static void row_gradients(const Call& c, long b, long h, long start, int count, 
 // Adds scale[t] * row to row t.
 static void add_outer(const float* scale, const float* row, int width, int count, float* to) {
   for (int t = 0; t < count; ++t)
-    for (int j = 0; j < width; j += LANES) store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j) * scale[t]);
+    for (int j = 0; j < width; j += LANES)
+      store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j) * scale[t]);
 }
 
 // total += sum_t scale[t] * rows[t]
@@ -65,29 +67,31 @@ static void add_weighted(const float* scale, const float* rows, int width, int c
   }
 }
 
-// One side of a block's tokens: from the gradient of the features to that of x, in back.x_gradient.
-static void side_back(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
-                      float* weight_gradient, float* bias_gradient, BackRoom& back) {
-  const Map& map = *side.map;
+// From the gradient of a block's features to that of x, in back.x_gradient.
+static void map_backward(const Call& c, const FeatureBlock& block, long b, long head, long heads, long start, int count,
+                         float* weight_gradient, float* bias_gradient, BackwardBuffers& back) {
+  const Map& map = *block.map;
   const long angle = b * map.angle_batch + start;
-  const size_t place = b * heads + head;
-  apply_map_back(map, (int)head, map.cosine ? map.cosine + angle : nullptr, map.sine ? map.sine + angle : nullptr, side.x,
-                 side.x_row, count, side.y, side.features, back.feature_gradient, back.slope, back.x_gradient,
-                 weight_gradient ? weight_gradient + place * c.size * map.segment() : nullptr,
-                 bias_gradient ? bias_gradient + place * map.segment() : nullptr);
+  const size_t index = b * heads + head;
+  apply_map_backward(map, (int)head, map.cosine ? map.cosine + angle : nullptr, map.sine ? map.sine + angle : nullptr,
+                     block.x, block.x_row, count, block.y, block.features, back.feature_gradient, back.slope,
+                     back.x_gradient, weight_gradient ? weight_gradient + index * c.size * map.segment() : nullptr,
+                     bias_gradient ? bias_gradient + index * map.segment() : nullptr);
 }
 
 template <typename T>
-static void finish_side(const Call& c, const Side& side, long b, long head, long heads, long start, int count,
-                        const Strided& to, float* weight_gradient, float* bias_gradient, BackRoom& back) {
-  side_back(c, side, b, head, heads, start, count, weight_gradient, bias_gradient, back);
-  write_rows<T>(to, b, head, start, count, c.size, back.x_gradient, side.x_row);
+static void write_input_gradient(const Call& c, const FeatureBlock& block, long b, long head, long heads, long start,
+                                 int count, const Strided& to, float* weight_gradient, float* bias_gradient,
+                                 BackwardBuffers& back) {
+  map_backward(c, block, b, head, heads, start, count, weight_gradient, bias_gradient, back);
+  write_rows<T>(to, b, head, start, count, c.size, back.x_gradient, block.x_row);
 }
 
 // Adds one row to each.
 static void add_to_rows(const float* row, int width, int count, float* to) {
   for (int t = 0; t < count; ++t)
-    for (int j = 0; j < width; j += LANES) store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j));
+    for (int j = 0; j < width; j += LANES)
+      store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j));
 }
 
 static inline void clear_masked(const uint8_t* mask, long start, int count, float* rows, int width) {
@@ -101,91 +105,79 @@ static int bidirectional_backward(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
   const long repeats = c.heads / c.groups;
   const size_t square = (size_t)m_row * e_row;
-  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + BackRoom::floats(c) +
-                             2 * Sums::floats(m_row, e_row) + square + BLOCK + 512;
-  int failed = 0;
-#pragma omp parallel num_threads(c.threads)
-  {
-    Room room(room_floats + TileProducts::floats(rounds<T>));
-    if (room.failed()) {
-#pragma omp atomic write
-      failed = 1;
-    }
-    TileProducts tiles(rounds<T>, room);
-    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
-    BackRoom back(c, room);
-    Sums sums(m_row, e_row, room), slopes(m_row, e_row, room);
-    float *turned = room.take(square), *normaliser = room.take(BLOCK);
-#pragma omp barrier
-    if (!failed) {
+  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row) + FeatureBlock::floats(c.query_map, x_row) +
+                                  BackwardBuffers::floats(c) + 2 * State::floats(m_row, e_row) + square + BLOCK + 512;
+  return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, x_row, workspace), queries(c.query_map, x_row, workspace);
+    BackwardBuffers back(c, workspace);
+    State state(m_row, e_row, workspace), slopes(m_row, e_row, workspace);
+    float *transposed = workspace.take(square), *normaliser = workspace.take(BLOCK);
 #pragma omp for schedule(dynamic)
-      for (long stream = 0; stream < c.batch * c.groups; ++stream) {
-        const long b = stream / c.groups, g = stream % c.groups;
-        const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-        sums.clear();
-        slopes.clear();
-        sum_keys<T>(c, b, g, 0, c.keys, keys, back.value, sums);
-        transpose(m_row, e_row, sums.kv, e_row, turned, m_row);
-        for (long r = 0; r < repeats; ++r)
-          for (long start = 0; start < c.length; start += BLOCK) {
-            const long h = g * repeats + r;
-            const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
-            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
-            for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, sums.k, m_row);
-            row_gradients<T>(c, b, h, start, count, normaliser, back);
-            multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, slopes.kv, e_row, true);
-            add_weighted(back.normaliser_gradient, queries.features, m_row, count, slopes.k);
-            multiply(count, m_row, e_row, back.gradient, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
-            add_outer(back.normaliser_gradient, sums.k, m_row, count, back.feature_gradient);
-            finish_side<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
-                           c.query_bias_gradient, back);
-          }
-        transpose(m_row, e_row, slopes.kv, e_row, turned, m_row);
-        for (long start = 0; start < c.keys; start += BLOCK) {
-          const int count = (int)(c.keys - start < BLOCK ? c.keys - start : BLOCK);
-          keys.read<T>(c.key, b, g, start, count, c.size, mask);
-          if (keys.map->scaled()) keys.scale_rows(count, sums.scale);
-          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
-          multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
-          multiply(count, m_row, e_row, back.value, e_row, 1, turned, m_row, back.feature_gradient, m_row, false);
-          add_to_rows(slopes.k, m_row, count, back.feature_gradient);
-          clear_masked(mask, start, count, back.feature_gradient, m_row);
-          write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
-          finish_side<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
-                         c.key_bias_gradient, back);
+    for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+      const long b = stream / c.groups, g = stream % c.groups;
+      const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+      state.clear();
+      slopes.clear();
+      sum_keys<T>(c, b, g, 0, c.keys, keys, back.value, state);
+      transpose(m_row, e_row, state.kv, e_row, transposed, m_row);
+      for (long r = 0; r < repeats; ++r)
+        for (long start = 0; start < c.length; start += BLOCK) {
+          const long h = g * repeats + r;
+          const int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+          queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+          for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, state.k, m_row);
+          row_gradients<T>(c, b, h, start, count, normaliser, back);
+          multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, slopes.kv, e_row, true);
+          add_weighted(back.normaliser_gradient, queries.features, m_row, count, slopes.k);
+          multiply(count, m_row, e_row, back.gradient, e_row, 1, transposed, m_row, back.feature_gradient, m_row, false);
+          add_outer(back.normaliser_gradient, state.k, m_row, count, back.feature_gradient);
+          write_input_gradient<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
+                                  c.query_bias_gradient, back);
         }
+      transpose(m_row, e_row, slopes.kv, e_row, transposed, m_row);
+      for (long start = 0; start < c.keys; start += BLOCK) {
+        const int count = (int)(c.keys - start < BLOCK ? c.keys - start : BLOCK);
+        keys.read<T>(c.key, b, g, start, count, c.size, mask);
+        if (keys.map->scaled()) keys.scale_rows(count, state.scale);
+        read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+        multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
+        multiply(count, m_row, e_row, back.value, e_row, 1, transposed, m_row, back.feature_gradient, m_row, false);
+        add_to_rows(slopes.k, m_row, count, back.feature_gradient);
+        clear_masked(mask, start, count, back.feature_gradient, m_row);
+        write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
+        write_input_gradient<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
+                                c.key_bias_gradient, back);
       }
     }
-  }
-  return failed;
+  });
 }
 
 // out [n, width] += lower^T [n, n] right [n, width]: row j reads rows i >= j.
-static void above_times(int count, const float* lower, const float* right, int width, float* out) {
+static void multiply_lower_transposed(int count, const float* lower, const float* right, int width, float* out) {
   if (tiles_for(count)) return multiply(count, width, count, lower, 1, BLOCK, right, width, out, width, true);
   for (int j = 0; j < count; j += TILE_ROWS) {
-    const int tall = count - j < TILE_ROWS ? count - j : TILE_ROWS;
-    strip(tall, width, count - j, lower + j * BLOCK + j, 1, BLOCK, right + (size_t)j * width, width, out + (size_t)j * width,
-          width, true);
+    const int tile_rows = count - j < TILE_ROWS ? count - j : TILE_ROWS;
+    multiply_strip(tile_rows, width, count - j, lower + j * BLOCK + j, 1, BLOCK, right + (size_t)j * width, width,
+                   out + (size_t)j * width, width, true);
   }
 }
 
 // The gradient of the explicit weights of a block: dn_i . v_j + dd_i for j <= i, zeros above.
-static void weight_gradients(int count, int e_row, const float* value, const float* turned_value, const BackRoom& back,
+static void weight_gradients(int count, int e_row, const float* value, const float* value_t, const BackwardBuffers& back,
                              float* out) {
-  triangle(count, e_row, back.gradient, value, turned_value, out);
+  lower_product(count, e_row, back.gradient, value, value_t, out);
   for (int i = 0; i < count; ++i)
     for (int j = 0; j <= i; ++j) out[i * BLOCK + j] += back.normaliser_gradient[i];
 }
 
 // Tokens that share a reference.
-struct Shared {
+struct ReferenceBlock {
   long start;
   int count;
   float reference;
 };
 
-static inline float step_between(float lower, float higher) {
+static inline float rescale_factor(float lower, float higher) {
   return lower == higher ? 1.0f : lower == -INFINITY ? 0.0f : std::exp(lower - higher);
 }
 
@@ -194,99 +186,87 @@ static int causal_backward(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
   const long repeats = c.heads / c.groups;
   const size_t square = (size_t)m_row * e_row;
-  const size_t room_floats = Side::floats(c.key_map, x_row) + Side::floats(c.query_map, x_row) + BackRoom::floats(c) +
-                             Sums::floats(m_row, e_row) + square + m_row +
-                             BLOCK * ((size_t)e_row + 2 * m_row + 2 * BLOCK + 1) + 1024;
-  int failed = 0;
-#pragma omp parallel num_threads(c.threads)
-  {
-    Room room(room_floats + TileProducts::floats(rounds<T>));
-    if (room.failed()) {
-#pragma omp atomic write
-      failed = 1;
-    }
-    TileProducts tiles(rounds<T>, room);
-    Side keys(c.key_map, x_row, room), queries(c.query_map, x_row, room);
-    BackRoom back(c, room);
-    Sums sums(m_row, e_row, room);  // forward: only z; backward: dS and dz
-    float *turned_sums = room.take(square), *turned_value = room.take((size_t)e_row * BLOCK);
-    float *turned_keys = room.take((size_t)m_row * BLOCK), *key_gradient = room.take((size_t)BLOCK * m_row);
-    float *weights = room.take(BLOCK * BLOCK), *slopes = room.take(BLOCK * BLOCK);
-    std::vector<Shared> blocks;
-#pragma omp barrier
-    if (!failed) {
+  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row) + FeatureBlock::floats(c.query_map, x_row) +
+                                  BackwardBuffers::floats(c) + State::floats(m_row, e_row) + square + m_row +
+                                  BLOCK * ((size_t)e_row + 2 * m_row + 2 * BLOCK + 1) + 1024;
+  return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, x_row, workspace), queries(c.query_map, x_row, workspace);
+    BackwardBuffers back(c, workspace);
+    State state(m_row, e_row, workspace);  // forward: only z; backward: dS and dz
+    float *state_t = workspace.take(square), *value_t = workspace.take((size_t)e_row * BLOCK);
+    float *keys_t = workspace.take((size_t)m_row * BLOCK), *key_gradient = workspace.take((size_t)BLOCK * m_row);
+    float *weights = workspace.take(BLOCK * BLOCK), *slopes = workspace.take(BLOCK * BLOCK);
+    std::vector<ReferenceBlock> blocks;
 #pragma omp for schedule(dynamic)
-      for (long stream = 0; stream < c.batch * c.groups; ++stream) {
-        const long b = stream / c.groups, g = stream % c.groups;
-        const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-        sums.clear();
-        memset(turned_sums, 0, square * sizeof(float));
-        blocks.clear();
-        for (long start = 0; start < c.length;) {
-          int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
-          const float before = sums.scale;
-          count = read_causal_keys<T>(c, b, g, start, count, mask, keys, sums);
-          blocks.push_back({start, count, sums.scale});
-          if (keys.map->scaled()) scale_all(turned_sums, (long)square, step_between(before, sums.scale));
-          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
-          turn_columns(count, e_row, back.value, turned_value);
-          for (long r = 0; r < repeats; ++r) {
-            const long h = g * repeats + r;
-            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
-            row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
-            weight_gradients(count, e_row, back.value, turned_value, back, slopes);
-            multiply(count, m_row, e_row, back.gradient, e_row, 1, turned_sums, m_row, back.feature_gradient, m_row, false);
-            add_outer(back.normaliser_gradient, sums.k, m_row, count, back.feature_gradient);
-            below_times(count, slopes, keys.features, m_row, back.feature_gradient, true);
-            finish_side<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
-                           c.query_bias_gradient, back);
-          }
-          multiply(e_row, m_row, count, back.value, 1, e_row, keys.features, m_row, turned_sums, m_row, true);
-          Sums::add_rows(keys.features, m_row, count, sums.k);
-          start += count;
+    for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+      const long b = stream / c.groups, g = stream % c.groups;
+      const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+      state.clear();
+      memset(state_t, 0, square * sizeof(float));
+      blocks.clear();
+      for (long start = 0; start < c.length;) {
+        int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
+        const float before = state.scale;
+        count = read_causal_keys<T>(c, b, g, start, count, mask, keys, state);
+        blocks.push_back({start, count, state.scale});
+        if (keys.map->scaled()) scale_all(state_t, (long)square, rescale_factor(before, state.scale));
+        read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+        transpose_tokens(count, e_row, back.value, value_t);
+        for (long r = 0; r < repeats; ++r) {
+          const long h = g * repeats + r;
+          queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+          row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
+          weight_gradients(count, e_row, back.value, value_t, back, slopes);
+          multiply(count, m_row, e_row, back.gradient, e_row, 1, state_t, m_row, back.feature_gradient, m_row, false);
+          add_outer(back.normaliser_gradient, state.k, m_row, count, back.feature_gradient);
+          multiply_lower(count, slopes, keys.features, m_row, back.feature_gradient, true);
+          write_input_gradient<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
+                                  c.query_bias_gradient, back);
         }
-        sums.clear();
-        float later = blocks.empty() ? 0.0f : blocks.back().reference;
-        for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
-          const long start = block->start;
-          const int count = block->count;
-          keys.read<T>(c.key, b, g, start, count, c.size, mask);
-          if (keys.map->scaled()) {
-            keys.scale_rows(count, block->reference);
-            const float step = step_between(block->reference, later);
-            scale_all(sums.kv, (long)square, step);
-            scale_all(sums.k, m_row, step);
-            later = block->reference;
-          }
-          read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
-          turn_columns(count, e_row, back.value, turned_value);
-          turn_columns(count, m_row, keys.features, turned_keys);
-          transpose(m_row, e_row, sums.kv, e_row, turned_sums, m_row);
-          multiply(count, m_row, e_row, back.value, e_row, 1, turned_sums, m_row, key_gradient, m_row, false);
-          multiply(count, e_row, m_row, keys.features, m_row, 1, sums.kv, e_row, back.value_gradient, e_row, false);
-          add_to_rows(sums.k, m_row, count, key_gradient);
-          for (long r = 0; r < repeats; ++r) {
-            const long h = g * repeats + r;
-            queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
-            row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
-            weight_gradients(count, e_row, back.value, turned_value, back, slopes);
-            triangle(count, m_row, queries.features, keys.features, turned_keys, weights);
-            above_times(count, slopes, queries.features, m_row, key_gradient);
-            above_times(count, weights, back.gradient, e_row, back.value_gradient);
-            multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, sums.kv, e_row, true);
-            add_weighted(back.normaliser_gradient, queries.features, m_row, count, sums.k);
-          }
-          memcpy(back.feature_gradient, key_gradient, (size_t)count * m_row * sizeof(float));
-          clear_masked(mask, start, count, back.feature_gradient, m_row);
-          clear_masked(mask, start, count, back.value_gradient, e_row);
-          write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
-          finish_side<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
-                         c.key_bias_gradient, back);
+        multiply(e_row, m_row, count, back.value, 1, e_row, keys.features, m_row, state_t, m_row, true);
+        State::add_rows(keys.features, m_row, count, state.k);
+        start += count;
+      }
+      state.clear();
+      float later = blocks.empty() ? 0.0f : blocks.back().reference;
+      for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
+        const long start = block->start;
+        const int count = block->count;
+        keys.read<T>(c.key, b, g, start, count, c.size, mask);
+        if (keys.map->scaled()) {
+          keys.scale_rows(count, block->reference);
+          const float step = rescale_factor(block->reference, later);
+          scale_all(state.kv, (long)square, step);
+          scale_all(state.k, m_row, step);
+          later = block->reference;
         }
+        read_rows<T>(c.value, b, g, start, count, c.value_size, mask, back.value, e_row);
+        transpose_tokens(count, e_row, back.value, value_t);
+        transpose_tokens(count, m_row, keys.features, keys_t);
+        transpose(m_row, e_row, state.kv, e_row, state_t, m_row);
+        multiply(count, m_row, e_row, back.value, e_row, 1, state_t, m_row, key_gradient, m_row, false);
+        multiply(count, e_row, m_row, keys.features, m_row, 1, state.kv, e_row, back.value_gradient, e_row, false);
+        add_to_rows(state.k, m_row, count, key_gradient);
+        for (long r = 0; r < repeats; ++r) {
+          const long h = g * repeats + r;
+          queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+          row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, back);
+          weight_gradients(count, e_row, back.value, value_t, back, slopes);
+          lower_product(count, m_row, queries.features, keys.features, keys_t, weights);
+          multiply_lower_transposed(count, slopes, queries.features, m_row, key_gradient);
+          multiply_lower_transposed(count, weights, back.gradient, e_row, back.value_gradient);
+          multiply(m_row, e_row, count, queries.features, 1, m_row, back.gradient, e_row, state.kv, e_row, true);
+          add_weighted(back.normaliser_gradient, queries.features, m_row, count, state.k);
+        }
+        memcpy(back.feature_gradient, key_gradient, (size_t)count * m_row * sizeof(float));
+        clear_masked(mask, start, count, back.feature_gradient, m_row);
+        clear_masked(mask, start, count, back.value_gradient, e_row);
+        write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
+        write_input_gradient<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
+                                c.key_bias_gradient, back);
       }
     }
-  }
-  return failed;
+  });
 }
 
 }  // namespace hla

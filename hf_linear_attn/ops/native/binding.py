@@ -38,8 +38,8 @@ class Map(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("activation", "parts", "width", "projected", "input")),
         *((name, ctypes.c_float) for name in ("bias_scale", "in_scale", "alpha", "epsilon", "factor")),
-        *((name, ctypes.c_void_p) for name in ("weight", "weight_back", "bias")),
-        *((name, ctypes.c_int64) for name in ("weight_head", "weight_back_head", "bias_head")),
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_t", "bias")),
+        *((name, ctypes.c_int64) for name in ("weight_head", "weight_t_head", "bias_head")),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
         ("angle_batch", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
@@ -71,11 +71,11 @@ class Arguments(ctypes.Structure):
         ("top", ctypes.c_void_p),
         ("mix_gradient", ctypes.c_void_p),
         ("offset", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("window", "both_sides")),
+        *((name, ctypes.c_int32) for name in ("window", "two_sided")),
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value", "next_ring_mask")),
-        *((name, ctypes.c_int64) for name in ("ring_room", "next_ring_room")),
+        *((name, ctypes.c_int64) for name in ("ring_capacity", "next_ring_capacity")),
         *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count", "next_count")),
         *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
         ("decay", Strided),
@@ -211,7 +211,7 @@ def _step(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> bytes:
+def _map(side: Side, head_dim: int, weight_t: Tensor | None) -> bytes:
     """The fields of `Map`."""
     if side.fused is None:
         scales = (0, 0, 0) if side.scales is None else (side.scales.data_ptr(), *side.scales.stride()[:2])
@@ -231,10 +231,10 @@ def _map(side: Side, head_dim: int, weight_back: Tensor | None) -> bytes:
         fused.epsilon,
         fused.factor,
         address(side.weight) or 0,
-        address(weight_back) or 0,
+        address(weight_t) or 0,
         address(side.bias) or 0,
         _step(side.weight),
-        _step(weight_back),
+        _step(weight_t),
         _step(side.bias),
         address(side.cosine) or 0,
         address(side.sine) or 0,

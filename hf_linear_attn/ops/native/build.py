@@ -27,13 +27,13 @@ SOURCES = (
     "amx.h",
     "io.h",
     "decay.h",
-    "maps.h",
+    "feature_maps.h",
     "kernelized.h",
-    "short.h",
+    "short_sequences.h",
     "backward.h",
     "windowed.h",
-    "windowed_back.h",
-    "window_step.h",
+    "windowed_backward.h",
+    "windowed_step.h",
     "kernels.cpp",
 )
 #: Where compiled kernels are kept, instead of the user's cache folder.

@@ -1,4 +1,4 @@
-// Sums that forget: S_t = diag(exp(decay_t)) S_(t-1) + phi(k_t) v_t, one log decay per feature and token.
+// A decaying state: S_t = diag(exp(decay_t)) S_(t-1) + phi(k_t) v_t, one log decay per feature and token.
 //
 // With G_t the decays of a block added up, a weight is sum_f q_tf k_jf exp(G_tf - G_jf). Queries are multiplied by
 // exp(G_t - G_mid) and keys by exp(G_mid - G_j): a token decays by exp(-1) at most (ops/gated.py), so that no exponent
@@ -16,14 +16,16 @@ struct Decay {
   float* middle;   // [row]: exp(G_mid)
 
   static size_t floats(int row, int tokens) { return (size_t)(tokens + 1) * row + 32; }
-  Decay(int features, int tokens, Room& room) : row(features), factors(room.take((size_t)tokens * features)), middle(room.take(features)) {}
+  Decay(int features, int tokens, Workspace& workspace)
+      : row(features), factors(workspace.take((size_t)tokens * features)), middle(workspace.take(features)) {}
 
   // Decays of a block of one head; tokens that the mask drops do not decay.
   void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask) {
     read_rows<float>(from, b, head, start, count, size, mask, factors, row);
     for (int t = 1; t < count; ++t)
       for (int j = 0; j < row; j += LANES)
-        store(factors + (size_t)t * row + j, load(factors + (size_t)t * row + j) + load(factors + (size_t)(t - 1) * row + j));
+        store(factors + (size_t)t * row + j,
+              load(factors + (size_t)t * row + j) + load(factors + (size_t)(t - 1) * row + j));
     memcpy(middle, factors + (size_t)(count / 2) * row, row * sizeof(float));
     for (int t = 0; t < count; ++t)
       for (int j = 0; j < row; j += LANES) {
@@ -33,21 +35,24 @@ struct Decay {
     for (int j = 0; j < row; j += LANES) store(middle + j, exp_of(load(middle + j)));
   }
 
-  void on_queries(float* features, int count) const {
+  void apply_to_queries(float* features, int count) const {
     for (size_t i = 0; i < (size_t)count * row; i += LANES) store(features + i, load(features + i) * load(factors + i));
   }
-  void on_keys(float* features, int count) const {
+  void apply_to_keys(float* features, int count) const {
     for (size_t i = 0; i < (size_t)count * row; i += LANES) store(features + i, load(features + i) / load(factors + i));
   }
 
-  // S and z as they are read at the block's middle, and from there at its end.
-  void to_middle(float* kv, float* k, int columns) const { on_sums(middle, kv, k, columns); }
-  void to_end(float* kv, float* k, int columns, int count) const { on_sums(factors + (size_t)(count - 1) * row, kv, k, columns); }
+  // Decays S and z from the block's start to its middle, where queries read them, and from there to its end.
+  void move_to_middle(float* kv, float* k, int columns) const { scale_state(middle, kv, k, columns); }
+  void move_to_end(float* kv, float* k, int columns, int count) const {
+    scale_state(factors + (size_t)(count - 1) * row, kv, k, columns);
+  }
 
  private:
-  void on_sums(const float* by, float* kv, float* k, int columns) const {
+  void scale_state(const float* by, float* kv, float* k, int columns) const {
     for (int f = 0; f < row; ++f)
-      for (int j = 0; j < columns; j += LANES) store(kv + (size_t)f * columns + j, load(kv + (size_t)f * columns + j) * by[f]);
+      for (int j = 0; j < columns; j += LANES)
+        store(kv + (size_t)f * columns + j, load(kv + (size_t)f * columns + j) * by[f]);
     for (int f = 0; f < row; f += LANES) store(k + f, load(k + f) * load(by + f));
   }
 };

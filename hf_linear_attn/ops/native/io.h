@@ -1,4 +1,4 @@
-// Rows of tensors in float32, bfloat16 or float16, read into and written from padded float32 blocks; room for blocks.
+// Rows of tensors in float32, bfloat16 or float16, read into and written from padded float32 blocks; memory for blocks.
 
 #pragma once
 
@@ -8,13 +8,14 @@
 
 namespace hla {
 
-// Room of one thread, cut into pieces of whole cache lines.
-class Room {
+// The memory of one thread, cut into pieces of whole cache lines.
+class Workspace {
  public:
-  explicit Room(size_t floats) : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
-  ~Room() { std::free(begin_); }
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
+  explicit Workspace(size_t floats)
+      : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
+  ~Workspace() { std::free(begin_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
   float* take(size_t floats) {
     float* piece = next_;
     next_ += (floats + 15) / 16 * 16;
@@ -38,9 +39,9 @@ struct BFloat16 {
 
 // Whether factors computed from inputs of a type may be rounded to bfloat16.
 template <typename T>
-constexpr bool rounds = false;
+constexpr bool bfloat16_factors = false;
 template <>
-constexpr bool rounds<BFloat16> = true;
+constexpr bool bfloat16_factors<BFloat16> = true;
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(BFloat16 x) {

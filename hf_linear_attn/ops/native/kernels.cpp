@@ -1,7 +1,7 @@
-// Entry points of the native CPU backend. They return 0, 1 where memory ran out, or 2 for an unknown dtype.
+// Entry points of the native CPU backend. They return 0, or 1 if memory ran out, or 2 for an unknown dtype.
 
-#include "window_step.h"
-#include "windowed_back.h"
+#include "windowed_backward.h"
+#include "windowed_step.h"
 
 namespace {
 
@@ -9,12 +9,11 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 }  // namespace
 
-#define DISPATCH(function, call)                                       \
-  switch ((call)->dtype) {                                             \
-    case FLOAT32: return hla::function<float>(*(call));                \
-    case BFLOAT16: return hla::function<hla::BFloat16>(*(call));       \
-    HALF_CASE(function, call)                                          \
-    default: return 2;                                                 \
+#define DISPATCH(function, call)                                                           \
+  switch ((call)->dtype) {                                                                 \
+    case FLOAT32: return hla::function<float>(*(call));                                    \
+    case BFLOAT16: return hla::function<hla::BFloat16>(*(call)); HALF_CASE(function, call) \
+    default: return 2;                                                                     \
   }
 #if defined(__FLT16_MAX__)
 #define HALF_CASE(function, call) \
@@ -26,20 +25,13 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 extern "C" {
 
 int hla_lanes() { return hla::LANES; }
-int hla_half() {
-#if defined(__FLT16_MAX__)
-  return 1;
-#else
-  return 0;
-#endif
-}
 // out [columns, rows] = in [rows, columns] (contiguous), for whole blocks of LANES.
 void hla_transpose(const float* in, float* out, int64_t rows, int64_t columns) {
   hla::transpose((int)rows, (int)columns, in, columns, out, rows);
 }
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
-int hla_bidirectional(const hla::Call* call) { DISPATCH(any_bidirectional, call) }
-int hla_causal(const hla::Call* call) { DISPATCH(any_causal, call) }
+int hla_bidirectional(const hla::Call* call) { DISPATCH(dispatch_bidirectional, call) }
+int hla_causal(const hla::Call* call) { DISPATCH(dispatch_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
 int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }
 int hla_windowed_step(const hla::Call* call) { DISPATCH(windowed_step, call) }

@@ -1,4 +1,4 @@
-// Vectors of the widest registers that the compiler was told of, small matrix products, and the exponential.
+// Vectors of the widest registers that the compiler may use, small matrix products, and the exponential.
 //
 // Everything is written with the vector extensions that GCC and Clang share: the same source serves AVX-512, AVX2, NEON
 // and plain SSE. Matrices are row-major float32, their rows padded with zeros to whole vectors.
@@ -17,7 +17,7 @@ namespace hla {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int TILE_COLUMNS = 4;  // vectors; with 6 rows 24 of 32 registers hold sums
+constexpr int TILE_COLUMNS = 4;  // vectors; with 6 rows 24 of 32 registers hold state
 #elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int TILE_COLUMNS = 2;  // 12 of 16 registers
@@ -34,9 +34,7 @@ typedef float VecLoose __attribute__((vector_size(LANES * 4), aligned(4), may_al
 static inline Vec load(const float* p) { return *reinterpret_cast<const VecLoose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<VecLoose*>(p) = v; }
 static inline Vec splat(float x) { return x - Vec{}; }  // not +: 0 + x is not x for -0, and would be computed
-static inline Vec select(VecInt which, Vec yes, Vec no) {
-  return (Vec)(((VecInt)yes & which) | ((VecInt)no & ~which));
-}
+static inline Vec select(VecInt which, Vec yes, Vec no) { return (Vec)(((VecInt)yes & which) | ((VecInt)no & ~which)); }
 // A NaN in the first argument stays.
 #if defined(__AVX512F__)
 static inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)b, (__m512)a); }
@@ -118,30 +116,30 @@ static inline Vec exp_of(Vec x) {
 #if defined(__AVX512F__)
   // Not x < -87.3, so that a NaN stays. Numbers too small for a normal float32 take some processors a hundred times as
   // long, and a window has many: those lanes are left out.
-  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
 #else
-  const VecInt unseen = x < -87.3f;
+  const VecInt underflows = x < -87.3f;
   x = larger(x, splat(-110.0f));
 #endif
   const Vec shifted = x * 1.44269504088896341f + 12582912.0f;  // the integer part sits in the low bits
-  const Vec whole = shifted - 12582912.0f;
-  const Vec rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  // The polynomial 1 + ... of degree 5 with the least relative error for |rest| <= log(2) / 2: 9.2e-8.
-  Vec p = rest * 8.29030667e-3f + 4.18979749e-2f;
-  p = p * rest + 1.66676372e-1f;
-  p = p * rest + 4.99991506e-1f;
-  p = p * rest + 9.99999702e-1f;
-  p = p * rest + 1.0f;
+  const Vec integer = shifted - 12582912.0f;
+  const Vec fraction = (x - integer * 0.693359375f) + integer * 2.12194440e-4f;
+  // The polynomial 1 + ... of degree 5 with the least relative error for |fraction| <= log(2) / 2: 9.2e-8.
+  Vec p = fraction * 8.29030667e-3f + 4.18979749e-2f;
+  p = p * fraction + 1.66676372e-1f;
+  p = p * fraction + 4.99991506e-1f;
+  p = p * fraction + 9.99999702e-1f;
+  p = p * fraction + 1.0f;
 #if defined(__AVX512F__)
-  return (Vec)_mm512_maskz_scalef_ps(seen, (__m512)p, (__m512)whole);
+  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)integer);
 #else
   const Vec power = (Vec)(((VecInt)shifted << 23) + 0x3f800000);
-  return select(unseen, Vec{}, p * power);
+  return select(underflows, Vec{}, p * power);
 #endif
 }
 
 // -------------------------------------------------------------------------------------------------------------------
-// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of whole vectors.
+// C[M, N] (+)= A[M, K] B[K, N]: A with any strides, B and C with rows of integer vectors.
 
 template <int R, int C>
 static inline __attribute__((always_inline)) void tile(const float* a, long a_row, long a_step, const float* b, long b_row,
@@ -186,8 +184,8 @@ static inline void tile_rows(int rows, const float* a, long a_row, long a_step, 
 }
 
 // One tile of at most TILE_ROWS rows against all columns.
-static inline void strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
-                         long b_row, float* c, long c_row, bool add) {
+static inline void multiply_strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
+                                  long b_row, float* c, long c_row, bool add) {
   int j = 0;
   for (; j + TILE_COLUMNS * LANES <= columns; j += TILE_COLUMNS * LANES)
     tile_rows<TILE_COLUMNS>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add);
@@ -205,13 +203,13 @@ static void multiply_floats(int rows, int columns, int depth, const float* a, lo
                             long b_row, float* c, long c_row, bool add) {
   for (int i = 0; i < rows; i += TILE_ROWS) {
     const int count = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
-    strip(count, columns, depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, add);
+    multiply_strip(count, columns, depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, add);
   }
 }
 
-// Turns LANES rows of one vector each: after step s, bit s of row and lane have changed places.
+// Transposes LANES rows of one vector each: after step s, bit s of row and lane are exchanged.
 template <int STEP>
-static inline __attribute__((always_inline)) void turn(Vec (&rows)[LANES]) {
+static inline __attribute__((always_inline)) void transpose_registers(Vec (&rows)[LANES]) {
   if constexpr (STEP < LANES) {
     VecInt low, high;
     for (int i = 0; i < LANES; ++i) {
@@ -235,11 +233,11 @@ static inline __attribute__((always_inline)) void turn(Vec (&rows)[LANES]) {
         rows[i + STEP] = __builtin_shuffle(first, second, high);
 #endif
       }
-    turn<STEP * 2>(rows);
+    transpose_registers<STEP * 2>(rows);
   }
 }
 
-// out[columns, rows] = in[rows, columns]. Both counts are rounded up to whole vectors: out has room for that, and rows of
+// out[columns, rows] = in[rows, columns]. Both counts are rounded up to whole vectors: out has space for that, and rows of
 // `in` beyond the last are not read but taken as zero.
 static void transpose(int rows, int columns, const float* in, long in_row, float* out, long out_row) {
   for (int i = 0; i < rows; i += LANES)
@@ -247,7 +245,7 @@ static void transpose(int rows, int columns, const float* in, long in_row, float
       Vec block[LANES];
 #pragma GCC unroll 16
       for (int r = 0; r < LANES; ++r) block[r] = i + r < rows ? load(in + (i + r) * in_row + j) : Vec{};
-      turn<1>(block);
+      transpose_registers<1>(block);
 #pragma GCC unroll 16
       for (int r = 0; r < LANES; ++r) store(out + (j + r) * out_row + i, block[r]);
     }

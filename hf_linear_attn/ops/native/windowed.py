@@ -92,7 +92,7 @@ def _step(call: WindowedCall, sides: tuple[Side, Side], state: State) -> tuple[T
     for name, (before, behind) in STATE.items():
         setattr(given, before, held[name].data_ptr())
         setattr(given, behind, after[name].data_ptr())
-    given.ring_room, given.next_ring_room = call.window, rings[0].shape[2]
+    given.ring_capacity, given.next_ring_capacity = call.window, rings[0].shape[2]
     kept = None
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
@@ -133,7 +133,7 @@ class PreparedWindowStep(PreparedStep):
         self._given, self._rings, self._at = given, rings, 0
         self._starts = [ring.data_ptr() for ring in rings]
         self._steps = [ring.stride(2) * ring.element_size() for ring in rings]
-        given.ring_room = given.next_ring_room
+        given.ring_capacity = given.next_ring_capacity
 
     def run(self, state: State, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         given, (key_start, value_start), (key_step, value_step) = self._given, self._starts, self._steps
@@ -166,7 +166,7 @@ def _arguments(
         steps = (0 if size == 1 else step for size, step in zip(mix.shape, mix.stride(), strict=True))
         given.mix = binding.Strided(mix.data_ptr(), *steps)
     given.offset = offset  # the key that row 0 is
-    given.window, given.both_sides, given.scaling = call.window, not call.causal, call.scaling
+    given.window, given.two_sided, given.scaling = call.window, not call.causal, call.scaling
     return given
 
 

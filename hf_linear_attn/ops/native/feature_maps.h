@@ -17,8 +17,8 @@ enum Activation : int32_t {
   EXP_PAIR = 4,       // [exp(y), exp(-y)], log scale max |y|
   POSITIVE = 5,       // exp(y - |x'|^2 / 2) factor with x' = in_scale x; log scale: the largest exponent
   POSITIVE_PAIR = 6,  // the same with [y, -y]
-  TURNED_RELU = 7,    // (relu(y) + epsilon) [cos, sin] of the token's angle
-  GIVEN = 8,          // x, in float32, is the features themselves; forward only
+  ROTATED_RELU = 7,   // (relu(y) + epsilon) [cos, sin] of the token's angle
+  PRECOMPUTED = 8,    // x, in float32, is the features themselves; forward only
 };
 
 struct Map {
@@ -29,14 +29,14 @@ struct Map {
   int32_t input;      // d, numbers in a row of x
   float bias_scale;   // of b
   float in_scale, alpha, epsilon, factor;
-  const float* weight;       // [heads or 1, d, padded f]
-  const float* weight_back;  // its transpose [heads or 1, padded f, padded d]
-  const float* bias;         // [heads or 1, padded f] or null
-  int64_t weight_head, weight_back_head, bias_head;  // 0: shared by the heads
-  const float* cosine;  // [batch or 1, L]
+  const float* weight;                            // [heads or 1, d, padded f]
+  const float* weight_t;                          // its transpose [heads or 1, padded f, padded d]
+  const float* bias;                              // [heads or 1, padded f] or null
+  int64_t weight_head, weight_t_head, bias_head;  // 0: shared by the heads
+  const float* cosine;                            // [batch or 1, L]
   const float* sine;
   int64_t angle_batch;
-  const float* scales;  // [batch, heads, L]: log scales of given features; or null
+  const float* scales;  // [batch, heads, L]: log scales of precomputed features; or null
   int64_t scale_batch, scale_head;
 
   bool scaled() const { return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
@@ -49,40 +49,40 @@ constexpr int BLOCK = 64;  // tokens
 // The activation's two softmaxes over the real entries of a row.
 static inline void softmax_row(const float* y, float sign, int width, float top, float* out) {
   float total = 0;
-  Vec sums{};
-  const int whole = padded(width);
-  for (int j = 0; j < whole; j += LANES) {
+  Vec lane_totals{};
+  const int padded_width = padded(width);
+  for (int j = 0; j < padded_width; j += LANES) {
     Vec value = exp_of(load(y + j) * sign - top);
     if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
     store(out + j, value);
-    sums += value;
+    lane_totals += value;
   }
-  total = sum_of(sums);
+  total = sum_of(lane_totals);
   const Vec inverse = splat(1.0f / total);
-  for (int j = 0; j < whole; j += LANES) store(out + j, load(out + j) * inverse);
+  for (int j = 0; j < padded_width; j += LANES) store(out + j, load(out + j) * inverse);
 }
 
 // [softmax(y), softmax(-y)] with y = in_scale x + bias_scale b, for rows of N whole vectors, at most a block; x becomes y.
-// One pass over all rows after the other: within a row each step waits for the one before.
+// Three passes over all rows, because within a row each step waits for the one before.
 template <int N>
 static void softmax_pairs(int count, float* x, float in_scale, const float* bias, float bias_scale, float* out) {
-  float high[BLOCK], depth[BLOCK], total_up[BLOCK], total_down[BLOCK];
+  float maximum[BLOCK], negated_minimum[BLOCK], total_up[BLOCK], total_down[BLOCK];
   for (int t = 0; t < count; ++t) {
-    Vec least = splat(INFINITY), most = splat(-INFINITY);
+    Vec minima = splat(INFINITY), maxima = splat(-INFINITY);
     for (int j = 0; j < N; ++j) {
       float* at = x + (t * N + j) * LANES;
       Vec y = load(at) * in_scale;
       if (bias) y += load(bias + j * LANES) * bias_scale;
       store(at, y);
-      least = smaller(least, y);
-      most = larger(most, y);
+      minima = smaller(minima, y);
+      maxima = larger(maxima, y);
     }
-    maxima_of(most, -least, high[t], depth[t]);
+    maxima_of(maxima, -minima, maximum[t], negated_minimum[t]);
   }
   for (int t = 0; t < count; ++t) {
     Vec sum_up{}, sum_down{};
     for (int j = 0; j < N; ++j) {
-      const Vec y = load(x + (t * N + j) * LANES), up = exp_of(y - high[t]), down = exp_of(-y - depth[t]);
+      const Vec y = load(x + (t * N + j) * LANES), up = exp_of(y - maximum[t]), down = exp_of(-y - negated_minimum[t]);
       store(out + (2 * t * N + j) * LANES, up);
       store(out + ((2 * t + 1) * N + j) * LANES, down);
       sum_up += up;
@@ -97,20 +97,20 @@ static void softmax_pairs(int count, float* x, float in_scale, const float* bias
 }
 
 static inline void range_of(const float* y, int width, float& low, float& high) {
-  Vec least = splat(INFINITY), most = splat(-INFINITY);
+  Vec minima = splat(INFINITY), maxima = splat(-INFINITY);
   for (int j = 0; j < width; j += LANES) {
     const Vec value = load(y + j);
     if (j + LANES > width) {
       const VecInt real = first_lanes(width - j);
-      least = smaller(least, select(real, value, splat(INFINITY)));
-      most = larger(most, select(real, value, splat(-INFINITY)));
+      minima = smaller(minima, select(real, value, splat(INFINITY)));
+      maxima = larger(maxima, select(real, value, splat(-INFINITY)));
     } else {
-      least = smaller(least, value);
-      most = larger(most, value);
+      minima = smaller(minima, value);
+      maxima = larger(maxima, value);
     }
   }
-  low = -max_of(-least);
-  high = max_of(most);
+  low = -max_of(-minima);
+  high = max_of(maxima);
 }
 
 static inline void exp_row(const float* y, float sign, int width, float shift, float factor, float* out) {
@@ -121,9 +121,9 @@ static inline void exp_row(const float* y, float sign, int width, float shift, f
   }
 }
 
-// x [count, padded d] -> out [count, features]; scale [count] where the map has a log scale. y: room for a block.
-static void apply_map(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
-                      int x_row, int count, float* y, float* out, float* scale) {
+// x [count, padded d] -> out [count, features]; scale [count] where the map has a log scale. y: buffer for a block.
+static void apply_map(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x, int x_row,
+                      int count, float* y, float* out, float* scale) {
   const int width = map.width, segment = map.segment(), row = map.features();
   const float* in = x;
   int in_row = x_row;
@@ -148,25 +148,25 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
     in = y;
     in_row = segment;
   }
-  const float plain = map.projected ? 1.0f : map.in_scale;
+  const float input_scale = map.projected ? 1.0f : map.in_scale;
   for (int t = 0; t < count; ++t) {
     const float* from = in + t * in_row;
     float* to = out + t * row;
     float low, high;
     switch (map.activation) {
-      case GIVEN: break;  // `out` is x
+      case PRECOMPUTED: break;  // `out` is x
       case ELU:
         for (int j = 0; j < segment; j += LANES) {
-          const Vec value = load(from + j) * plain;
+          const Vec value = load(from + j) * input_scale;
           Vec feature = select(value > 0.0f, value + 1.0f, (exp_of(value) - 1.0f) * map.alpha + 1.0f);
           if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
           store(to + j, feature);
         }
         break;
       case RELU:
-      case TURNED_RELU:
+      case ROTATED_RELU:
         for (int j = 0; j < segment; j += LANES) {
-          Vec feature = larger(load(from + j) * plain, Vec{}) + map.epsilon;
+          Vec feature = larger(load(from + j) * input_scale, Vec{}) + map.epsilon;
           if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
           if (map.activation == RELU) {
             store(to + j, feature);
@@ -186,9 +186,9 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
         const float top = 2.0f * (high > -low ? high : -low);
         exp_row(from, 2.0f, width, -top, 1.0f, to);
         exp_row(from, -2.0f, width, -top, 1.0f, to + segment);
-        Vec sums{};
-        for (int j = 0; j < row; j += LANES) sums += load(to + j);
-        const Vec inverse = splat(1.0f / sum_of(sums));
+        Vec lane_totals{};
+        for (int j = 0; j < row; j += LANES) lane_totals += load(to + j);
+        const Vec inverse = splat(1.0f / sum_of(lane_totals));
         for (int j = 0; j < row; j += LANES) store(to + j, load(to + j) * inverse);
         break;
       }
@@ -213,54 +213,56 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
 }
 
 // Gradients of one block: features and their gradient -> gradient of x [count, x_row]; those of W and b are added up.
-// Features may be relative to anything that is constant along a row. y: the block's products as apply_map left them; slope: room for a block.
-static void apply_map_back(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
-                           int x_row, int count, const float* y, const float* features, const float* gradient,
-                           float* slope, float* x_gradient, float* weight_gradient, float* bias_gradient) {
+// Features may be relative to anything that is constant along a row. y: the block's products as apply_map left them; slope:
+// buffer for a block.
+static void apply_map_backward(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
+                               int x_row, int count, const float* y, const float* features, const float* gradient,
+                               float* slope, float* x_gradient, float* weight_gradient, float* bias_gradient) {
   const int segment = map.segment(), row = map.features();
   const float* in = map.projected ? y : x;
   const int in_row = map.projected ? segment : x_row;
   float* to_rows = map.projected ? slope : x_gradient;
   const int to_row = map.projected ? segment : x_row;
-  const float plain = map.projected ? 1.0f : map.in_scale;
+  const float input_scale = map.projected ? 1.0f : map.in_scale;
   for (int t = 0; t < count; ++t) {
     const float *from = in + t * in_row, *value = features + t * row, *up = gradient + t * row;
     float* to = to_rows + t * to_row;
     switch (map.activation) {
       case ELU:
         for (int j = 0; j < segment; j += LANES) {
-          const Vec slope_here = select(load(from + j) * plain > 0.0f, splat(1.0f), load(value + j) + (map.alpha - 1.0f));
-          store(to + j, load(up + j) * slope_here * plain);
+          const Vec derivative =
+              select(load(from + j) * input_scale > 0.0f, splat(1.0f), load(value + j) + (map.alpha - 1.0f));
+          store(to + j, load(up + j) * derivative * input_scale);
         }
         break;
       case RELU:
-      case TURNED_RELU:
+      case ROTATED_RELU:
         for (int j = 0; j < segment; j += LANES) {
-          Vec above = load(up + j);
-          if (map.activation == TURNED_RELU) above = above * angles_cos[t] + load(up + segment + j) * angles_sin[t];
-          store(to + j, select(load(from + j) * plain > 0.0f, above * plain, Vec{}));
+          Vec incoming = load(up + j);
+          if (map.activation == ROTATED_RELU) incoming = incoming * angles_cos[t] + load(up + segment + j) * angles_sin[t];
+          store(to + j, select(load(from + j) * input_scale > 0.0f, incoming * input_scale, Vec{}));
         }
         break;
       case SOFTMAX_PAIR: {
         const float first = dot(value, up, segment), second = dot(value + segment, up + segment, segment);
         for (int j = 0; j < segment; j += LANES)
-          store(to + j, load(value + j) * (load(up + j) - first) -
-                            load(value + segment + j) * (load(up + segment + j) - second));
+          store(to + j,
+                load(value + j) * (load(up + j) - first) - load(value + segment + j) * (load(up + segment + j) - second));
         break;
       }
       case SOFTMAX_JOINT: {
         const float mean = dot(value, up, row);
         for (int j = 0; j < segment; j += LANES)
-          store(to + j, (load(value + j) * (load(up + j) - mean) -
-                         load(value + segment + j) * (load(up + segment + j) - mean)) *
-                            2.0f);
+          store(to + j,
+                (load(value + j) * (load(up + j) - mean) - load(value + segment + j) * (load(up + segment + j) - mean)) *
+                    2.0f);
         break;
       }
       default:  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
         for (int j = 0; j < segment; j += LANES) {
-          Vec here = load(value + j) * load(up + j);
-          if (map.parts == 2) here -= load(value + segment + j) * load(up + segment + j);
-          store(to + j, here);
+          Vec product = load(value + j) * load(up + j);
+          if (map.parts == 2) product -= load(value + segment + j) * load(up + segment + j);
+          store(to + j, product);
         }
     }
   }
@@ -271,8 +273,8 @@ static void apply_map_back(const Map& map, int head, const float* angles_cos, co
         store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j) * map.bias_scale);
   if (map.in_scale != 1.0f)
     for (int i = 0; i < count * segment; i += LANES) store(slope + i, load(slope + i) * map.in_scale);
-  multiply(count, x_row, segment, slope, segment, 1, map.weight_back + head * map.weight_back_head, x_row, x_gradient,
-           x_row, false);
+  multiply(count, x_row, segment, slope, segment, 1, map.weight_t + head * map.weight_t_head, x_row, x_gradient, x_row,
+           false);
   if (map.activation == POSITIVE || map.activation == POSITIVE_PAIR)  // through |x'|^2 / 2
     for (int t = 0; t < count; ++t) {
       const Vec all = splat(dot(features + (size_t)t * row, gradient + (size_t)t * row, row) * map.in_scale * map.in_scale);

@@ -1,0 +1,118 @@
+// One token of windowed attention after a state: the oldest key of the ring moves into S and z, the new key is appended to
+// the ring, and the window of the row is the new ring (see ops/window_step.py).
+
+#pragma once
+
+#include <type_traits>
+
+#include "short_sequences.h"
+#include "windowed.h"
+
+namespace hla {
+
+// The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one always is one.
+template <typename T>
+static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to, int row) {
+  const Strided rows{ring, 0, 0, size};
+  read_rows<T>(rows, 0, 0, 0, w - 1, size, valid, to, row);
+  read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
+}
+
+// The ring without its oldest token and with a new one. A ring that begins one token later in the same buffer is not moved.
+template <typename T>
+static void advance_ring(const T* ring, int w, int size, const T* token, T* next) {
+  if (next != ring + size) memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
+  memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
+}
+
+// The mixing weight of head h, for its query x.
+static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
+  if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
+  const int64_t outside = c.count ? c.count[b] + 1 - c.window : 0;
+  const float bound = outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
+  return std::exp(c.mix_base[h] + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
+}
+
+template <typename T>
+static int windowed_step(const Call& c) {
+  const int x_row = padded(c.size), e = c.value_size, e_row = padded(e), m_row = c.key_map.features(), w = c.window;
+  const int width = c.key_map.width, segment = c.key_map.segment();
+  const long repeats = c.heads / c.groups, features = (long)c.key_map.parts * width;
+  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row, 1) + FeatureBlock::floats(c.query_map, x_row, 1) +
+                                  3 * e_row + (size_t)w * (x_row + e_row + 1) + 256;
+  return run_parallel<float>(c.threads, workspace_floats, [&](Workspace& workspace) {  // one row: no tiles
+    FeatureBlock keys(c.key_map, x_row, workspace, 1), queries(c.query_map, x_row, workspace, 1);
+    float *value = workspace.take(e_row), *out = workspace.take(e_row);
+    float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
+          *weights = workspace.take(w);
+#pragma omp for schedule(static)
+    for (long stream = 0; stream < c.batch * c.groups; ++stream) {
+      const long b = stream / c.groups, g = stream % c.groups;
+      const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
+      const float *kv = c.state + stream * features * e, *k = c.state_sum + stream * features;
+      float *next = c.next_state + stream * features * e, *next_k = c.next_sum + stream * features;
+      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.ring_capacity * c.size;
+      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_capacity * e;
+      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.next_ring_capacity * c.size;
+      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.next_ring_capacity * e;
+      const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
+      keys.read<T>(key_rows, 0, g, 0, 1, c.size, valid);
+      read_rows<T>(value_rows, 0, 0, 0, 1, e, valid, value, e_row);
+      advance_ring<T>(ring_key, w, c.size, static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head, new_key);
+      advance_ring<T>(ring_value, w, e, static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head,
+                      new_value);
+      const bool contiguous_float32 = std::is_same<T, float>::value && c.size == x_row && e == e_row &&
+                                      std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;
+      const float *near_key = key_buffer, *near_value = value_buffer;
+      if (contiguous_float32) {
+        near_key = reinterpret_cast<const float*>(new_key);
+        near_value = reinterpret_cast<const float*>(new_value);
+      } else {
+        read_ring<T>(new_key, w, c.size, next_valid, key_buffer, x_row);
+        read_ring<T>(new_value, w, e, next_valid, value_buffer, e_row);
+      }
+
+      for (long r = 0; r < repeats; ++r) {
+        const long h = g * repeats + r;
+        queries.read<T>(c.query, b, h, 0, 1, c.size, nullptr);
+        scale_all(queries.features, m_row, mixing_weight(c, b, h, queries.x, x_row));
+        memset(out, 0, e_row * sizeof(float));
+        float normaliser = 0.0f;
+        for (int p = 0; p < c.key_map.parts; ++p) {
+          const long at = (long)p * width;
+          const float *phi_k = keys.features + p * segment, *phi_q = queries.features + p * segment;
+          if (r == 0) {
+            advance_rows(width, e, kv + at * e, 1.0f, phi_k, phi_q, value, next + at * e, out);
+            normaliser += advance_sum(width, k + at, 1.0f, phi_k, phi_q, next_k + at);
+          } else {
+            multiply(1, e, width, phi_q, segment, 1, next + at * e, e, out, e, true);
+            for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[at + f];
+          }
+        }
+        float top = -INFINITY;
+        for (int j = 0; j < w; ++j) {
+          const bool is_token = j == w - 1 || next_valid[j];
+          weights[j] = is_token ? dot(queries.x, near_key + (size_t)j * x_row, x_row) * c.scaling : -INFINITY;
+          top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
+        }
+        for (int j = 0; j < w; j += LANES) {
+          Vec weight = exp_of(load(weights + j) - top);
+          if (j + LANES > w) weight = select(first_lanes(w - j), weight, Vec{});
+          store(weights + j, weight);
+          normaliser += sum_of(weight);
+        }
+        multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
+        divide_rows<T>(c, b, h, 0, 1, out, &normaliser);
+      }
+    }
+    // The masks and counts may be overwritten in place: only after all heads of a row of the batch have read them.
+#pragma omp single
+    for (long b = 0; b < c.batch; ++b) {
+      memmove(c.next_ring_mask + b * w, c.ring_mask + b * w + 1, w - 1);
+      c.next_ring_mask[b * w + w - 1] = 1;
+      if (c.next_count) c.next_count[b] = c.count[b] + 1;
+    }
+  });
+}
+
+}  // namespace hla
