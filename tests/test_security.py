@@ -21,7 +21,7 @@ from transformers import AutoModelForMaskedLM
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
-from tests.faults.files import Evil
+from tests.faults.checks import CreatesFileWhenUnpickled
 from tests.helpers import BERT, patched
 from tests.training.made_up import convert_settings, save_encoder, save_task
 
@@ -127,7 +127,7 @@ def test_a_pickle_in_a_checkpoint_of_training_is_not_run(
             convert(convert_settings(*settings))
     (checkpoint,) = (tmp_path / "out" / "checkpoints" / "distill").glob("step-*")
     assert (checkpoint / name).is_file()
-    torch.save({"state": Evil(str(tmp_path / "ran"))}, checkpoint / name)
+    torch.save({"state": CreatesFileWhenUnpickled(str(tmp_path / "ran"))}, checkpoint / name)
     if name == "optimizer.bin":
         with pytest.raises(Exception, match=r"(?i)weights.only"):
             convert(convert_settings(*settings, run__resume=True))

@@ -1,4 +1,4 @@
-"""What is measured, each at any size. A row holds what was found, its limit, and whether it was kept."""
+"""What is measured, each at any size: rows with a value, its limit, and whether the value is within it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from tests.mechanisms.checks import build
 ROOT = Path(__file__).resolve().parents[2]
 SCALING = 0.25
 HEADS, GROUPS, DIM = 2, 1, 16
-PIECE = 1024
+CHUNK = 1024
 
 Row = dict[str, Any]
 
 
-def row(what: str, found: float, limit: float, unit: str, **more: Any) -> Row:
-    return {"what": what, "found": found, "limit": limit, "unit": unit, "kept": found <= limit, **more}
+def row(what: str, value: float, limit: float, unit: str, **more: Any) -> Row:
+    return {"what": what, "value": value, "limit": limit, "unit": unit, "within_limit": value <= limit, **more}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -70,43 +70,43 @@ def drift(name: str, dtype: torch.dtype, tokens: int) -> Row:
     """
     torch.manual_seed(0)
     options = small_options(ATTENTIONS.get(name).options)
-    own = build(name, True, HEADS, GROUPS, DIM, DIM, seed=0, limit=tokens, **options).to(dtype)
-    exact = copy.deepcopy(own).double()
+    tested = build(name, True, HEADS, GROUPS, DIM, DIM, seed=0, limit=tokens, **options).to(dtype)
+    exact = copy.deepcopy(tested).double()
     states: list[Any] = [None, None]
     errors, largest = [], 0.0
-    for start in range(0, tokens, PIECE):
-        inputs = [x.to(dtype) for x in stream(start, PIECE)]
+    for start in range(0, tokens, CHUNK):
+        inputs = [x.to(dtype) for x in stream(start, CHUNK)]
         outs = []
-        for index, module in enumerate((own, exact)):
-            given = inputs if module is own else [x.double() for x in inputs]
+        for index, module in enumerate((tested, exact)):
+            qkv = inputs if module is tested else [x.double() for x in inputs]
             out, states[index] = module(
-                AttentionInputs(*given, scaling=SCALING, causal=True, state=states[index], return_state=True)
+                AttentionInputs(*qkv, scaling=SCALING, causal=True, state=states[index], return_state=True)
             )
             outs.append(out.double())
         deviation = (outs[0] - outs[1]).abs().flatten()
         errors.append(float(deviation.quantile(0.99)))
         largest = max(largest, float(deviation.max()))
     first, last = max(errors[:3]), max(errors[-3:])
-    grown = last / max(first, torch.finfo(dtype).eps)
-    found = row(f"drift of {name} in {str(dtype).removeprefix('torch.')}", grown, 2.0, "times", tokens=tokens)
-    return {**found, "error_at_the_beginning": first, "error_at_the_end": last, "largest_error": largest}
+    growth = last / max(first, torch.finfo(dtype).eps)
+    drift_row = row(f"drift of {name} in {str(dtype).removeprefix('torch.')}", growth, 2.0, "times", tokens=tokens)
+    return {**drift_row, "error_at_the_beginning": first, "error_at_the_end": last, "largest_error": largest}
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Bytes of this process that lie in memory."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def tensors() -> int:
+def tensor_count() -> int:
     gc.collect()
-    with warnings.catch_warnings():  # some objects of torch warn when they are looked at
+    with warnings.catch_warnings():  # some objects of torch warn when they are inspected
         warnings.simplefilter("ignore")
-        return sum(isinstance(held, Tensor) for held in gc.get_objects())
+        return sum(isinstance(item, Tensor) for item in gc.get_objects())
 
 
 def growth(what: str, step: Callable[[int], Any], count: int, warm: int) -> list[Row]:
@@ -117,22 +117,22 @@ def growth(what: str, step: Callable[[int], Any], count: int, warm: int) -> list
     """
     numbers = itertools.count()
 
-    def go(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for number in itertools.islice(numbers, steps):
             step(number)
 
-    go(warm)
-    limit, memory_kept, tensors_kept = 4.0, math.inf, math.inf
+    run_steps(warm)
+    limit, memory_growth, tensor_growth = 4.0, math.inf, math.inf
     for _ in range(3):
-        memory, held = resident(), tensors()
-        go(count)
-        memory_kept = min(memory_kept, (resident() - memory) / 2**20)
-        tensors_kept = min(tensors_kept, tensors() - held)
-        if memory_kept <= limit and tensors_kept <= 0:
+        memory, tensors = resident_bytes(), tensor_count()
+        run_steps(count)
+        memory_growth = min(memory_growth, (resident_bytes() - memory) / 2**20)
+        tensor_growth = min(tensor_growth, tensor_count() - tensors)
+        if memory_growth <= limit and tensor_growth <= 0:
             break
     return [
-        row(f"{what}: memory kept", memory_kept, limit, "MiB", steps=count),
-        row(f"{what}: tensors kept", tensors_kept, 0, "tensors", steps=count),
+        row(f"{what}: memory growth", memory_growth, limit, "MiB", steps=count),
+        row(f"{what}: tensors left", tensor_growth, 0, "tensors", steps=count),
     ]
 
 
@@ -166,7 +166,7 @@ def rounds(name: str, count: int, warm: int = 20) -> list[Row]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The same numbers again
+# Reproducibility
 
 CODE = """
 import sys, hashlib, tempfile, torch
@@ -192,22 +192,22 @@ def trained_bytes(name: str, deterministic: bool = False) -> bytes:
         optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        again = hla.load_pretrained(folder)
+        loaded = hla.load_pretrained(folder)
     out = logits(model, token_ids(seed=9))
-    assert torch.equal(logits(again, token_ids(seed=9)), out), "saving and loading changed the outputs"
+    assert torch.equal(logits(loaded, token_ids(seed=9)), out), "saving and loading changed the outputs"
     torch.manual_seed(1)
-    tokens = again.generate(token_ids(1, 5), max_new_tokens=12, do_sample=True)
+    tokens = loaded.generate(token_ids(1, 5), max_new_tokens=12, do_sample=True)
     torch.use_deterministic_algorithms(False)
     return out.numpy().tobytes() + tokens.numpy().tobytes()
 
 
 def in_other_processes(name: str, processes: int = 2) -> Row:
     """Fresh processes, one of them with deterministic algorithms demanded, against this one."""
-    own = hashlib.sha256(trained_bytes(name)).hexdigest()
+    expected = hashlib.sha256(trained_bytes(name)).hexdigest()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     different = 0
     for number in range(processes):
-        mode = "deterministic" if number == 0 else "plain"
+        mode = "deterministic" if number == 0 else "default"
         done = subprocess.run(
             [sys.executable, "-c", CODE, str(ROOT), name, mode],
             env={**environment, "PYTHONHASHSEED": str(number)},
@@ -216,7 +216,7 @@ def in_other_processes(name: str, processes: int = 2) -> Row:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-800:]
-        different += done.stdout.split()[-1] != own
+        different += done.stdout.split()[-1] != expected
     return row(f"training, saving, sampling with {name}, again", different, 0, "processes that differ")
 
 
@@ -225,8 +225,8 @@ def batches(name: str, family: Family, rows: int = 8) -> Row:
     model = patched(name, family)
     ids = token_ids(rows, 33)
     whole = logits(model, ids)
-    alone = torch.cat([logits(model, ids[number : number + 1]) for number in range(rows)])
-    return row(f"batch invariance of {name} on {family}", relative_error(alone, whole), 2e-5, "relative error")
+    single_rows = torch.cat([logits(model, ids[number : number + 1]) for number in range(rows)])
+    return row(f"batch invariance of {name} on {family}", relative_error(single_rows, whole), 2e-5, "relative error")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def threads(first: str, second: str, repeats: int) -> Row:
         settings = {"max_new_tokens": 16, "do_sample": False, "num_beams": 2}
         return [models[number].generate(prompts[number], **settings) for _ in range(repeats)]
 
-    alone = [generate(number)[0] for number in range(2)]
+    expected = [generate(number)[0] for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(generate, range(2)))
-    wrong = sum(not torch.equal(out, alone[number]) for number in range(2) for out in together[number])
+    wrong = sum(not torch.equal(out, expected[number]) for number in range(2) for out in together[number])
     return row(f"{first} and {second} in two threads", wrong, 0, "outputs that differ", generations=2 * repeats)

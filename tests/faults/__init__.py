@@ -1,5 +1,5 @@
-"""Faults done on purpose: broken files, full disks, killed processes. `recipes.quality_assurance.faults` keeps them.
+"""Faults done on purpose: broken files, full disks, killed processes.
 
-One file for each kind; a fault is a function that does it, checks what must hold, and returns what was seen. The quick
-ones are tests; the others need minutes, and are run by the recipe alone.
+`pytest -m fault` runs all of them, `python -m recipes.quality_assurance.faults` also writes their table. Those that
+need minutes are marked long.
 """

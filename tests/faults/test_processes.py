@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-from tests.faults.trying import fault
+import pytest
+
+from tests.faults.checks import Observed
 from tests.test_recipes import SCRIPTS, words
 from tests.training.made_up import save_decoder, save_encoder, save_task, save_text
 
@@ -27,16 +28,16 @@ KILLS, RUNS = 2, 2
 PATIENCE = 240.0
 
 
-def start(command: Sequence[str], place: Path) -> subprocess.Popen[bytes]:
-    with (place / "output.txt").open("ab") as output:
+def start(command: Sequence[str], tmp_path: Path) -> subprocess.Popen[bytes]:
+    with (tmp_path / "output.txt").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True
         )
 
 
-def finish(command: Sequence[str], place: Path) -> None:
-    code = start(command, place).wait(PATIENCE)
-    assert code == 0, (place / "output.txt").read_text(encoding="utf-8")[-800:]
+def finish(command: Sequence[str], tmp_path: Path) -> None:
+    code = start(command, tmp_path).wait(PATIENCE)
+    assert code == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -55,20 +56,20 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes], nap: f
     return False
 
 
-def recipe_command(name: str, place: Path, out: Path, *more: str) -> list[str]:
+def recipe_command(name: str, tmp_path: Path, out: Path, *more: str) -> list[str]:
     """The recipe with enough steps and checkpoints for a moment to matter."""
-    given = words(place, name, out)
+    given = words(tmp_path, name, out)
     for at, word in enumerate(given):
         if word.endswith(".steps"):
             given[at + 1] = STEPS
     return [str(ROOT / "recipes" / f"{name}.py"), *given, "--run.checkpoint_every", EVERY, *more]
 
 
-def inputs(place: Path) -> None:
-    save_encoder(place / "encoder")
-    save_decoder(place / "decoder")
-    save_task(place / "task")
-    save_text(place / "text")
+def inputs(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "encoder")
+    save_decoder(tmp_path / "decoder")
+    save_task(tmp_path / "task")
+    save_text(tmp_path / "text")
 
 
 def weights(out: Path) -> bytes:
@@ -89,53 +90,54 @@ def reached(out: Path) -> str:
 # One process
 
 
-def killed_at_random(name: str, place: Path) -> str:
-    inputs(place)
-    whole = place / "whole"
+@pytest.mark.fault(
+    group="kill -9",
+    what=f"a recipe at random moments, {RUNS} runs, each up to {KILLS} times",
+    expected="resumed, the weights of the uninterrupted run",
+)
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None:
+    inputs(tmp_path)
+    whole = tmp_path / "whole"
     began = time.monotonic()
-    process = start(recipe_command(name, place, whole), place)
-    assert wait_for((whole / "settings.json").exists, process), (place / "output.txt").read_text(encoding="utf-8")
+    process = start(recipe_command(name, tmp_path, whole), tmp_path)
+    assert wait_for((whole / "settings.json").exists, process), (tmp_path / "output.txt").read_text(encoding="utf-8")
     begin = time.monotonic() - began
-    assert process.wait(PATIENCE) == 0, (place / "output.txt").read_text(encoding="utf-8")[-800:]
+    assert process.wait(PATIENCE) == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
     rest = time.monotonic() - began - begin
     moments = random.Random(name)
     seen = []
     for number in range(RUNS):
-        out = place / f"out-{number}"
+        out = tmp_path / f"out-{number}"
         for again in range(KILLS):
             resume = ["--run.resume", "true"] if again else []
-            process = start(recipe_command(name, place, out, *resume), place)
+            process = start(recipe_command(name, tmp_path, out, *resume), tmp_path)
             wait_for((out / "settings.json").exists, process)
             time.sleep(begin * bool(again) + moments.uniform(0, rest))
             if process.poll() is None:
                 kill(process)
                 seen.append(reached(out))
-        finish(recipe_command(name, place, out, "--run.resume", "true"), place)
+        finish(recipe_command(name, tmp_path, out, "--run.resume", "true"), tmp_path)
         assert weights(out) == weights(whole), f"other weights after kills at {seen}"
-    return f"the same weights, bit for bit; killed at: {', '.join(seen)}"
+    observed(f"the same weights, bit for bit; killed at: {', '.join(seen)}")
 
 
-for recipe in sorted(SCRIPTS):
-    fault(
-        "kill -9",
-        f"recipe {recipe}.py, at random moments, {RUNS} runs, each up to {KILLS} times",
-        "resumed, the weights of the uninterrupted run",
-        quick=False,
-    )(partial(killed_at_random, recipe))
-
-
-@fault(
-    "kill -9", "while a checkpoint is written", "the checkpoint before is whole; resumed, the same weights", quick=False
+@pytest.mark.fault(
+    group="kill -9",
+    what="while a checkpoint is written",
+    expected="the checkpoint before is whole; resumed, the same weights",
 )
-def killed_while_saving(place: Path) -> str:
-    inputs(place)
+@pytest.mark.long
+def test_killed_while_saving(tmp_path: Path, observed: Observed) -> None:
+    inputs(tmp_path)
     name = "glue"
-    finish(recipe_command(name, place, place / "whole"), place)
+    finish(recipe_command(name, tmp_path, tmp_path / "whole"), tmp_path)
     hits = 0
     for attempt in range(6):
-        out = place / f"out-{attempt}"
+        out = tmp_path / f"out-{attempt}"
         stage = out / "checkpoints" / "distill"
-        process = start(recipe_command(name, place, out), place)
+        process = start(recipe_command(name, tmp_path, out), tmp_path)
 
         def half_written(stage: Path = stage) -> bool:
             """The second checkpoint is begun and has no name yet."""
@@ -149,77 +151,83 @@ def killed_while_saving(place: Path) -> str:
         kept = sorted(stage.glob("step-*"))
         assert kept, "no checkpoint is left"
         assert all((path / "progress.json").is_file() for path in kept), kept
-        finish(recipe_command(name, place, out, "--run.resume", "true"), place)
-        assert weights(out) == weights(place / "whole")
+        finish(recipe_command(name, tmp_path, out, "--run.resume", "true"), tmp_path)
+        assert weights(out) == weights(tmp_path / "whole")
         assert not list(out.rglob("*.part")), "leftovers stay after the resumed run"
         if hits == 2:
             break
     assert hits, "no kill fell into the writing of a checkpoint"
-    return f"{hits} kills found a half-written checkpoint aside; the same weights"
+    observed(f"{hits} kills found a half-written checkpoint aside; the same weights")
 
 
-@fault(
-    "kill -9", "`patch --force` while it replaces a checkpoint", "the old checkpoint or the new one, whole", quick=False
+@pytest.mark.fault(
+    group="kill -9",
+    what="`patch --force` while it replaces a checkpoint",
+    expected="the old checkpoint or the new one, whole",
 )
-def patch_killed_while_replacing(place: Path) -> str:
+@pytest.mark.long
+def test_patch_killed_while_replacing(tmp_path: Path, observed: Observed) -> None:
     import hf_linear_attn as hla
     from hf_linear_attn.training.saving import clear_leftovers
 
-    save_encoder(place / "source", head=True)
-    target = place / "target"
-    command = ["-m", "hf_linear_attn", "patch", str(place / "source"), str(target), "--force", "--attention"]
-    finish([*command, "elu"], place)
+    save_encoder(tmp_path / "source", head=True)
+    target = tmp_path / "target"
+    command = ["-m", "hf_linear_attn", "patch", str(tmp_path / "source"), str(target), "--force", "--attention"]
+    finish([*command, "elu"], tmp_path)
     seen = []
     for moment in ("begun", "written", "begun"):
-        process = start([*command, "hedgehog"], place)
+        process = start([*command, "hedgehog"], tmp_path)
 
         def due(moment: str = moment) -> bool:
-            parts = list(place.glob(".target.*.part"))
+            parts = list(tmp_path.glob(".target.*.part"))
             return any(moment == "begun" or (part / "model.safetensors").exists() for part in parts)
 
         wait_for(due, process)
         if process.poll() is None:
             kill(process)
-        clear_leftovers(place)
+        clear_leftovers(tmp_path)
         loaded = hla.load_pretrained(str(target))
         seen.append(hla.patch_report(loaded).layers[0].attention)
     assert set(seen) <= {"elu", "hedgehog"}, seen
-    return f"what was there after each kill: {', '.join(seen)}"
+    observed(f"what was there after each kill: {', '.join(seen)}")
 
 
-@fault("kill -9", "`plan`, at random moments", "taken up again, it ends with the same plan", quick=False)
-def plan_killed(place: Path) -> str:
-    save_decoder(place / "decoder")
-    text = save_text(place / "text", 400)
+@pytest.mark.fault(
+    group="kill -9", what="`plan`, at random moments", expected="taken up again, it ends with the same plan"
+)
+@pytest.mark.long
+def test_plan_killed(tmp_path: Path, observed: Observed) -> None:
+    save_decoder(tmp_path / "decoder")
+    text = save_text(tmp_path / "text", 400)
     flags = ["--sequence-length", "32", "--steps", "4", "--quick", "--attention", "hedgehog", "--lengths", "64"]
-    command = ["-m", "hf_linear_attn", "plan", str(place / "decoder"), "--budget", "50% perplexity", *flags]
+    command = ["-m", "hf_linear_attn", "plan", str(tmp_path / "decoder"), "--budget", "50% perplexity", *flags]
     command += ["--text", str(text), "--out"]
     began = time.monotonic()
-    process = start([*command, str(place / "whole")], place)
-    assert process.wait(PATIENCE) in (0, 1), (place / "output.txt").read_text(encoding="utf-8")[-800:]
+    process = start([*command, str(tmp_path / "whole")], tmp_path)
+    assert process.wait(PATIENCE) in (0, 1), (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
     length = time.monotonic() - began
     moments = random.Random("plan")
     for _ in range(3):
-        process = start([*command, str(place / "out")], place)
+        process = start([*command, str(tmp_path / "out")], tmp_path)
         time.sleep(moments.uniform(0.5, 1.0) * length)
         if process.poll() is None:
             kill(process)
-    assert start([*command, str(place / "out")], place).wait(PATIENCE) in (0, 1)
-    plans = [(place / name / "plan.json").read_bytes() for name in ("whole", "out")]
+    assert start([*command, str(tmp_path / "out")], tmp_path).wait(PATIENCE) in (0, 1)
+    plans = [(tmp_path / name / "plan.json").read_bytes() for name in ("whole", "out")]
     assert plans[0] == plans[1]
-    return "the same plan.json, byte for byte"
+    observed("the same plan.json, byte for byte")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Two processes
 
 
-def two_processes(place: Path, out: Path, *more: str) -> list[str]:
+def two_processes(tmp_path: Path, out: Path, *more: str) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    return [*launcher, *recipe_command("glue", place, out, *more)]
+    return [*launcher, *recipe_command("glue", tmp_path, out, *more)]
 
 
 def workers(process: subprocess.Popen[bytes]) -> list[int]:
@@ -228,26 +236,31 @@ def workers(process: subprocess.Popen[bytes]) -> list[int]:
     return [int(number) for number in path.read_text(encoding="utf-8").split()]
 
 
-@fault(
-    "kill -9", "one of two processes dies", "the other ends too, with a message; resumed, the same weights", quick=False
+@pytest.mark.fault(
+    group="kill -9",
+    what="one of two processes dies",
+    expected="the other ends too, with a message; resumed, the same weights",
 )
-def a_worker_dies(place: Path) -> str:
-    inputs(place)
-    finish(two_processes(place, place / "whole"), place)
-    out = place / "out"
-    process = start(two_processes(place, out), place)
+@pytest.mark.long
+def test_a_worker_dies(tmp_path: Path, observed: Observed) -> None:
+    inputs(tmp_path)
+    finish(two_processes(tmp_path, tmp_path / "whole"), tmp_path)
+    out = tmp_path / "out"
+    process = start(two_processes(tmp_path, out), tmp_path)
     stage = out / "checkpoints" / "distill"
-    assert wait_for(lambda: any(stage.glob("step-*")), process), (place / "output.txt").read_text(encoding="utf-8")
+    assert wait_for(lambda: any(stage.glob("step-*")), process), (tmp_path / "output.txt").read_text(encoding="utf-8")
     alive = workers(process)
     assert len(alive) == 2, alive
     began = time.monotonic()
     os.kill(alive[1], signal.SIGKILL)
     code = process.wait(PATIENCE)
     seconds = time.monotonic() - began
-    output = (place / "output.txt").read_text(encoding="utf-8")
+    output = (tmp_path / "output.txt").read_text(encoding="utf-8")
     assert code != 0
     assert "exitcode: -9" in output.replace(" ", "").replace("exitcode:-9", "exitcode: -9"), output[-800:]
     assert not any(Path(f"/proc/{number}").exists() for number in alive), "a worker is still there"
-    finish(two_processes(place, out, "--run.resume", "true"), place)
-    assert weights(out) == weights(place / "whole")
-    return f"the other process was gone after {seconds:.0f} s, exit code {code}, `exitcode: -9` told; the same weights"
+    finish(two_processes(tmp_path, out, "--run.resume", "true"), tmp_path)
+    assert weights(out) == weights(tmp_path / "whole")
+    observed(
+        f"the other process was gone after {seconds:.0f} s, exit code {code}, `exitcode: -9` told; the same weights"
+    )
