@@ -108,14 +108,17 @@ hf-linear-attn evaluate ./encoder --sts glue --text mine.txt --batch 32 --dtype 
         separate_model=True,
     ),
     "plan": Verb(
-        "plan:PlanOptions",
+        "plan:PlanConfig",
         "plan:plan_command",
         "find which layers to convert under a budget of quality or speed",
         ("model",),
         """\
-hf-linear-attn plan gpt2 --budget "2% perplexity" --text wiki.txt --out plan
-hf-linear-attn patch gpt2 out --plan plan/plan.json""",
-        separate_model=True,
+hf-linear-attn plan gpt2 --budget "2% perplexity" --data.dataset wiki.txt --output plan
+hf-linear-attn plan gpt2 --budget "1.5x at 4096" --attention window --options.window_size 128
+hf-linear-attn plan ./bert-sst2 --budget "0.5 points" --data.task sst2 --save_model out
+hf-linear-attn patch gpt2 out --plan plan/plan.json
+
+The exit code is 0 if the budget is met, and 1 if it is not.""",
     ),
     "demo": Verb(
         "demo:DemoOptions",

@@ -1,356 +1,533 @@
-"""`hf-linear-attn plan`: which layers of a model to convert under a budget, measured, as a plan file and a report."""
+"""`hf-linear-attn plan`: find which layers of a checkpoint to convert, and write a plan file and a report."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .config import DEFAULT_ATTENTION
+from .data.config import DataConfig
+from .utils.arguments import check_not_negative, check_positive, option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .evaluation.planner.amounts import Amounts
-    from .evaluation.planner.budget import Budget, Kind
-    from .evaluation.planner.material import Material
+    from .evaluation.layer_search import Budget, LayerSearchResult
+    from .evaluation.metrics import QualityMetric
+    from .evaluation.records import Conditions, Records
 
-EXTRAS = "pip install 'hf-linear-attn[demo]'"
+PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
+LEARNED = "learned.safetensors"
+FORMAT_VERSION = 2
+
+Progress = Callable[[str, int, int], None]
+"""Called with a description, the steps done, and all steps."""
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """What to keep, and how thoroughly to look. None: what suits the model, and `quick`."""
+class PlanConfig:
+    """What `run_plan` searches, and how thoroughly. None stands for what suits the model and `quick`."""
 
-    budget: str = field(metadata={"help": "'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'"})
-    text: str | None = field(
-        default=None, metadata={"help": "UTF-8 text file to measure on (default: the documentation within Python)"}
+    model: str = option(help="local folder or repository on the Hub", common=True)
+    budget: str = option(help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'", common=True)
+    output: str = option("plan", "folder to write to; a stopped run in it is resumed", common=True)
+    attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
+    options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
+    data: DataConfig = option(factory=DataConfig)
+    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
+    search: Literal["rank", "greedy"] = option("rank", "order of layers: measured once, or again after each layer")
+    lengths: tuple[int, ...] | None = option(
+        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", common=True
     )
-    task: str | None = field(
-        default=None, metadata={"help": "or a labelled task, for a classifier fine-tuned on it: sst2, mrpc, imdb, …"}
+    save_model: str | None = option(
+        None, "folder for a checkpoint with the planned layers and what they learned", common=True
     )
-    folder: str | None = field(default=None, metadata={"help": "folder with the task's files (default: the Hub's)"})
-    attention: str | None = field(default=None, metadata={"help": "the mechanism (default: window)"})
-    option: tuple[str, ...] | None = field(
-        default=None, metadata={"help": "options of the mechanism, KEY=VALUE (default: its own)"}
-    )
-    steps: int | None = field(
-        default=None, metadata={"help": "steps of attention transfer, 0: none (default: 200; quick: 25)"}
-    )
-    search: Literal["rank", "greedy"] = field(
-        default="rank",
-        metadata={"help": "order of layers: by what each does alone, or looked at again after each (default: rank)"},
-    )
-    lengths: tuple[int, ...] | None = field(
-        default=None, metadata={"help": "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)"}
-    )
-    out: str = field(default="plan", metadata={"help": "folder to write to; a run that was stopped there goes on"})
-    save_model: str | None = field(
-        default=None, metadata={"help": "folder for the checkpoint with the planned layers and what they learned"}
-    )
-    sequence_length: int | None = field(
-        default=None,
-        metadata={"help": "longest sequence of training and measuring (default: 512 decoder, 256 encoder)"},
-    )
-    quick: bool = field(default=False, metadata={"help": "less of everything, for a first look"})
-    restart: bool = field(default=False, metadata={"help": "begin anew where the folder holds earlier measurements"})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads (default: as torch has it)"})
-    device: str = field(default="cpu", metadata={"help": "torch device to run on: cpu, cuda, …"})
-    seed: int = field(default=0, metadata={"help": "seed of random features and of the order of sequences"})
+    quick: bool = option(False, "less of everything, for a first look", common=True)
+    restart: bool = option(False, "measure again what the output folder holds already")
+    threads: int | None = option(None, "CPU threads (default: as torch has it)")
+    device: str = option("cpu", "torch device: cpu, cuda, …", common=True)
+    seed: int = option(0, "seed of random features and of the order of sequences")
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("sequence_length", 16), ("threads", 1), ("seed", 0)):
-            given = getattr(self, name)
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {given!r}.")
-        if self.lengths is not None and any(length < 16 for length in self.lengths):
+        check_not_negative("", self, "steps", "seed")
+        check_positive("", self, "threads")
+        if any(length < 16 for length in self.lengths or ()):
             raise ValueError(f"lengths must be numbers of tokens, 16 or more, got {self.lengths!r}.")
-        if self.task is not None and self.text is not None:
-            raise ValueError("Give text or task, not both: a task brings its own data.")
-        if self.folder is not None and self.task is None:
-            raise ValueError(f"folder {self.folder!r} is where a task lies: give task too (sst2, mrpc, …).")
-        self.mechanism_options()
-
-    def mechanism_options(self) -> dict[str, Any]:
-        """`option` as a dict; values are JSON, or else text."""
-        found: dict[str, Any] = {}
-        for text in self.option or ():
-            name, equals, value = text.partition("=")
-            if not equals or not name or name in found:
-                raise ValueError(f"option must be KEY=VALUE, each key once, such as window_size=64; got {text!r}.")
-            try:
-                found[name] = json.loads(value)
-            except json.JSONDecodeError:
-                found[name] = value
-        return found
 
 
-def plan_command(source: str, options: PlanOptions) -> int:
-    """The verb `plan`: exit code 1 where the budget is not met."""
-    return 0 if run_plan(source, options)["choice"]["met"] else 1
+@dataclass(frozen=True)
+class _Sizes:
+    """How much is measured; tokens, passages and rows each for the choice and for the verification."""
+
+    sequence_length: int
+    batch_size: int
+    steps: int
+    evaluations: int
+    train_sequences: int
+    validation_sequences: int
+    tokens: int
+    passages: int
+    rows: int | None
+    seconds: float
+
+    @classmethod
+    def of(cls, config: PlanConfig, model_config: Any, default_length: int) -> _Sizes:
+        limit = getattr(model_config.get_text_config(decoder=False), "max_position_embeddings", None)
+        length = config.data.max_length or min(default_length, limit or default_length)
+        if isinstance(limit, int) and length > limit:
+            raise ValueError(f"data.max_length {length} is beyond the model's {limit} positions. Use {limit} or less.")
+        quick = config.quick
+        batch_size = max(1, min(32, 1024 // length))
+        return cls(
+            sequence_length=length,
+            batch_size=batch_size,
+            steps=config.steps if config.steps is not None else 25 if quick else 200,
+            evaluations=2 if quick else 5,
+            train_sequences=batch_size * (26 if quick else 120),
+            validation_sequences=batch_size * 2,
+            tokens=4096 if quick else 32768,
+            passages=32 if quick else 256,
+            rows=128 if quick else None,
+            seconds=0.5 if quick else 2.0,
+        )
 
 
-def run_plan(source: str, options: PlanOptions, *, console: Console | None = None) -> dict[str, Any]:
-    """Measure, write the plan and its report to `options.out`, show a table, and return the report.
+#: Of these, what the measurements depend on; the metrics and timings name the others in their own settings.
+TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
 
-    `report["choice"]["met"]` tells whether the budget is kept, on the data of the choice and on other data. Stopped and
-    called again with the same settings, it goes on where it was; another budget uses the same measurements.
 
-    Args:
-        source: a local folder or a repository on the Hub: a causal language model, an encoder, or (with a task) a
-            fine-tuned classifier.
+@dataclass(frozen=True)
+class _Data:
+    """Batches for the transfer, the metrics on separate data, tokens to time on, and what a report says of them."""
+
+    train: list[Any]
+    validation: list[Any]
+    choice: QualityMetric
+    verification: QualityMetric
+    tokens: list[int]
+    facts: dict[str, Any]
+
+
+def plan_command(config: PlanConfig) -> int:
+    """The verb `plan`: returns 0 if the budget is met, else 1."""
+    return 0 if run_plan(config).met else 1
+
+
+def run_plan(config: PlanConfig, *, console: Console | None = None) -> LayerSearchResult:
+    """Search the layers of a checkpoint, write the plan and its report to `config.output`, and show a table.
+
+    A stopped run with the same settings is resumed; another budget uses the same measurements.
 
     Raises:
-        ValueError, OSError: settings, a model or data that cannot be served; nothing has been measured then.
-        ImportError: matplotlib, jinja2 or rich is missing; with a task, the extra `train`.
+        ValueError, OSError: Settings, a model or data that cannot be used. Nothing has been measured then.
+        ImportError: An optional package is missing.
     """
-    began = time.perf_counter()
-    _need_extras()
     from rich.console import Console
-    from rich.markup import escape
 
-    from .evaluation.planner.budget import Budget
-    from .evaluation.planner.page import show, write_files
-    from .evaluation.planner.words import sentences
-    from .evaluation.report import check_folder
-    from .evaluation.screen import Screen, readable
+    from .evaluation.layer_search import Budget, search_layers
+    from .evaluation.records import RECORDS_FILE, Records
+    from .utils.extras import require_packages
+    from .utils.files import check_writable
 
+    started = time.perf_counter()
+    require_packages("jinja2", "matplotlib", extra="demo", purpose="A plan's report")
     console = console or Console()
-    budget = Budget.parse(options.budget)
-    _check_attention(options.attention)
-    if options.save_model is not None:
-        _check_target(source, options.save_model)
-    name = Path(source).resolve().name if Path(source).is_dir() else source
-    console.print(readable(console, f"Loading [bold]{escape(name)}[/] ..."), highlight=False)
-    with Screen(console) as screen:
-        job = _prepare(source, name, options, budget)
-        folder = check_folder(options.out)
-        study = job.study(folder, screen)
-        record = study.record
-        if record.resumed:
-            screen.say(f"taken up: {len(record.data['measured'])} measurements of an earlier run")
-        record.data.update(job.facts())
-        found = study.run()
-    record.data.update(found, resumed=record.resumed, seconds=time.perf_counter() - began)
-    record.data["verdicts"] = sentences(record.data)
-    record.save()
-    write_files(record.data, folder)
-    show(console, record.data, folder)
-    if options.save_model is not None:
-        told = _save_if_met(job, found["choice"], source, options.save_model)
-        console.print(readable(console, escape(told)), highlight=False, soft_wrap=True)
-    return record.data
+    budget = Budget.parse(config.budget)
+    _check_attention(config.attention)
+    if config.save_model is not None:
+        _check_target(config.model, config.save_model)
+    run = _Run(config, budget)
+    check_writable(Path(config.output))
+    records = Records(Path(config.output) / RECORDS_FILE, remeasure=config.restart)
+    resumed = any(record.conditions["settings"] == run.settings for record in records)
+    records.start_run("hf-linear-attn plan", run.config_facts(), run.environment)
+    with _progress(console) as on_progress:
+        run.transfer(records, on_progress)
+        result = search_layers(
+            run.exact,
+            run.patched,
+            run.data.choice,
+            run.data.verification,
+            budget=budget,
+            search=config.search,
+            lengths=run.lengths,
+            tokens=run.data.tokens,
+            seconds=run.sizes.seconds,
+            timed=run.timed,
+            records=records,
+            conditions=run.conditions,
+            on_progress=on_progress,
+        )
+    facts = {**run.facts(), "seconds": time.perf_counter() - started, "resumed": resumed}
+    _write(result, facts, Path(config.output), console)
+    if config.save_model is not None:
+        console.print(run.save(result, config.save_model), highlight=False, soft_wrap=True, markup=False)
+    return result
 
 
-def _need_extras() -> None:
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"plan needs {error.name}, which is not installed: {EXTRAS}") from error
+class _Run:
+    """A model with its data and its patched copies, loaded and checked before anything is measured."""
 
+    def __init__(self, config: PlanConfig, budget: Budget) -> None:
+        import torch
 
-def _check_attention(name: str | None) -> None:
-    from .registry import ATTENTIONS, list_attentions
+        from .demo import is_decoder
+        from .evaluation.loading import config_and_tokenizer, load_backbone
+        from .utils.environment import environment
+        from .utils.models import torch_device
 
-    list_attentions()
-    if name is not None:
-        ATTENTIONS.get(name)
-        if name == "softmax":
-            raise ValueError("attention 'softmax' is the exact attention: there is nothing to plan. Name a mechanism.")
+        self.config = config
+        self.name = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
+        model_config, tokenizer = config_and_tokenizer(config.model)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = torch_device(config.device)
+        task = config.data.task is not None
+        self.kind = "classifier" if task else "decoder" if is_decoder(model_config) else "encoder"
+        measurements = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
+        budget.check_measurement(measurements[self.kind])
+        default_length = {"classifier": 128, "decoder": 512, "encoder": 256}[self.kind]
+        self.sizes = _Sizes.of(config, model_config, default_length)
+        if task:
+            self.exact, self.data = _load_task(config, tokenizer, self.sizes, device)
+        else:
+            auto_class = "AutoModelForCausalLM" if self.kind == "decoder" else "AutoModel"
+            self.exact = load_backbone(config.model, auto_class, device)
+            self.data = _text_data(config, tokenizer, self.sizes, self.exact, decoder=self.kind == "decoder")
+        self.lengths = self._lengths(budget)
+        self._patch()
+        self.environment = environment(device)
+        self.transfer_facts: dict[str, Any] = {}
 
+    def _lengths(self, budget: Budget) -> list[int]:
+        """The lengths to time that the model can take."""
+        from .integration.discovery import longest_input
+        from .integration.inputs import accepts_longer_inputs
 
-# --------------------------------------------------------------------------------------------------------------------
-# What to run
+        lengths = self.config.lengths
+        if lengths is None:
+            lengths = (1024,) if self.config.quick else (1024, 4096)
+        limit = longest_input(self.exact)
+        if limit is None or accepts_longer_inputs(self.exact):
+            return list(lengths)
+        if budget.length is not None and budget.length > limit:
+            raise ValueError(
+                f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
+            )
+        return [length for length in lengths if length <= limit] or [limit]
 
+    def _patch(self) -> None:
+        """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
+        from .evaluation.speed import timing_options
+        from .integration.discovery import longest_input
+        from .patching import patch_model
+        from .registry import ATTENTIONS
+        from .utils.models import shared_copy
 
-@dataclass
-class Job:
-    """A model with its data, its copies and what the report says of them."""
+        attention = self.config.attention
+        accepted = [entry.name for entry in fields(ATTENTIONS.get(attention).options)]
+        options = {**({"seed": self.config.seed} if "seed" in accepted else {}), **self.config.options}
+        try:
+            self.patched = patch_model(shared_copy(self.exact), attention, **options)
+        except NotImplementedError as error:
+            raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
+        longest = max(self.lengths, default=0)
+        for_timing = timing_options(options, accepted, longest_input(self.exact), longest) if longest else options
+        same = for_timing == options
+        self.timed = self.patched if same else patch_model(shared_copy(self.exact), attention, **for_timing)
 
-    name: str
-    source: str
-    options: PlanOptions
-    budget: Budget
-    kind: Kind
-    amounts: Amounts
-    attention: str
-    exact: Any
-    patched: Any
-    timed: Any
-    material: Material
-    model_facts: dict[str, Any]
+    @property
+    def conditions(self) -> Conditions:
+        """What all measurements depend on."""
+        from .evaluation.loading import fingerprint
+        from .evaluation.records import Conditions
+
+        hardware, versions = self.environment["hardware"], self.environment["versions"]
+        return Conditions(
+            model=self.name,
+            fingerprint=fingerprint(self.exact),
+            attention=self.config.attention,
+            measurement="",
+            seed=self.config.seed,
+            options=self.config.options,
+            settings=self.settings,
+            device={name: hardware[name] for name in ("device", "cpu", "threads")},
+            versions={name: versions[name] for name in ("torch", "transformers")},
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        sizes = asdict(self.sizes)
+        return {"data": self.data.facts["sha256"], **{name: sizes[name] for name in TRANSFER_SETTINGS}}
+
+    def transfer(self, records: Records, on_progress: Progress) -> None:
+        """Train the learned parts of all layers, once.
+
+        Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice
+        of layers.
+        """
+        import torch
+        from safetensors.torch import load_file, save
+
+        from .integration.attention import SUBMODULE
+        from .training.transfer import transfer_attention
+        from .utils.files import atomic_write
+
+        path, steps = Path(self.config.output) / LEARNED, self.sizes.steps
+        if not steps or not any(f".{SUBMODULE}." in f".{name}" for name, _ in self.patched.named_parameters()):
+            return
+        conditions = replace(self.conditions, measurement="transfer")
+        record = records.known(conditions)
+        if record is not None and _metadata(path).get("record") == f"{record.run} {record.id}":
+            self.patched.load_state_dict(load_file(path), strict=False)
+        else:
+            records.remeasure = True  # What was measured belongs to parameters that are lost.
+            torch.manual_seed(self.config.seed)
+            done = transfer_attention(
+                self.patched,
+                self.data.train,
+                steps=steps,
+                held_out=self.data.validation,
+                evaluate_every=max(steps // self.sizes.evaluations, 1),
+                progress=lambda step, total, loss: on_progress(f"attention transfer, loss {loss:.3f}", step, total),
+            )
+            losses = [{"metric": "loss", "value": loss, "step": step} for step, loss in enumerate(done.losses, start=1)]
+            losses += [{"metric": "held_out_loss", "value": loss, "step": step} for step, loss in done.held_out]
+            totals = {"steps": done.steps, "best_step": done.best_step, "seconds": done.seconds}
+            values = [*({"metric": name, "value": value} for name, value in totals.items()), *losses]
+            record = records.add(conditions, values)
+            state = self.patched.state_dict().items()
+            tensors = {name: value.contiguous().cpu() for name, value in state if f".{SUBMODULE}." in f".{name}"}
+            atomic_write(path, save(tensors, {"record": f"{record.run} {record.id}"}))
+        self.transfer_facts = {name: record.value(name) for name in ("steps", "best_step", "seconds")}
+
+    def config_facts(self) -> dict[str, Any]:
+        """The settings of the run. Paths are shortened to names: where files were says nothing to a reader."""
+        settings = {**asdict(self.config), **asdict(self.sizes), "model": self.name, "lengths": self.lengths}
+        for values, name in (
+            (settings, "output"),
+            (settings, "save_model"),
+            (settings["data"], "dataset"),
+            (settings["data"], "folder"),
+        ):
+            values[name] = values[name] and Path(values[name]).name
+        return settings
 
     def facts(self) -> dict[str, Any]:
-        """What the report says of the run before anything is measured."""
-        from .evaluation.measurements import now, plain
-        from .evaluation.report import environment
+        """What the report says of the run beside its result."""
+        from .demo import model_facts
+        from .integration.discovery import self_attention
         from .patching import patch_report
         from .registry import ATTENTIONS
+        from .utils.environment import json_safe, utc_now
 
-        entry = ATTENTIONS.get(self.attention)
-        report = patch_report(self.patched)
-        settings = {**asdict(self.options), **asdict(self.amounts), "attention": self.attention}
-        for place in ("text", "folder", "out", "save_model"):  # where things lay says nothing to a reader
-            if settings[place] is not None:
-                settings[place] = Path(settings[place]).name
-        return plain(
+        entry, report = ATTENTIONS.get(self.config.attention), patch_report(self.patched)
+        shape = model_facts(self.exact, self_attention(self.exact)[0].causal, type(self.exact).__name__)
+        return json_safe(
             {
-                "created": now(),
-                "settings": settings,
-                "budget": {"amount": self.budget.amount, "length": self.budget.length},
-                **environment(self.exact.device),
-                "baseline": self.exact.config._attn_implementation,
-                "model": {"name": self.name, "source": self.name, **self.model_facts, "kind": self.kind.name},
-                "data": self.material.facts,
-                "mechanism": {
-                    "name": self.attention,
-                    "description": entry.description,
-                    "paper": entry.paper,
-                    "options": next(layer.options for layer in report.layers if layer.attention == self.attention),
-                    "learned_parameters": report.parameters,
-                },
+                "format_version": FORMAT_VERSION,
+                "created": utc_now(),
+                "settings": self.config_facts(),
+                **self.environment,
+                "model": {**shape, "name": self.name, "kind": self.kind},
+                "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {report.parameters:,} parameters",
+                "data": self.data.facts,
+                "transfer": self.transfer_facts,
             }
         )
 
-    def identity(self) -> dict[str, Any]:
-        """What the measurements depend on."""
-        from .evaluation.loading import fingerprint
-        from .evaluation.report import environment
+    def save(self, result: LayerSearchResult, target: str) -> str:
+        """Write a checkpoint with the planned layers and their learned parts; returns a message."""
+        from .patching import patch_model
+        from .saving import save_checkpoint
+        from .utils.models import shared_copy
 
-        amounts = asdict(self.amounts)
-        del amounts["lengths"]
-        known = environment(self.exact.device)
-        where = {name: known["hardware"][name] for name in ("device", "cpu", "threads")}
-        return {
-            "model": fingerprint(self.exact),
-            "data": self.material.facts["sha256"],
-            "attention": self.attention,
-            "option": self.options.mechanism_options(),
-            **amounts,
-            **where,
-            **{f"version of {name}": known["versions"][name] for name in ("torch", "transformers")},
-        }
+        if not result.met:
+            return "No checkpoint was written, because the budget is not met."
+        model = patch_model(shared_copy(self.exact), result.plan)
+        state = self.patched.state_dict()
+        model.load_state_dict({name: state[name] for name in model.state_dict()})
+        save_checkpoint(model, self.config.model, target, overwrite=_is_patched_checkpoint(target))
+        return f"Checkpoint: {target}"
 
-    def study(self, folder: Path, progress: Any) -> Any:
-        from .evaluation.planner.record import Record
-        from .evaluation.planner.study import PlanStudy
 
-        return PlanStudy(
-            self.exact,
-            self.patched,
-            self.timed,
-            kind=self.kind,
-            budget=self.budget,
-            material=self.material,
-            amounts=self.amounts,
-            search=self.options.search,
-            record=Record(folder, self.identity(), restart=self.options.restart),
-            progress=progress,
+# --------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def _text_data(config: PlanConfig, tokenizer: Any, sizes: _Sizes, exact: Any, *, decoder: bool) -> _Data:
+    """The train part of a text for the transfer, and half of its held-out part each to choose and to verify."""
+    from .data.text import pad_token, padded_batches, read_text, token_documents, token_passages
+    from .evaluation.layer_search import LanguageModelMetric
+    from .evaluation.metrics import EmbeddingMetric
+
+    text = read_text(config.data.dataset)
+    length, pad = sizes.sequence_length, pad_token(tokenizer)
+    train = token_passages(tokenizer, text.train, length, sizes.train_sequences + sizes.validation_sequences)
+    halves = split_halves(text.held_out)
+    sequences = [token_passages(tokenizer, half, length, sizes.passages) for half in halves]
+    if len(train) < 4 or min(map(len, sequences)) < 2:
+        raise ValueError(
+            f"{text.source!r} gives {len(train)} sequences of up to {length} tokens to train on, {len(sequences[0])} "
+            f"to choose with and {len(sequences[1])} to verify with; 4, 2 and 2 are needed. Give a longer text."
         )
+    random.Random(config.seed).shuffle(train)
+    split = max(1, min(sizes.validation_sequences, len(train) // 4))
+    source = text.source if config.data.dataset is None else Path(text.source).name
+    facts: dict[str, Any] = _transfer_facts(source, text.sha256, length, len(train), split)
+    metrics: list[QualityMetric] = []
+    for name, half, rows in zip(("choice", "verification"), halves, sequences, strict=True):
+        if decoder:
+            documents, stride = token_documents(tokenizer, half, sizes.tokens), max(length // 2, 1)
+            metrics.append(
+                LanguageModelMetric(exact, documents, context=length, stride=stride, batch_size=sizes.batch_size)
+            )
+            facts[name] = {"documents": len(documents), "tokens": sum(map(len, documents)), "stride": stride}
+        else:
+            metrics.append(EmbeddingMetric(exact, padded_batches(rows, sizes.batch_size, pad)))
+            facts[name] = {"passages": len(rows), "tokens": sum(map(len, rows))}
+    return _Data(
+        padded_batches(train[split:], sizes.batch_size, pad),
+        padded_batches(train[:split], sizes.batch_size, pad),
+        metrics[0],
+        metrics[1],
+        [token for row in sequences[0] for token in row],
+        facts,
+    )
 
 
-def _prepare(source: str, name: str, options: PlanOptions, budget: Budget) -> Job:
-    """Load the model and its data, and build the copies."""
+def _transfer_facts(source: str, sha256: str, length: int, count: int, split: int) -> dict[str, Any]:
+    return {
+        "source": source,
+        "sha256": sha256,
+        "sequence_length": length,
+        "train_sequences": count - split,
+        "validation_sequences": split,
+    }
+
+
+def split_halves(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split into every second document and the others; a single document into its first and second half."""
+    if len(documents) > 1:
+        return list(documents[::2]), list(documents[1::2])
+    middle = documents[0].find(" ", len(documents[0]) // 2)
+    middle = middle if middle > 0 else len(documents[0]) // 2
+    return [documents[0][:middle].strip()], [documents[0][middle:].strip()]
+
+
+def _load_task(config: PlanConfig, tokenizer: Any, sizes: _Sizes, device: Any) -> tuple[Any, _Data]:
+    """The classifier and its data: training rows for the transfer (without labels), every second validation row to
+    choose, the others to verify."""
     import torch
 
-    from .demo import is_decoder, model_facts, torch_device
-    from .evaluation.loading import config_and_tokenizer, load_backbone, load_classifier
-    from .evaluation.planner.amounts import amounts_for, timeable
-    from .evaluation.planner.budget import KINDS
-    from .evaluation.planner.material import task_material, task_problem, text_material
-    from .evaluation.speed import shared_copy
-    from .evaluation.texts import read_text
-    from .integration.discovery import self_attention
-    from .patching import patch_model
+    from .evaluation.loading import load_classifier
+    from .evaluation.metrics import ClassificationMetric
+    from .training.options import DataSettings
+    from .training.problems import build_problem
 
-    config, tokenizer = config_and_tokenizer(source)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    device = torch_device(options.device)
-    kind = KINDS["classifier" if options.task is not None else "decoder" if is_decoder(config) else "encoder"]
-    budget.check(kind)
-    if options.task is not None:
-        amounts = amounts_for(options, config, 128, budget)
-        problem = task_problem(tokenizer, options.task, options.folder, amounts)
-        exact = load_classifier(source, options.task, problem, device)
-        material = task_material(problem, options.task, amounts, exact)
-    else:
-        text = read_text(options.text)
-        amounts = amounts_for(options, config, 512 if kind.name == "decoder" else 256, budget)
-        exact = load_backbone(source, "AutoModelForCausalLM" if kind.name == "decoder" else "AutoModel", device)
-        material = text_material(text, tokenizer, amounts, exact, decoder=kind.name == "decoder")
-        material.facts["source"] = Path(text.source).name if options.text is not None else text.source
-    attention = options.attention or DEFAULT_ATTENTION
-    amounts = timeable(amounts, exact, budget)
-    settings = {**_seed(attention, options.seed), **options.mechanism_options()}
-    try:
-        patched = patch_model(shared_copy(exact), attention, **settings)
-    except NotImplementedError as error:
-        raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
-    facts = model_facts(exact, self_attention(exact)[0].causal, type(exact).__name__)
-    timed = _timed(exact, patched, attention, settings, amounts)
-    return Job(name, source, options, budget, kind, amounts, attention, exact, patched, timed, material, facts)
+    task = str(config.data.task)
+    data = DataSettings(
+        task=task,
+        folder=config.data.folder,
+        max_length=sizes.sequence_length,
+        max_train=sizes.train_sequences + sizes.validation_sequences,
+    )
+    problem: Any = build_problem("classification", tokenizer, data, config.seed)
+    exact = load_classifier(config.model, task, problem, device)
+    train = [row for row in problem.train if row["input_ids"]]
+    rows = [row for split in problem.validation.values() for row in split]
+    halves = [rows[::2][: sizes.rows], rows[1::2][: sizes.rows]]
+    if len(train) < 4 or min(map(len, halves)) < 2:
+        raise ValueError(f"Task {task!r} has {len(train)} rows to train on and {len(rows)} to measure on: too few.")
+    split = max(1, min(sizes.validation_sequences, len(train) // 4))
+    content = repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]])
+
+    def batches(rows: list[Any]) -> list[Any]:
+        starts = range(0, len(rows), sizes.batch_size)
+        return [problem.collate(rows[start : start + sizes.batch_size], torch.Generator()) for start in starts]
+
+    choice, verification = (
+        ClassificationMetric(exact, {"": batches(half)}, problem.metrics, regression=problem.regression, task=task)
+        for half in halves
+    )
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    facts = _transfer_facts(f"task {task}", sha256, sizes.sequence_length, len(train), split)
+    facts |= {"choice": {"rows": len(halves[0])}, "verification": {"rows": len(halves[1])}}
+    tokens = [token for row in halves[0] for token in row["input_ids"]]
+    return exact, _Data(batches(train[split:]), batches(train[:split]), choice, verification, tokens, facts)
 
 
-def _seed(attention: str, seed: int) -> dict[str, Any]:
-    from .evaluation.subject import default_options
-    from .registry import ATTENTIONS
-
-    return default_options(ATTENTIONS.get(attention), seed)
+# --------------------------------------------------------------------------------------------------------------------
+# Files and terminal
 
 
-def _timed(exact: Any, patched: Any, attention: str, settings: dict[str, Any], amounts: Amounts) -> Any:
-    """The copy that is timed: another one where a mechanism is built for a largest length that is too short."""
-    from dataclasses import fields
+def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, console: Console) -> None:
+    """Write the plan, the report and the plot, and show the table."""
+    from .evaluation.layer_search_report import draw_curve, render_page, show
+    from .utils.files import atomic_write, write_json
 
-    from .evaluation.speed import shared_copy, timing_options
-    from .integration.discovery import longest_input
-    from .patching import patch_model
-    from .registry import ATTENTIONS
+    plot = draw_curve(result, facts["model"]["name"])
+    write_json(folder / REPORT, {**facts, "result": result.to_dict(), "summary": result.summary()})
+    write_json(folder / PLAN, result.plan)
+    atomic_write(folder / PLOT, plot)
+    atomic_write(folder / PAGE, render_page(result, facts, plot))
+    show(console, result, f"{facts['model']['name']}: from exact to {result.attention}")
+    files = f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}"
+    console.print(files, highlight=False, soft_wrap=True, markup=False)
 
-    accepted = [held.name for held in fields(ATTENTIONS.get(attention).options)]
-    longest = max(amounts.lengths, default=0)
-    changed = timing_options(settings, accepted, longest_input(exact), longest) if longest else settings
-    return patched if changed == settings else patch_model(shared_copy(exact), attention, **changed)
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Context manager: a function `(description, done, total)` that updates a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading")
+        yield lambda description, done, total: bar.update(task, description=description, completed=done, total=total)
 
 
-def _save_if_met(job: Job, choice: dict[str, Any], source: str, target: str) -> str:
-    """Write the planned layers with what they learned, as a checkpoint with its tokenizer; returns what was done."""
-    from .evaluation.speed import shared_copy
-    from .patching import patch_model, patch_report
-    from .saving import save_checkpoint
+def _check_attention(name: str) -> None:
+    from .registry import ATTENTIONS, list_attentions
 
-    if not choice["met"]:
-        return "No checkpoint was written: the budget is not met."
-    options = next(layer.options for layer in patch_report(job.patched).layers if layer.attention == job.attention)
-    model = patch_model(shared_copy(job.exact), job.attention, layers=choice["layers"], **options)
-    held = job.patched.state_dict()
-    model.load_state_dict({name: held[name] for name in model.state_dict()})
-    save_checkpoint(model, source, target, overwrite=_ours(target))
-    return f"Checkpoint: {target}"
+    list_attentions()
+    ATTENTIONS.get(name)
+    if name == "softmax":
+        raise ValueError("attention 'softmax' is the exact attention: there is nothing to plan. Name a mechanism.")
 
 
 def _check_target(source: str, target: str) -> None:
-    """Before anything is measured: new, empty, or a checkpoint that an earlier plan may have written."""
     from .saving import check_output
 
     try:
-        check_output(source, target, overwrite=_ours(target))
+        check_output(source, target, overwrite=_is_patched_checkpoint(target))
     except ValueError as error:
-        raise ValueError(
-            f"--save-model {target!r} cannot be written: it holds other files. Name another folder."
-        ) from error
+        raise ValueError(f"save_model {target!r} holds other files. Name another folder.") from error
 
 
-def _ours(target: str) -> bool:
-    """Whether a folder holds a patched checkpoint, which may be replaced."""
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; empty if there is no such file, or it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _is_patched_checkpoint(folder: str) -> bool:
+    """Whether a folder holds a patched checkpoint, which an earlier plan may have written."""
     from .patching import CONFIG_FIELD
 
     try:
-        return CONFIG_FIELD in json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+        return CONFIG_FIELD in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False

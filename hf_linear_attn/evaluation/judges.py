@@ -14,7 +14,7 @@ from ..integration.discovery import longest_input
 from .embeddings import agreement, sentence_embeddings, unrelated_cosine
 from .fidelity import measure_fidelity
 from .perplexity import measure_perplexity
-from .planner.measures import ClassifierMeasure
+from .metrics import ClassificationMetric
 from .preparing import Data, Pairs, Plan
 
 
@@ -101,7 +101,7 @@ class TaskJudge:
     def __init__(self, exact: PreTrainedModel, data: Data, *, regression: bool) -> None:
         self._data = data
         self._parts = {
-            suffix: ClassifierMeasure(exact, batches, data.facts["metrics"], regression=regression)
+            suffix: ClassificationMetric(exact, {"": batches}, data.facts["metrics"], regression=regression)
             for suffix, batches in data.labelled.items()
         }
 
@@ -114,9 +114,9 @@ class TaskJudge:
     def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
         found: dict[str, Any] = {"examples": 0}
         for suffix, part in self._parts.items():
-            measured = part(model)
-            found["examples"] += measured["examples"]
-            found.setdefault("score", measured["score"])
+            measured = part.measure(model)
+            found["examples"] += measured["rows"]
+            found.setdefault("score", measured[part.metrics[0]])
             found.setdefault("divergence", measured["divergence"])
             for name in self._data.facts["metrics"]:
                 found[name + suffix] = measured[name]

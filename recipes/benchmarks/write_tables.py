@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
-from hf_linear_attn.evaluation.planner.words import table
+from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 from hf_linear_attn.evaluation.summary import change, summarise_report
 
 from . import long_words
@@ -84,10 +84,12 @@ def demo_results(folder: Path = DEMO) -> str | None:
 def plan_results(folder: Path = PLAN) -> str:
     """Table, first finding and picture of the committed plan."""
     report = json.loads((folder / "plan-report.json").read_text(encoding="utf-8"))
-    titles, rows = table(report)
+    result = LayerSearchResult.from_dict(report["result"])
+    titles, rows = result.formatted_table()
     settings, hardware = report["settings"], report["hardware"]
-    flags = [f"--attention {report['mechanism']['name']}", *(f"--option {given}" for given in settings["option"] or ())]
-    flags += [f"--steps {settings['steps']}", f"--sequence-length {settings['sequence_length']}"]
+    flags = [f"--attention {result.attention}"]
+    flags += [f"--options.{name} {value}" for name, value in settings["options"].items()]
+    flags += [f"--steps {settings['steps']}", f"--data.max_length {settings['sequence_length']}"]
     picture = (folder / "curve.png").relative_to(ROOT).as_posix()
     lines = [
         f"{report['model']['name']} ({report['model']['parameters']:,} parameters), `{' '.join(flags)}`, "
@@ -96,9 +98,9 @@ def plan_results(folder: Path = PLAN) -> str:
         "",
         _row(titles),
         _row(["---"] * len(titles)),
-        *(_row([cell.replace("*", "★") for cell in cells]) for cells in rows),
+        *(_row(cells) for cells in rows),
         "",
-        report["verdicts"][0],
+        result.summary()[0],
         "",
         f"![Perplexity and speed by the number of layers converted]({picture})",
     ]

@@ -1,0 +1,154 @@
+"""The result of a layer search as a plot, as an HTML page, and on a terminal."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..utils.extras import require_packages
+from .layer_search import LayerSearchResult, format_divergence
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CAPTION = (
+    "Above: damage by the number of converted layers; each point is measured as a whole. Below: speed of the whole "
+    "model against exact attention."
+)
+
+#: Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"
+LENGTH_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
+    """Return a PNG of damage and speed by the number of converted layers.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    require_packages("matplotlib", extra="demo", purpose="A plan's report")
+    # A figure that pyplot does not know needs no window system and leaves no global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    lengths = list(result.curve[0]["speedup"])
+    figure = Figure(figsize=(5.6, 5.6 if lengths else 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2 if lengths else 1, 1, sharex=True, squeeze=False)[:, 0]
+    _plot_damage(panels[0], result)
+    panels[0].set_title(f"{model_name}: what converting layers costs", loc="left", weight="bold")
+    if lengths:
+        _plot_speed(panels[1], result, lengths)
+    for axes in panels:
+        axes.grid(color="#E3E3E3", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=9)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _plot_damage(axes: Any, result: LayerSearchResult) -> None:
+    points = [(row["count"], row["damage"]) for row in result.curve if row["damage"] is not None]
+    axes.plot(*zip(*points, strict=True), color=BLUE, marker="o", label="on the data of the choice")
+    if result.budget.unit is not None:
+        limit = result.budget.amount
+        axes.axhline(limit, color="black", linestyle="--", label=f"budget: {result.budget.text}")
+        if 0 < limit < max(value for _, value in points) / 12:
+            # Without this scale the budget would lie on the axis.
+            axes.set_yscale("symlog", linthresh=2 * limit, linscale=1.5)
+            axes.yaxis.set_major_formatter("{x:g}")
+    count = result.chosen["count"]
+    for row, looks, label in (
+        (result.chosen, {"s": 170, "facecolors": "none", "edgecolors": ORANGE, "linewidths": 2}, "chosen"),
+        (result.verified, {"s": 55, "marker": "X", "color": ORANGE}, "verified on other data"),
+    ):
+        if row["damage"] is not None:
+            axes.scatter([count], [row["damage"]], zorder=5, label=label, **looks)
+    axes.set_ylabel(result.unit.title)
+
+
+def _plot_speed(axes: Any, result: LayerSearchResult, lengths: list[str]) -> None:
+    counts = [row["count"] for row in result.curve]
+    axes.axhline(1.0, color=GREY, linewidth=1)
+    for index, length in enumerate(lengths):
+        color = LENGTH_COLORS[index % len(LENGTH_COLORS)]
+        values = [row["speedup"][length] for row in result.curve]
+        axes.plot(counts, values, color=color, marker="s^Dv"[index % 4], label=f"{int(length):,} tokens")
+    if result.budget.length is not None:
+        axes.axhline(result.budget.amount, color="black", linestyle="--", label=f"budget: {result.budget.text}")
+    axes.axvline(result.chosen["count"], color=ORANGE, linewidth=1.2, linestyle=":")
+    axes.set_ylabel(f"times as fast as {result.baseline}")
+
+
+def render_page(result: LayerSearchResult, facts: Mapping[str, Any], plot: bytes) -> str:
+    """Return the report as one HTML page.
+
+    Args:
+        result: The search's result.
+        facts: `model`, `mechanism`, `data`, `transfer`, `settings`, `hardware`, `versions`, `created`, `seconds` and
+            `resumed` of the run.
+        plot: The PNG of `draw_curve`, which the page embeds.
+    """
+    require_packages("jinja2", extra="demo", purpose="A plan's report")
+    import jinja2
+
+    loader = jinja2.PackageLoader("hf_linear_attn", "evaluation/templates")
+    pages = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    titles, rows = result.formatted_table()
+    layer_rows = [
+        [f"{row['index']} {row['name']}", format_divergence(row["divergence"]), result.unit.format(row["damage"])]
+        for row in result.single_layers
+    ]
+    return pages.get_template("layer_search.html").render(
+        result=result,
+        titles=titles,
+        rows=[[cell.removesuffix(" ★") for cell in row] for row in rows],  # The style sheet adds the star.
+        layer_rows=layer_rows,
+        plot=base64.b64encode(plot).decode(),
+        caption=CAPTION,
+        plan=json.dumps(result.plan, indent=1, ensure_ascii=False),
+        **facts,
+    )
+
+
+def show(console: Console, result: LayerSearchResult, title: str) -> None:
+    """Print the table and the findings."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    titles, rows = result.formatted_table()
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for index, column in enumerate(titles):
+        # Without a width, rich takes space from numbers before it breaks a title between its words.
+        widths = [*map(len, column.split()), *(len(cells[index]) for cells in rows)]
+        table.add_column(column, justify="right" if index else "left", min_width=max(widths))
+    for row, cells in zip(result.curve, rows, strict=True):
+        chosen = row["count"] == result.chosen["count"]
+        table.add_row(*(_printable(console, escape(cell)) for cell in cells), style="bold" if chosen else "")
+    console.print(table)
+    for sentence in result.summary():
+        console.print(_printable(console, f"• {escape(sentence)}"), highlight=False)
+
+
+def _printable(console: Console, text: str) -> str:
+    """Replace what the terminal's encoding does not have."""
+    try:
+        text.encode(console.encoding)
+    except LookupError:
+        return text
+    except UnicodeEncodeError:
+        for character, ascii_form in (("★", "*"), ("×", "x"), ("•", "-"), ("–", "-")):
+            text = text.replace(character, ascii_form)
+        return text.encode(console.encoding, "replace").decode(console.encoding)
+    return text

@@ -1,0 +1,307 @@
+"""The search for layers to convert: budgets, orders of layers, metrics, the choice, and its verification."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation import layer_search
+from hf_linear_attn.evaluation.layer_search import (
+    DAMAGE_UNITS,
+    SEARCHES,
+    Budget,
+    LanguageModelMetric,
+    LayerSearchResult,
+    format_divergence,
+    greedy_layers,
+    rank_layers,
+    search_layers,
+)
+from hf_linear_attn.evaluation.metrics import PERPLEXITY, measure_perplexity
+from hf_linear_attn.evaluation.records import Conditions, Records
+from hf_linear_attn.utils.models import shared_copy
+
+from ..helpers import GPT2, patched, tiny_model, token_ids
+
+# --------------------------------------------------------------------------------------------------------------------
+# Budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "amount", "length"),
+    [
+        ("1% perplexity", "perplexity", 1.0, None),
+        (" .5 % of Perplexity ", "perplexity", 0.5, None),
+        ("0.05 nats", "nats", 0.05, None),
+        ("0.5 points", "points", 0.5, None),
+        ("1pt", "points", 1.0, None),
+        ("0.02 cosine", "cosine", 0.02, None),
+        ("2x at 4096", None, 2.0, 4096),
+        ("1.5× at 4,096 tokens", None, 1.5, 4096),
+        ("3x@8k", None, 3.0, 8192),
+    ],
+)
+def test_budgets_are_read(text: str, unit: str | None, amount: float, length: int | None) -> None:
+    budget = Budget.parse(text)
+    assert (budget.unit and budget.unit.name, budget.amount, budget.length) == (unit, amount, length)
+
+
+@pytest.mark.parametrize("text", ["", "1%", "perplexity", "-1% perplexity", "2x", "fast", "1e3 nats", "2 at 4096"])
+def test_other_text_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ValueError, match=r"'1% perplexity'.*'0\.5 points'.*'2x at 4096'"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(("text", "message"), [("1x at 4096", "is no speedup"), ("2x at 8", "at 8 tokens")])
+def test_speedups_out_of_range_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "measurement"),
+    [("1% perplexity", "sentence_embeddings"), ("0.5 points", "perplexity"), ("0.1 cosine", "task")],
+)
+def test_a_budget_fits_the_kind_of_model(text: str, measurement: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is for .*; this is .* Give a budget such as"):
+        Budget.parse(text).check_measurement(measurement)
+    Budget.parse("2x at 64").check_measurement(measurement)
+    assert Budget.parse("2x at 64").damage_unit(measurement).measurement == measurement
+
+
+def test_damage() -> None:
+    assert DAMAGE_UNITS["perplexity"].damage({"loss": 1.0}, {"loss": 1.0 + math.log(1.02)}) == pytest.approx(2.0)
+    assert DAMAGE_UNITS["points"].damage({"score": 0.9}, {"score": 0.85}) == pytest.approx(5.0)
+    assert DAMAGE_UNITS["points"].damage({"score": 0.9}, {"score": None}) is None
+    assert DAMAGE_UNITS["points"].format(None) == "undefined"
+    assert DAMAGE_UNITS["points"].format(0.4) == "-0.40 points"
+    assert DAMAGE_UNITS["perplexity"].format(0.4) == "+0.40% perplexity"
+    assert [format_divergence(number) for number in (None, 0.0, 0.01234, 1.2e-5)] == ["–", "0.0000", "0.0123", "1e-05"]
+    assert all(Budget.parse(unit.example).unit is unit for unit in DAMAGE_UNITS.values())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Orders of layers
+
+
+def test_orders_differ_where_layers_compensate_each_other() -> None:
+    divergences = {(0,): 1.0, (1,): 2.0, (2,): 3.0, (0, 1): 9.0, (0, 2): 4.0, (0, 1, 2): 9.5}
+    measured: list[tuple[int, ...]] = []
+
+    def divergence(layers: Any) -> float:
+        measured.append(tuple(sorted(layers)))
+        return divergences[measured[-1]]
+
+    assert rank_layers([2, 0, 1], divergence) == [0, 1, 2]
+    assert greedy_layers([2, 0, 1], divergence) == [0, 2, 1]
+    # The path adds its end to what greedy measures, and for rank all but its beginning.
+    assert len(set(measured[3:])) + 1 == SEARCHES["greedy"][1](3)
+    assert SEARCHES["rank"][1](3) == 5
+    assert rank_layers([0, 1], lambda layers: None if layers == [0] else 1.0) == [1, 0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The metric of language models
+
+
+def values_of(metric: Any, model: Any) -> dict[str, float]:
+    return {row["metric"]: row["value"] for row in metric(model)}
+
+
+def test_loss_is_that_of_perplexity_and_the_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, linear = GPT2.build(), patched("elu", GPT2)
+    documents = [row.tolist() for row in token_ids(5, 30)] + [[3, 4, 5]]
+    settings = {"context": 16, "stride": 8, "batch_size": 3}
+    metric = LanguageModelMetric(exact, documents, **settings)
+    values = values_of(metric, linear)
+    reference = measure_perplexity(linear, documents, context=16, stride=8, batch_size=2)
+    assert values["loss"] == pytest.approx(reference.loss, rel=1e-5)
+    assert values["tokens"] == reference.tokens
+    assert values["perplexity"] == pytest.approx(reference.perplexity, rel=1e-5)
+    assert values_of(metric, linear) == values
+    assert values_of(metric, exact)["divergence"] == pytest.approx(0.0, abs=1e-9)
+    monkeypatch.setattr(layer_search, "MAX_CACHED_VALUES", 0)
+    assert values_of(LanguageModelMetric(exact, documents, **settings), linear) == values
+    with pytest.raises(ValueError, match="longer text"):
+        LanguageModelMetric(exact, [[1]], **settings)
+
+
+def test_divergence_is_its_definition() -> None:
+    exact, linear = GPT2.build(), patched("elu", GPT2)
+    ids = token_ids(1, 12)
+    metric = LanguageModelMetric(exact, [ids[0].tolist()], context=12, stride=6, batch_size=1)
+    with torch.no_grad():
+        p, q = (model(ids).logits[0, :-1].double().softmax(-1) for model in (exact, linear))
+    expected = float((p * (p / q).log()).sum(-1).mean())
+    assert values_of(metric, linear)["divergence"] == pytest.approx(expected, rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The search
+
+
+class StubMetric:
+    """A metric with a known loss for every choice of layers.
+
+    Args:
+        losses: Loss by the linear layers as text; `exact` and `none` for the reference models.
+        divergences: The divergence, where it is not the loss above that of the exact model.
+    """
+
+    score = PERPLEXITY
+    measurement = "perplexity"
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, losses: dict[str, float], divergences: dict[str, float] | None = None) -> None:
+        self.losses, self.divergences = losses, divergences or {}
+        self.calls = 0
+        self.layers = ""
+
+    def __call__(self, model: Any) -> list[dict[str, Any]]:
+        self.calls += 1
+        loss = self.losses[self.layers]
+        divergence = self.divergences.get(self.layers, loss - self.losses["exact"])
+        values = {"loss": loss, "perplexity": math.exp(loss), "divergence": divergence}
+        return [{"metric": name, "value": value} for name, value in values.items()]
+
+
+LOSSES = {"exact": 1.0, "none": 3.0, "0": 1.1, "1": 1.02, "2": 1.3, "0,1": 1.15, "0,1,2": 1.6, "1,2": 1.4}
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    exact = tiny_model("gpt2", num_hidden_layers=3)
+    return exact, hla.patch_model(shared_copy(exact), "elu")
+
+
+@pytest.fixture
+def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that searches with stub metrics, which learn from the search what they measure."""
+
+    def run(
+        budget: str, losses: dict[str, float] = LOSSES, verification: dict[str, float] | None = None, **more: Any
+    ) -> LayerSearchResult:
+        divergences = more.pop("divergences", None)
+        metrics = StubMetric(losses, divergences), StubMetric(verification or losses, divergences)
+        original = layer_search._LayerSearch.measure
+
+        def measure(self: Any, data: str, layers: str, model: Any) -> Any:
+            self.metrics[data].layers = layers
+            return original(self, data, layers, model)
+
+        monkeypatch.setattr(layer_search._LayerSearch, "measure", measure)
+        result = search_layers(*models, *metrics, budget=budget, **more)
+        run.calls = [metric.calls for metric in metrics]  # type: ignore[attr-defined]
+        monkeypatch.setattr(layer_search._LayerSearch, "measure", original)
+        return result
+
+    return run
+
+
+def test_the_most_layers_within_a_budget_of_quality(search: Any) -> None:
+    result = search("0.2 nats")
+    assert [row["layers"] for row in result.curve] == [[], [1], [0, 1], [0, 1, 2]]
+    assert (result.layers, result.met, result.within_budget) == ([0, 1], True, True)
+    assert result.verified["damage"] == pytest.approx(0.15)
+    assert result.plan["default"] == "softmax"
+    assert {name: entry["attention"] for name, entry in result.plan.items() if name != "default"} == {
+        "0": "elu",
+        "1": "elu",
+    }
+    assert "is met by 2 of 3 layers as elu (layers 0 and 1)" in result.summary()[0]
+
+
+def test_tables_and_json(search: Any) -> None:
+    result = search("0.2 nats", lengths=(16,), seconds=0.001)
+    assert list(result.table["converted_layers"]) == [0, 1, 2, 3]
+    assert list(result.table["chosen"]) == [False, False, True, False]
+    assert result.table["speedup_at_16"][0] == 1.0
+    assert list(result.layer_table["index"]) == [0, 1, 2]
+    assert LayerSearchResult.from_dict(result.to_dict()) == replace(result, curve=result.to_dict()["curve"])
+    titles, rows = result.formatted_table()
+    assert len(titles) == len(rows[0]) == 6
+    assert rows[2][0] == "2 of 3 ★"
+
+
+def test_a_budget_that_no_layer_keeps(search: Any) -> None:
+    result = search("0.001 nats")
+    assert (result.layers, result.met, result.within_budget) == ([1], False, False)
+    assert "No number of layers keeps to '0.001 nats'" in result.summary()[0]
+
+
+def test_a_choice_that_other_data_do_not_confirm(search: Any) -> None:
+    result = search("0.2 nats", verification={**LOSSES, "0,1": 2.0})
+    assert (result.within_budget, result.met) == (True, False)
+    assert "is not confirmed" in result.summary()[0]
+
+
+def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
+    result = search("1000 nats", {**LOSSES, "none": 0.9})
+    assert (result.informative, result.met) == (False, False)
+    assert "no better there than the model without attention" in result.summary()[0]
+    fast = search("1000x at 16", {**LOSSES, "none": 0.9}, seconds=0.001)
+    assert any("says nothing on this data" in sentence for sentence in fast.summary())
+
+
+def test_a_better_score_with_a_large_divergence_is_chance(search: Any) -> None:
+    losses = {**LOSSES, "0,1,2": 0.5}
+    result = search("0.2 nats", losses, divergences={"0,1,2": 1.5, "none": 2.0})
+    assert result.curve[3]["chance"]
+    assert result.layers == [0, 1]
+    assert any("that is chance" in sentence for sentence in result.summary())
+    near = search("0.2 nats", losses, divergences={"0,1,2": 0.4, "none": 2.0})
+    assert (near.curve[3]["chance"], near.layers) == (False, [0, 1, 2])
+    # The same holds for the verification.
+    verified = search("0.2 nats", LOSSES, {**LOSSES, "0,1": 0.5}, divergences={"0,1": 1.5, "none": 2.0})
+    assert (verified.within_budget, verified.met) == (True, False)
+
+
+def test_a_budget_of_speed_out_of_reach(search: Any) -> None:
+    result = search("1000x at 32", seconds=0.001)
+    assert list(result.chosen["speedup"]) == list(result.verified["speedup"]) == ["32"]
+    assert not result.met
+    assert "cannot be reached" in result.summary()[0]
+
+
+def test_a_stopped_search_is_resumed(search: Any, tmp_path: Path) -> None:
+    conditions = Conditions("gpt2", "abc", "elu", "")
+
+    def records(**more: Any) -> Records:
+        made = Records(tmp_path / "records.jsonl", **more)
+        made.start_run("test", {}, {})
+        return made
+
+    first = search("0.2 nats", records=records(), conditions=conditions, search="greedy")
+    assert search.calls == [2 + SEARCHES["greedy"][1](3), 3]
+    again = search("0.01 nats", records=records(), conditions=conditions, search="greedy")
+    assert search.calls[0] == 0
+    assert again.curve == first.curve
+    search("0.2 nats", records=records(), conditions=replace(conditions, fingerprint="other"))
+    assert search.calls[0] > 0
+    search("0.2 nats", records=records(remeasure=True), conditions=conditions)
+    assert search.calls[0] > 0
+
+
+def test_arguments_are_checked(search: Any) -> None:
+    with pytest.raises(ValueError, match="search must be one of rank, greedy"):
+        search("0.2 nats", search="random")
+    with pytest.raises(ValueError, match="is for a classifier"):
+        search("0.2 points")
+
+
+def test_only_the_chosen_layers_are_linear(models: tuple[Any, Any]) -> None:
+    """The measured models are those that the plan makes."""
+    exact, linear = models
+    documents = [row.tolist() for row in token_ids(4, 24)]
+    metric = LanguageModelMetric(exact, documents, context=16, stride=8, batch_size=4)
+    result = search_layers(exact, linear, metric, metric, budget="100 nats")
+    for row in result.curve[1:]:
+        planned = hla.patch_model(shared_copy(exact), "elu", layers=row["layers"])
+        assert values_of(metric, planned)["divergence"] == row["divergence"]

@@ -1,0 +1,311 @@
+"""`hf-linear-attn plan`: runs on tiny checkpoints, their files, resumption, and the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import BertForSequenceClassification, GPT2LMHeadModel
+
+import hf_linear_attn as hla
+from hf_linear_attn import plan
+from hf_linear_attn.cli import main, parse_verb
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.evaluation import layer_search
+from hf_linear_attn.evaluation.layer_search import LanguageModelMetric, LayerSearchResult
+from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
+from hf_linear_attn.plan import PlanConfig, run_plan, split_halves
+
+from .helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
+
+FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned.safetensors", RECORDS_FILE}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of three layers, an encoder, a classifier with its task, and a text."""
+    folder = tmp_path_factory.mktemp("plan")
+    torch.manual_seed(0)
+    tiny_model("gpt2", num_hidden_layers=3).save_pretrained(folder / "gpt2")
+    tiny_tokenizer().save_pretrained(folder / "gpt2")
+    save_checkpoint(folder / "bert", "bert")
+    labels = {"id2label": {0: "negative", 1: "positive"}, "label2id": {"negative": 0, "positive": 1}}
+    tiny_model("bert", BertForSequenceClassification, **labels).save_pretrained(folder / "classifier")
+    tiny_tokenizer().save_pretrained(folder / "classifier")
+    (folder / "text.txt").write_text(sample_text(), encoding="utf-8")
+    (folder / "SST-2").mkdir()
+    for name, count in (("train", 40), ("dev", 24)):
+        rows = [
+            f"{' '.join(WORDS[(row * 7 + index) % len(WORDS)] for index in range(9))}\t{row % 2}"
+            for row in range(count)
+        ]
+        (folder / "SST-2" / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _informative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights predict nothing: the exact model may well be no better than the model without attention."""
+    monkeypatch.setattr(layer_search._LayerSearch, "is_informative", lambda self, data: True)
+    monkeypatch.setattr(layer_search, "LARGE_DIVERGENCE", float("inf"))
+
+
+def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanConfig:
+    data = {"dataset": str(folder / "text.txt"), "max_length": 32, **changes.pop("data", {})}
+    settings: dict[str, Any] = {
+        "budget": "100000% perplexity",
+        "quick": True,
+        "steps": 2,
+        "lengths": (32,),
+        "options": {"window_size": 8} if model == "gpt2" and "attention" not in changes else {},
+    }
+    return PlanConfig(str(folder / model), output=str(output), data=DataConfig(**data), **{**settings, **changes})
+
+
+def run(folder: Path, model: str, output: Path, /, **changes: Any) -> LayerSearchResult:
+    return run_plan(config_of(folder, model, output, **changes), console=Console(file=io.StringIO(), width=100))
+
+
+def report_of(output: Path) -> dict[str, Any]:
+    return json.loads((output / "plan-report.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerSearchResult]:
+    output = tmp_path_factory.mktemp("runs") / "gpt2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_search._LayerSearch, "is_informative", lambda self, data: True)
+        patch.setattr(layer_search, "LARGE_DIVERGENCE", float("inf"))
+        return output, run(folder, "gpt2", output, save_model=str(output.parent / "model"))
+
+
+def test_files(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
+    output, result = finished
+    assert {path.name for path in output.iterdir()} == FILES
+    report = report_of(output)
+    assert report["result"] == result.to_dict()
+    assert report["summary"] == result.summary()
+    assert report["transfer"]["steps"] == 2
+    page = (output / "report.html").read_text(encoding="utf-8")
+    for text in (json.dumps(report), page):
+        assert str(folder) not in text
+    assert "Each layer by itself" in page
+    assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (result.met, result.layers, result.num_layers) == (True, [0, 1, 2], 3)
+    assert set(result.curve[1]["speedup"]) == {"32"}
+
+
+def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    output, _ = finished
+    model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
+    hla.patch_model(model, LinearAttentionConfig.from_file(output / "plan.json"))
+    assert [layer.attention for layer in hla.patch_report(model).layers] == ["window"] * 3
+    saved = hla.load_pretrained(str(output.parent / "model")).eval()
+    model.load_state_dict(load_file(output / "learned.safetensors"), strict=False)
+    ids = token_ids()
+    with torch.no_grad():
+        assert torch.equal(saved(ids).logits, model(ids).logits)
+
+
+def without_times(result: LayerSearchResult) -> dict[str, Any]:
+    values = result.to_dict()
+    rows = [*values["curve"], values["chosen"], values["verified"]]
+    for row in rows:
+        row.pop("speedup")
+    return values
+
+
+def test_a_stopped_run_is_resumed(
+    finished: tuple[Path, LayerSearchResult], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = LanguageModelMetric.__call__, []
+
+    def stop(self: Any, model: Any) -> Any:
+        calls.append(model)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return original(self, model)
+
+    monkeypatch.setattr(LanguageModelMetric, "__call__", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, "gpt2", tmp_path)
+    measurements = [record.conditions["measurement"] for record in Records(tmp_path / RECORDS_FILE)]
+    assert measurements.count("perplexity") == 5
+    assert not (tmp_path / "plan.json").exists()
+    monkeypatch.setattr(LanguageModelMetric, "__call__", original)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_linear_attn.training.transfer.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        result = run(folder, "gpt2", tmp_path)
+    assert report_of(tmp_path)["resumed"]
+    assert without_times(result) == without_times(finished[1])
+
+
+def test_lost_parameters_are_trained_and_measured_again(folder: Path, tmp_path: Path) -> None:
+    run(folder, "gpt2", tmp_path)
+    count = len(Records(tmp_path / RECORDS_FILE))
+    (tmp_path / "learned.safetensors").write_bytes(b"damaged")
+    run(folder, "gpt2", tmp_path)
+    assert len(Records(tmp_path / RECORDS_FILE)) == 2 * count
+
+
+def test_another_budget_uses_the_same_measurements(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(folder, "gpt2", tmp_path, search="greedy")
+    calls = []
+    original = LanguageModelMetric.__call__
+    monkeypatch.setattr(LanguageModelMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
+    limit = max(first.curve[1]["damage"], 0.0) + 1e-9
+    second = run(folder, "gpt2", tmp_path, search="greedy", budget=f"{limit:.12f}% perplexity")
+    assert second.within_budget
+    assert second.chosen["damage"] <= limit
+    assert len(calls) <= 1  # the verification of another choice
+    run(folder, "gpt2", tmp_path, steps=1)
+    assert len(calls) > 1
+    assert run(folder, "gpt2", tmp_path, steps=0, restart=True, attention="elu").attention == "elu"
+    assert report_of(tmp_path)["transfer"] == {}
+
+
+def test_no_checkpoint_without_the_budget(folder: Path, tmp_path: Path) -> None:
+    options = {"attention": "elu", "steps": 0, "lengths": (), "save_model": str(tmp_path / "model")}
+    result = run(folder, "bert", tmp_path / "bert", budget="0.0000001 cosine", **options)
+    assert not result.met
+    assert not (tmp_path / "model").exists()
+    assert LinearAttentionConfig.from_file(tmp_path / "bert" / "plan.json").layers
+
+
+def test_classifier(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    settings: dict[str, Any] = {
+        "data": {"dataset": None, "task": "sst2", "folder": str(folder)},
+        "budget": "100 points",
+    }
+    result = run(folder, "classifier", tmp_path, **settings)
+    assert result.met
+    assert result.score["title"] == "sst2 accuracy"
+    assert any("rests on 12 examples" in sentence for sentence in result.summary())
+    data = report_of(tmp_path)["data"]
+    assert data["choice"] == data["verification"] == {"rows": 12}
+    with pytest.raises(ValueError, match="no head for the task 'sst2'"):
+        run(folder, "bert", tmp_path / "headless", **settings)
+
+
+def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None:
+    options = {"attention": "linformer", "lengths": (32, 200), "options": {"num_slots": 8}}
+    result = run(folder, "bert", tmp_path, budget="2 cosine", **options)
+    assert result.met
+    assert list(result.chosen["speedup"]) == ["32", "200"]
+    assert result.mechanisms[0]["num_slots"] == 8
+
+
+def test_halves_share_nothing() -> None:
+    assert split_halves(["a", "b", "c"]) == (["a", "c"], ["b"])
+    assert split_halves(["one two three four five"]) == (["one two three"], ["four five"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": "much"}, "'2x at 4096'"),
+        ({"budget": "0.5 points"}, "is for a classifier with its task"),
+        ({"attention": "linformer"}, "'linformer' cannot be planned on this model"),
+        ({"attention": "hedgehgo"}, "hedgehog"),
+        ({"attention": "softmax"}, "nothing to plan"),
+        ({"options": {"windows": 3}}, "windows"),
+        ({"steps": -1}, "steps must"),
+        ({"lengths": (4,)}, "16 or more"),
+        ({"data": {"task": "sst2"}}, "give only one"),
+        ({"data": {"folder": "glue"}}, "give data.task"),
+        ({"data": {"max_length": 1000}}, "beyond the model's"),
+        ({"data": {"dataset": "nowhere.txt"}}, "nowhere.txt"),
+        ({"device": "tpux"}, "tpux"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        run(folder, "gpt2", tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_are_not_supported(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot be loaded"):
+        run(folder, "nothing", tmp_path)
+    hla.patch_model(GPT2LMHeadModel.from_pretrained(folder / "gpt2"), "elu").save_pretrained(tmp_path / "patched")
+    tiny_tokenizer().save_pretrained(tmp_path / "patched")
+    (tmp_path / "text.txt").write_text(sample_text(), encoding="utf-8")
+    with pytest.raises(ValueError, match="patched already"):
+        run(tmp_path, "patched", tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="Name another folder"):
+        run(folder, "gpt2", tmp_path / "out", save_model=str(tmp_path / "full"))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+def arguments(folder: Path, output: Path, budget: str, *more: str) -> list[str]:
+    words = ["--data.dataset", str(folder / "text.txt"), "--output", str(output), "--quick", "--steps", "1"]
+    words += ["--data.max_length", "32", "--lengths", "32", *more]
+    return ["plan", str(folder / "gpt2"), "--budget", budget, *words]
+
+
+def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    window = ["--options.window_size", "8"]
+    assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *window)) == 0
+    assert "is met by 3 of 3 layers as window" in " ".join(capsys.readouterr().out.split())
+    assert main(arguments(folder, tmp_path / "plan", "1000x at 32", *window)) == 1
+    assert "cannot be reached" in " ".join(capsys.readouterr().out.split())
+    file, patched = str(tmp_path / "plan" / "plan.json"), str(tmp_path / "patched")
+    assert main(["patch", str(folder / "gpt2"), patched, "--plan", file]) == 0
+    assert "of 3 self-attention layers are linear" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "message"),
+    [
+        ("much", (), "Budgets look like '1% perplexity'"),
+        ("0.02 cosine", (), "is for an encoder without a task"),
+        ("1% perplexity", ("--attention", "nystrom"), "cannot be planned on this model"),
+    ],
+)
+def test_errors_are_one_line(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    budget: str,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    assert main(arguments(folder, tmp_path / "plan", budget, *more)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_flags() -> None:
+    words = ["gpt2", "--budget", "2x at 64", "--options.a", "1", "--options.b", "x", "--lengths", "64", "128"]
+    config = parse_verb("plan", words)
+    assert (config.model, config.options, config.lengths) == ("gpt2", {"a": 1, "b": "x"}, (64, 128))
+    assert main(["plan", "gpt2"]) == 2
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from hf_linear_attn import plan; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert plan.PlanConfig.__doc__
