@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ..integration.discovery import longest_input
 from .embeddings import agreement, sentence_embeddings, unrelated_cosine
 from .fidelity import measure_fidelity
-from .perplexity import measure_perplexity
 from .metrics import ClassificationMetric
+from .perplexity import measure_perplexity
 from .preparing import Data, Pairs, Plan
 
 
