@@ -2,7 +2,7 @@
 
     python -m recipes.quality_assurance.compare_packages
 
-Called from the root of the repository: the comparisons are those of tests/peers. Needs the packages that it compares
+Called from the root of the repository: it runs `pytest tests/peers -m peer`. Needs the packages that it compares
 (performer-pytorch, linformer, pytorch-fast-transformers, flash-linear-attention; tests/peers says how each is
 installed) and lists what it could not run; under a minute on one core. Writes recipes/results/packages.json and the
 table in recipes/README.md. Expect: `equal` to rounding, or `different` with the reason, ours at the definition in both.
@@ -11,12 +11,13 @@ table in recipes/README.md. Expect: `equal` to rounding, or `different` with the
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from hf_linear_attn.utils.environment import environment
+from recipes.quality_assurance.marked_tests import run_marked_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "recipes" / "results" / "packages.json"
@@ -25,35 +26,17 @@ DIFFERENCES = ("difference", "theirs_to_definition", "ours_to_definition")
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 
 
-def missing(modules: tuple[str, ...]) -> str | None:
-    """Why the modules cannot be imported, or None where they can."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            return f"{type(error).__name__}: {error}"
-    return None
-
-
-def compared() -> dict[str, Any]:
-    import torch
-
-    from hf_linear_attn.evaluation.report import environment
-    from hf_linear_attn.version import __version__
-    from tests.peers import fast, fla, low_rank, performer  # noqa: F401  (the comparisons add themselves)
-    from tests.peers.comparing import COMPARISONS, SEED, measured
-
+def compare() -> dict[str, Any]:
     done, not_run = [], []
-    for item in sorted(COMPARISONS, key=lambda item: (item.package.name, item.mechanism)):
-        row: dict[str, Any] = {"package": item.package.name, "mechanism": item.mechanism, "case": item.case}
-        reason = missing(item.modules)
-        if reason is not None:
-            not_run.append({**row, "reason": reason})
-            continue
-        row |= {"package_version": version(item.package.name), "our_version": __version__, "seed": SEED}
-        done.append({**row, "dtype": str(item.dtype).removeprefix("torch."), **measured(item), "why": item.differs})
-    where = environment(torch.device("cpu"))
-    return {"format_version": 1, "comparisons": done, "not_run": not_run, "environment": where}
+    for test in run_marked_tests("tests/peers", "-m", "peer", "-k", "beside"):
+        row = json.loads(test["properties"]["comparison"][-1])
+        if "verdict" in row:
+            done.append(row)
+        else:
+            not_run.append({**row, "reason": test["message"]})
+    for rows in (done, not_run):
+        rows.sort(key=lambda row: (row["package"], row["mechanism"]))
+    return {"format_version": 1, "comparisons": done, "not_run": not_run, "environment": environment()}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -91,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-only", action="store_true", help="write no files")
     arguments = parser.parse_args(argv)
-    report = compared()
+    report = compare()
     sys.stdout.write(table(report) + "\n")
     if not report["comparisons"]:
         sys.stderr.write("None of the packages is installed: nothing was compared, nothing is written.\n")

@@ -1,4 +1,4 @@
-"""What a comparison is: the same inputs through another package, through ours, and through the float64 definition."""
+"""Comparisons: the same inputs through another package, through ours, and through the float64 definition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Package:
     """A package on the index, and how it is called where it is imported."""
 
     name: str
-    advice: str
+    install: str
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def compare(
 
 
 @torch.no_grad()
-def measured(comparison: Comparison) -> dict[str, Any]:
-    """Largest relative differences `max|a - b| / max|b|`, and the verdict on theirs against ours."""
+def measure(comparison: Comparison) -> dict[str, Any]:
+    """Largest relative differences `max|a - b| / max|b|`, and whether theirs equals ours to the tolerance."""
     torch.manual_seed(SEED)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # some packages print, most are old
         warnings.simplefilter("ignore")

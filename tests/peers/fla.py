@@ -50,7 +50,7 @@ def reference(operation: str) -> Any:
     """The module `fla/ops/<operation>/naive.py`, without the package around it."""
     spec = importlib.util.find_spec("fla")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"flash-linear-attention is missing: {FLA.advice}.")
+        raise ImportError(f"flash-linear-attention is missing: {FLA.install}.")
     path = Path(spec.submodule_search_locations[0]) / "ops" / operation / "naive.py"
     found = importlib.util.spec_from_file_location(f"fla_naive_{operation}", path)
     if found is None or found.loader is None:
