@@ -12,8 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .integration.configs import configs_of
-from .integration.positions import RECORD, position_limit
+from .integration.models import configs_of
+from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder
 
 #: What belongs to a checkpoint besides config and weights: tokenizer, processor, chat template, sentence-transformers.
@@ -85,7 +85,7 @@ def save_checkpoint(
         with progress_bars_on_terminals():
             model.save_pretrained(temporary)
         _copy_companions(source, temporary, revision)
-        if any(hasattr(part, RECORD) for part in configs_of(model)):
+        if any(hasattr(part, EXTENDED_FROM) for part in configs_of(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
         check_output(source, output, overwrite=overwrite)  # the folder may have been filled meanwhile
 

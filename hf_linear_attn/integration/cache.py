@@ -1,17 +1,17 @@
 """The recurrent state as a layer of Transformers' own caches.
 
-A `Cache` is a list of layers. `adopt` replaces the (still empty) layer of a patched attention module by a
-`LinearStateLayer`, so that whatever cache `generate`, a plain forward or the user creates holds our state where the
+A `Cache` is a list of layers. `state_layer` replaces the (still empty) layer of a patched attention module by a
+`LinearStateLayer`, so that whatever cache `generate`, a forward pass or the user creates contains our state where the
 layer is linear and keys and values where it is exact.
 
-The attention module calls `cache.update(k, v)` and then the attention function. `update` hands the new keys and values
-back unchanged and leaves the layer for `take_layer`, which the attention function calls next, in the same thread.
+The attention module calls `cache.update(k, v)` and then the attention function. `update` returns the new keys and
+values unchanged and leaves the layer in `forward_context`, where the attention function takes it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,25 +19,38 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from ..ops.common import InPlaceState, State, compute_dtype
+from .context import forward_context
 
 Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
 """Advances a state over recorded keys, values and mask."""
 
+FILLED_CACHE = (
+    "Packed documents (position_ids that begin again, or cu_seq_lens_q) cannot be combined with a cache that holds "
+    "tokens: which document would be continued? Pass use_cache=False, or generate from padded rows."
+)
 
-class _Handoff(threading.local):
-    layer: LinearStateLayer | None = None
 
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The state of a layer before the tokens that are recorded."""
 
-_handoff = _Handoff()
+    state: State | None = None
+    tokens: int = 0
+    in_graph: bool = False
 
 
 class LinearStateLayer(CacheLayerMixin):
     """The recurrent state of one linear attention layer: its size does not depend on the number of tokens seen.
 
-    Everything a cache layer owes is here: `reorder_cache` (beam search), `batch_repeat_interleave`,
+    It serves all that a cache layer must: `reorder_cache` (beam search), `batch_repeat_interleave`,
     `batch_select_indices`, `reset`, offloading. A recurrent state cannot be cropped, unless recording was switched on
     (`activate_past_recording`, as assisted decoding does): then the state before the record and the recorded keys and
-    values are kept until the next `crop`, which replays what remains.
+    values are retained until the next `crop`, which replays what remains.
+
+    Attributes:
+        state: The state after `tokens` tokens, or None.
+        tokens: The number of tokens seen, padding included.
+        record_past: Whether recent keys and values are recorded.
     """
 
     is_compileable = False
@@ -50,32 +63,49 @@ class LinearStateLayer(CacheLayerMixin):
         self.state: State | None = None
         self.tokens = 0
         self.record_past = False
-        self._armed = False
-        self._held = False
-        self._before: tuple[State | None, int, bool] = (None, 0, False)
+        self._expects_update = False
+        self._packed = False
+        #: Whether an autograd graph may refer to the state, which then must not be written over.
+        self._in_graph = False
+        self._checkpoint = _Checkpoint()
         self._record: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._replay: Replay | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)  # some models look at their size
+        # Some models look at the size of keys and values.
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         self.is_initialized = True
 
-    def arm(self) -> None:
-        """Called just before the attention module of a patched model runs. Without it, `update` refuses."""
-        self._armed = True
+    def expect_update(self, packed: bool = False) -> None:
+        """Prepare for `update`; called just before the attention module of a patched model runs.
+
+        Args:
+            packed: Whether the tokens are packed documents, which leave no state to continue from.
+
+        Raises:
+            NotImplementedError: The layer holds tokens, and these or the new ones are packed documents.
+        """
+        if (packed or self._packed) and self.tokens:
+            raise NotImplementedError(FILLED_CACHE)
+        self._packed = packed
+        self._expects_update = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values on; the attention function takes this layer and advances its state."""
-        if not self._armed:
+        """Return the new keys and values; the attention function takes this layer and advances its state.
+
+        Raises:
+            RuntimeError: The attention module that calls this is not patched.
+        """
+        if not self._expects_update:
             raise RuntimeError(
                 "This cache belongs to a model with linear attention, and was given to one without. "
                 "Start with a new cache."
             )
-        self._armed = False
+        self._expects_update = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        _handoff.layer = self
+        forward_context.cache_layer = self
         return key_states, value_states
 
     def advance(
@@ -85,25 +115,31 @@ class LinearStateLayer(CacheLayerMixin):
         value: Tensor,
         mask: Tensor | None,
         replay: Replay | None,
-        held: bool = False,
+        in_graph: bool = False,
     ) -> None:
-        """Store the state after `key.shape[2]` more tokens. replay is needed while the past is recorded.
+        """Store the state after more tokens.
 
-        held: a graph may hold the state.
+        Args:
+            state: The state after them.
+            key: `[B, G, S, d]`, their keys.
+            value: `[B, G, S, e]`, their values.
+            mask: `[B, S]`, which of them are real, or None.
+            replay: Advances a state over the record; needed while the past is recorded.
+            in_graph: Whether an autograd graph may refer to the state.
         """
         if self.record_past:
             if not self._record:
-                self._before = (self.state, self.tokens, self._held)
+                self._checkpoint = _Checkpoint(self.state, self.tokens, self._in_graph)
             self._record.append((key, value, mask))
             self._replay = replay
-        self.state, self._held = state, held
+        self.state, self._in_graph = state, in_graph
         self.tokens += key.shape[2]
 
-    def pass_over(self, count: int) -> None:
+    def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state.
 
         Raises:
-            NotImplementedError: it is not the first pass.
+            NotImplementedError: It is not the first pass.
         """
         if self.tokens:
             raise NotImplementedError(
@@ -113,13 +149,16 @@ class LinearStateLayer(CacheLayerMixin):
         self.tokens = count
 
     def state_for(self, query: Tensor) -> State | None:
-        """The state to go on from, on the query's device (it may have been offloaded) and in its precision.
+        """Return the state to continue from, on the query's device (it may be offloaded) and in its precision.
 
-        The step may write over it, unless the tokens that follow may be taken back or a graph may hold it.
+        The next step may write over it, unless its tokens may be taken back or a graph may refer to it.
+
+        Raises:
+            ValueError: The query has another number of rows.
         """
         if self.state is None:
             return None
-        rows = {held.shape[0] for held in self.state.values()}
+        rows = {tensor.shape[0] for tensor in self.state.values()}
         if rows != {query.shape[0]}:
             raise ValueError(
                 f"The cache holds the states of {max(rows)} rows, and the input has {query.shape[0]}. Give each row a "
@@ -128,12 +167,13 @@ class LinearStateLayer(CacheLayerMixin):
             )
         device, dtype = query.device, compute_dtype(query)
         other = torch.float32 if dtype == torch.float64 else torch.float64
-        fits = not any(held.device != device or held.dtype is other for held in self.state.values())
-        if not isinstance(self.state, InPlaceState) or not fits:
+        matches = not any(tensor.device != device or tensor.dtype is other for tensor in self.state.values())
+        if not isinstance(self.state, InPlaceState) or not matches:
             self.state = {
-                name: held.to(device, dtype if held.dtype is other else held.dtype) for name, held in self.state.items()
+                name: tensor.to(device, dtype if tensor.dtype is other else tensor.dtype)
+                for name, tensor in self.state.items()
             }
-            if not self._held and not any(held.requires_grad for held in self.state.values()):
+            if not self._in_graph and not any(tensor.requires_grad for tensor in self.state.values()):
                 self.state = InPlaceState(self.state)
         return dict(self.state) if self.record_past else self.state
 
@@ -151,51 +191,49 @@ class LinearStateLayer(CacheLayerMixin):
         return self.tokens + length, 0
 
     def reset(self) -> None:
-        self.state, self.tokens, self._held = None, 0, False
-        self._forget()
+        self.state, self.tokens, self._in_graph, self._packed = None, 0, False, False
+        self._clear_record()
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers).
+        """Remove the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers).
 
         Raises:
-            ValueError: a positive number, or more tokens than were recorded.
+            ValueError: The number is positive, or more tokens than were recorded.
         """
-        # Some versions of Transformers pass a tensor; kept as the number of tokens it would be added to in place.
+        # Some versions of Transformers pass a tensor, to which later tokens would be added in place.
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
         count = -tokens_to_remove
         if count == 0:
-            return self._forget()
+            return self._clear_record()
         recorded = sum(key.shape[2] for key, _, _ in self._record)
         if count > recorded or self._replay is None:
             raise ValueError(
                 f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
                 "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
             )
-        state, tokens, held = self._before
-        state = None if state is None else dict(state)  # as it is now: the replay writes over nothing
-        keep = recorded - count
+        before = self._checkpoint
+        state, tokens, in_graph = before.state, before.tokens, before.in_graph
+        state = None if state is None else dict(state)  # An ordinary dict: the replay does not write over its tensors.
+        remaining = recorded - count
         # What was recorded without gradients is replayed without them, wherever `crop` is called.
-        wanted = torch.is_grad_enabled() and any(
-            key.requires_grad or value.requires_grad for key, value, _ in self._record
-        )
-        with torch.set_grad_enabled(wanted):
+        has_gradient = any(key.requires_grad or value.requires_grad for key, value, _ in self._record)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
             for key, value, mask in self._record:
-                size = min(keep, key.shape[2])
+                size = min(remaining, key.shape[2])
                 if size:
                     part = None if mask is None else mask[:, :size]
-                    state, held = self._replay(key[:, :, :size], value[:, :, :size], part, state), False
-                keep, tokens = keep - size, tokens + size
-        self.state, self.tokens, self._held = state, tokens, held
-        self._forget()
+                    state, in_graph = self._replay(key[:, :, :size], value[:, :, :size], part, state), False
+                remaining, tokens = remaining - size, tokens + size
+        self.state, self.tokens, self._in_graph = state, tokens, in_graph
+        self._clear_record()
 
-    def _forget(self) -> None:
-        """Drop what was recorded."""
-        self._record, self._before, self._replay = [], (None, 0, False), None
+    def _clear_record(self) -> None:
+        self._record, self._checkpoint, self._replay = [], _Checkpoint(), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -214,7 +252,7 @@ class LinearStateLayer(CacheLayerMixin):
             self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def nbytes(self) -> int:
-        """Bytes that the state takes now."""
+        """Return the bytes that the state takes now."""
         return sum(tensor.nbytes for tensor in (self.state or {}).values())
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -222,26 +260,18 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
-        self._before = (mapped(self._before[0]), *self._before[1:])
+        self._checkpoint = replace(self._checkpoint, state=mapped(self._checkpoint.state))
         self._record = [
             (function(key), function(value), None if mask is None else function(mask))
             for key, value, mask in self._record
         ]
 
 
-def take_layer() -> LinearStateLayer | None:
-    """The layer whose `update` ran just before, if the attention module uses a cache."""
-    layer = _handoff.layer
-    if layer is not None:
-        _handoff.layer = None
-    return layer
-
-
-def adopt(cache: Cache, layer_index: int) -> LinearStateLayer:
-    """Make layer `layer_index` of a cache a `LinearStateLayer`.
+def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
+    """Return layer `layer_index` of a cache, replaced by a `LinearStateLayer` where it is not one.
 
     Raises:
-        ValueError: the layer already holds keys and values of exact attention.
+        ValueError: The layer already holds keys and values of exact attention.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -254,14 +284,14 @@ def adopt(cache: Cache, layer_index: int) -> LinearStateLayer:
                 f"Layer {layer_index} of the given cache holds {int(layer.get_seq_length())} tokens of exact "
                 "attention, which linear attention cannot continue. Start with a new cache."
             )
-        record = getattr(layer, "record_past", False)
+        record_past = getattr(layer, "record_past", False)
         layer = cache.layers[layer_index] = LinearStateLayer()
-        layer.record_past = record
+        layer.record_past = record_past
     return layer
 
 
-def refuse_static(cache: Cache, layer_index: int) -> None:
-    """An exact layer of a mixture reads lengths from its cache, which a preallocated one does not tell."""
+def refuse_static_cache(cache: Cache, layer_index: int) -> None:
+    """Raise where an exact layer of a mixture would use a preallocated cache, which does not know its own length."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):

@@ -1,9 +1,10 @@
-"""Finding the self-attention layers of a model that goes through Transformers' attention interface."""
+"""Finding the self-attention layers of a model that goes through Transformers' attention interface.
+
+Attributes of the modules and fields of their configs decide where they say enough; `source_guards` answers the rest.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..feature_maps.base import AttentionShape
-
-#: What a module's `forward` calls when it goes through the attention interface.
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+from . import source_guards
 
 #: Names of modules that attend to another sequence.
 CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
@@ -24,55 +23,28 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 #: With latent attention (DeepSeek), `head_dim` is the rotated part of a head only.
 HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 
-#: In the `forward` of a model around causal layers whose own flag says otherwise (CLIP's text tower).
-CAUSAL_CALL = re.compile(r"\bis_causal=True\b")
-#: In the `forward` of a decoder that makes the mask of its self-attention layers.
-SELF_MASK = re.compile(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(")
-
-#: A module in a model's own stack of layers, by its name in that model: the masks go there.
-OWN_LAYER = re.compile(r"\w+\.\d+\.")
-MASKS = re.compile(r"\bcreate_\w*mask\w*\(")
-
-#: What stands in a module's `forward` if it cannot be linear, and why.
-OBSTACLES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
-        (
-            r"position_bias|attention_mask=matrix_bd",
-            "adds a relative position bias to its logits, which a product of feature maps cannot express",
-        ),
-        (
-            r"attention_mask=attention_bias|prepare_dynamic_mask",
-            "adds a bias to its logits, which a product of feature maps cannot express",
-        ),
-        (
-            r"\bmerged_attention_mask\b",
-            "attends to its own sequence and another one in a single softmax, which would need a state of both",
-        ),
-        (
-            r"\.update\([^)]*layer_idx \+",
-            "runs several times on one input with a cache layer for each, which would need several states",
-        ),
-        (
-            r"(?s)past_key_values\.update.*attention_interface\(\n.*attention_interface\(\n",
-            "computes attention twice on one cache layer, which would need two states",
-        ),
-    )
-)
+#: A module in a model's own stack of layers, by its name in that model: the masks are for these.
+LAYER_IN_STACK = re.compile(r"\w+\.\d+\.")
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One module that calls the attention interface."""
+    """One module that calls the attention interface.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module.
+        cross: Whether it attends to another sequence.
+        span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
+        obstacle: Why this layer cannot be linear, or "".
+        causal: Whether a token sees earlier ones only.
+    """
 
     name: str
     module: nn.Module
     cross: bool
-    #: "full", or why the layer attends to a part of the sequence only ("sliding window of 128", …).
     span: str
-    #: Why this layer cannot be linear, or "".
     obstacle: str
-    #: Whether a token sees earlier ones only.
     causal: bool
 
     @property
@@ -81,66 +53,54 @@ class AttentionLayer:
         return self.module.config
 
 
-def forward_source(cls: type) -> str:
-    """Source text of the class's `forward`, or "" where there is none to read."""
-    return _forward_source(cls)
-
-
-@functools.cache
-def _forward_source(cls: Any) -> str:
-    try:
-        return inspect.getsource(inspect.unwrap(cls.forward))
-    except (AttributeError, OSError, TypeError):
-        return ""
-
-
 def find_attention(model: nn.Module) -> list[AttentionLayer]:
-    """Every module of the model that calls the attention interface, in order."""
-    found = []
+    """Return every module of the model that calls the attention interface, in order."""
+    layers = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if INTERFACE in forward_source(type(module)):
-            causal = _is_causal(module, [modules[outer] for outer in _outer(name)])
+        if source_guards.calls_interface(type(module)):
+            causal = _is_causal(module, [modules[parent] for parent in _parent_names(name)])
             cross = _is_cross(name, module)
-            found.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
-    return found
+            layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
+    return layers
 
 
-def _outer(name: str) -> Iterator[str]:
-    """Names of the modules around a module, the nearest first; the model itself is the last."""
+def _parent_names(name: str) -> Iterator[str]:
+    """Iterate over the names of the modules around a module, the nearest first; the last is "", the model itself."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _is_causal(module: nn.Module, around: list[nn.Module]) -> bool:
-    """As the attention interface reads it, or as the models around the module see to it by argument or mask."""
+def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
+    """Return whether a module is causal: by its flag, else by the argument or mask that the models around it pass."""
     if getattr(module, "is_causal", _config_value(module, "is_decoder", False)):
         return True
-    sources = [forward_source(type(outer)) for outer in around]
-    if any(CAUSAL_CALL.search(source) for source in sources):
+    classes = [type(parent) for parent in parents]
+    if any(source_guards.passes_causal_argument(cls) for cls in classes):
         return True
     # Some decoders leave it to their mask. (Elsewhere the flag counts: embedding models take a causal model's code.)
-    decoders = [forward_source(type(outer)) for outer in around if type(outer).__name__.endswith("Decoder")]
-    return any(set(SELF_MASK.findall(source)) == {"causal"} for source in decoders)
-
-
-def _has_softmax(cls: type) -> bool:
-    return "ttention" in cls.__name__ and "softmax(" in inspect.getsource(cls)
+    return any(source_guards.makes_causal_masks_only(cls) for cls in classes if cls.__name__.endswith("Decoder"))
 
 
 def foreign_attention(model: nn.Module, configs: set[int]) -> str:
-    """A module that computes softmax attention by itself from masks made for one of these configs (by id), or "".
+    """Find attention outside of the interface that would get the masks of the patched layers.
 
-    The masks of a patched model have another form than such code expects.
+    The masks of a patched model have another form than a module expects that computes its softmax by itself.
+
+    Args:
+        model: The model.
+        configs: Ids of the configs of the layers to patch.
+
+    Returns:
+        Name and class of such a module, whose masks are made for one of these configs; or "".
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        source = forward_source(type(module))
-        if INTERFACE in source or "mask" not in source or not _has_softmax(type(module)):
+        if not source_guards.computes_softmax_from_mask(type(module)):
             continue
-        makers = [outer for outer in _outer(name) if MASKS.search(forward_source(type(modules[outer])))]
-        if not makers or not OWN_LAYER.match(name.removeprefix(makers[0]).removeprefix(".")):
+        makers = [parent for parent in _parent_names(name) if source_guards.makes_masks(type(modules[parent]))]
+        if not makers or not LAYER_IN_STACK.match(name.removeprefix(makers[0]).removeprefix(".")):
             continue
         if id(getattr(modules[makers[0]], "config", None)) in configs:
             return f"{name} ({type(module).__name__})"
@@ -148,26 +108,32 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
 
 
 def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The self-attention layers of a model, in order.
+    """Return the self-attention layers of a model, in order.
 
     Raises:
-        NotImplementedError: the architecture does not go through the attention interface.
+        NotImplementedError: The architecture does not go through the attention interface.
     """
     layers = [layer for layer in find_attention(model) if not layer.cross]
     if not layers:
         raise NotImplementedError(
             f"{type(model).__name__} (model type {model.config.model_type!r}) computes its attention outside "
             "Transformers' attention interface, so there is nothing to replace. It would need its attention to call "
-            f"{INTERFACE}. Models that do: BERT, RoBERTa, GPT-2, Llama, Mistral, Qwen, ViT, BART and about 340 more."
+            f"{source_guards.INTERFACE}. Models that do: BERT, RoBERTa, GPT-2, Llama, Mistral, Qwen, ViT, BART and "
+            "about 340 more."
         )
     return layers
 
 
 def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -> AttentionShape:
-    """Heads and sizes of one layer, read from the module and its config.
+    """Read the heads and sizes of one layer from the module and its config.
+
+    Args:
+        layer: The layer.
+        index: Its index among the self-attention layers of the model.
+        max_length: The longest input of the model in tokens, or None.
 
     Raises:
-        NotImplementedError: they are not to be found.
+        NotImplementedError: The number of heads or their size cannot be found.
     """
     module = layer.module
     heads = _first(module, HEADS)
@@ -188,7 +154,7 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
 
 
 def longest_input(model: PreTrainedModel) -> int | None:
-    """The longest input that the model's positions allow, where its config states one."""
+    """Return the longest input in tokens that the model's positions allow, where its config states one, else None."""
     config = model.config.get_text_config(decoder=False)
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
         limit = getattr(config, name, None)
@@ -205,12 +171,12 @@ def _config_value(module: nn.Module, name: str, default: object = None) -> objec
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first of these that is a size: what the module itself holds counts before its config."""
+    """Return the first of these attributes that is a size: those of the module before those of its config."""
     for read in (getattr, _config_value):
         for name in names:
-            found = read(module, name, None)
-            if isinstance(found, int) and found > 0:
-                return found
+            value = read(module, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
     return None
 
 
@@ -231,16 +197,15 @@ def _span(module: nn.Module) -> str:
 
 
 def _obstacle(module: nn.Module) -> str:
-    source = forward_source(type(module))
+    """Return why a module cannot be linear, by its flags and config first, else by its source; or ""."""
+    cls = type(module)
     if getattr(module, "has_relative_attention_bias", False):
-        return OBSTACLES[0][1]
-    for pattern, reason in OBSTACLES:
-        if pattern.search(source):
-            return reason
-    if "softcap" in source and (
-        getattr(module, "attn_logit_softcapping", None) or _config_value(module, "attn_logit_softcapping")
-    ):
+        return source_guards.POSITION_BIAS
+    soft_cap = getattr(module, "attn_logit_softcapping", None) or _config_value(module, "attn_logit_softcapping")
+    if reason := source_guards.obstacle(cls):
+        return reason
+    if soft_cap and source_guards.caps_logits(cls):
         return "caps its logits (softcap), which a product of feature maps cannot express"
-    if "s_aux=" in source and getattr(module, "sinks", None) is not None:
+    if getattr(module, "sinks", None) is not None and source_guards.passes_sinks(cls):
         return "adds learned attention sinks to its softmax"
     return ""

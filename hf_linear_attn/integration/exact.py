@@ -1,9 +1,11 @@
-"""Exact layers of a patched model: the model's former attention, with the mask in the form that it expects."""
+"""Exact attention in a patched model: layers of a mixture, cross-attention, and layers that run exactly for a while."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,24 +13,147 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
+from .context import SUBMODULE, InterfaceCall, attention_modules, layer_context
+from .discovery import self_attention
 from .mask import exact_mask, full_mask_to_bool
 
 
-def run_exact(
-    module: nn.Module,
-    implementation: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float,
-    causal: bool,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class AttentionCall:
+    """One self-attention call of a patched model that runs exactly (see `observe_attention`).
+
+    Attributes:
+        module: The attention module.
+        mechanism: Its linear attention.
+        query: `[B, H, L, d]`.
+        key: `[B, G, S, d]`.
+        value: `[B, G, S, e]`.
+        padding: `[B, S]` True for real tokens, a full mask, or None where no token is padding.
+        allowed: `[B | 1, 1, L, S]`, the keys that a query may see.
+        scaling: τ, the factor of `q·k`.
+        causal: Whether a token sees earlier ones only.
+        output: `[B, H, L, e]`, exact.
+    """
+
+    module: nn.Module
+    mechanism: LinearAttention
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    padding: Tensor | None
+    allowed: Tensor
+    scaling: float
+    causal: bool
+    output: Tensor
+
+    def real_queries(self) -> Tensor:
+        """Return `[B, H, L]`: the queries that are real tokens and see a key, not those of padding."""
+        sees_a_key = self.allowed.any(dim=-1).expand(self.query.shape[:3])
+        if self.padding is None or self.padding.dim() != 2:
+            return sees_a_key
+        return sees_a_key & self.padding[:, None, -self.query.shape[2] :]
+
+    def exact_weights(self) -> Tensor:
+        """Return the softmax weights `[B, H, L, S]`."""
+        return softmax_weights(self.query, self.key, self.allowed, self.scaling)
+
+    def linear_weights(self) -> Tensor:
+        """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
+        return self.mechanism.attention_weights(
+            self.query, self.key, scaling=self.scaling, causal=self.causal, mask=self.padding
+        )
+
+    def linear_output(self) -> Tensor:
+        """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""
+        if self.padding is not None and self.padding.dim() == 4:
+            return self.mechanism.dense_forward(
+                self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
+            )
+        inputs = AttentionInputs(self.query, self.key, self.value, self.scaling, self.causal, self.padding)
+        return self.mechanism(inputs)[0]
+
+
+Observer = Callable[[AttentionCall], None]
+
+
+@contextmanager
+def observe_attention(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Run a patched model with exact attention, and call `observer` with each patched layer's inputs and exact output.
+
+    Every layer then sees the hidden states of the exact model. Attention transfer and the measures of fidelity are
+    built on this. Caches of the model contain keys and values inside of this context: do not pass them on.
+    """
+    with _running_exactly(list(attention_modules(model)), observer):
+        yield
+
+
+def exact_attention(model: Any, layers: Iterable[int] | None = None) -> AbstractContextManager[None]:
+    """Context manager inside of which a patched model computes exact attention, as before it was patched.
+
+    Args:
+        model: A patched model.
+        layers: Only these self-attention layers (indices as in `patch_model`, negative ones from the end); layers that
+            are not patched are exact anyway. The outputs are bit-equal to those of a model in which only the other
+            layers are patched: nothing has to be built to try another choice. None: all of them.
+
+    Raises:
+        TypeError: An index is no integer.
+        ValueError: An index is out of range.
+    """
+    if layers is None:
+        return _running_exactly(list(attention_modules(model)), None)
+    modules = [layer.module for layer in self_attention(model)]
+    chosen = {_checked_index(index, len(modules)) for index in layers}
+    return _running_exactly(
+        [modules[index] for index in sorted(chosen) if getattr(modules[index], SUBMODULE, None) is not None], None
+    )
+
+
+def _checked_index(index: int, count: int) -> int:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layers must hold integers, got {index!r} ({type(index).__name__}).")
+    if not -count <= index < count:
+        raise ValueError(f"Layer index {index} is out of range: the model has {count} self-attention layers.")
+    return index % count
+
+
+@contextmanager
+def _running_exactly(modules: list[nn.Module], observer: Observer | None) -> Iterator[None]:
+    contexts = [context for module in modules if (context := layer_context(module)) is not None]
+    previous = [(context.runs_exactly, context.observer) for context in contexts]
+    for context in contexts:
+        context.runs_exactly, context.observer = True, observer
+    try:
+        yield
+    finally:
+        for context, values in zip(contexts, previous, strict=True):
+            context.runs_exactly, context.observer = values
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[Tensor, Tensor | None]:
+    """Run the exact attention of a layer, and show it to the layer's observer if there is one.
+
+    Returns:
+        The output `[B, L, H, e]`, and the weights `[B, H, L, S]` where the caller requested them, else None.
+    """
+    out, weights = _exact_output(call)
+    observer = call.context.observer
+    if mechanism is not None and observer is not None:
+        padding, allowed = _observed_masks(call)
+        tensors = (call.query, call.key, call.value, padding, allowed)
+        observer(AttentionCall(call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2)))
+    return out, weights
+
+
+def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run the model's former implementation, with the mask in the form that it expects."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    causal, implementation, kwargs = call.causal, call.context.exact_implementation, call.kwargs
     length, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.dim() == 4:
         full: Tensor | None = mask
@@ -40,26 +165,27 @@ def run_exact(
         full = exact_mask(None if mask is None else mask[:, :keys], length, keys, causal, query.device)
     if implementation == "eager":
         if full is not None and full.dtype == torch.bool:
-            blocked = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
-            full = blocked.masked_fill(~full, torch.finfo(query.dtype).min)
-        function: Any = eager_function(module)
+            zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
+            full = zeros.masked_fill(~full, torch.finfo(query.dtype).min)
+        function: Any = eager_function(call.module)
     else:
         function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if is_causal is None and full is None and causal != getattr(module, "is_causal", True):
-        is_causal = causal  # the exact function would go by the module's flag
+    is_causal = call.is_causal
+    if is_causal is None and full is None and causal != getattr(call.module, "is_causal", True):
+        is_causal = causal  # The exact function would go by the module's flag.
     if is_causal is not None and implementation != "eager":
         kwargs = {**kwargs, "is_causal": is_causal}
-    out, weights = function(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
-    if weights is None and weights_wanted(kwargs):
+    out, weights = function(call.module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
+    if weights is None and attention_weights_requested(kwargs):
         allowed = exact_mask(mask, length, keys, causal, query.device) if mask is None or mask.dim() == 2 else full
         if allowed is None:
             allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-        weights = softmax_weights(query, key, full_mask_to_bool(allowed), scaling).to(value.dtype)
+        weights = softmax_weights(query, key, full_mask_to_bool(allowed), call.scaling).to(value.dtype)
     return out, weights
 
 
 def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The eager attention of the module's own modeling file."""
+    """Return the eager attention function of the module's own modeling file."""
     for cls in type(module).__mro__:
         function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if function is not None:
@@ -70,19 +196,20 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     )
 
 
-def observed_masks(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor | None, Tensor]:
-    length, keys = query.shape[2], key.shape[2]
+def _observed_masks(call: InterfaceCall) -> tuple[Tensor | None, Tensor]:
+    """Return the mask of the call, and the keys that each query may see, `[B | 1, H | 1, L, S]`."""
+    length, keys, mask = call.query.shape[2], call.key.shape[2], call.mask
     if mask is not None and mask.dim() == 4:
         allowed = full_mask_to_bool(mask)
         return allowed, allowed
-    allowed_or_none = exact_mask(mask, length, keys, causal, query.device)
+    allowed_or_none = exact_mask(mask, length, keys, call.causal, call.query.device)
     if allowed_or_none is None:
-        allowed_or_none = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
+        allowed_or_none = torch.ones(1, 1, length, keys, dtype=torch.bool, device=call.query.device)
     return mask, allowed_or_none
 
 
-def weights_wanted(kwargs: dict[str, Any]) -> bool:
-    """Whether the caller asked for `output_attentions`."""
+def attention_weights_requested(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller of the model has asked for `output_attentions`."""
     if kwargs.get("output_attentions"):
         return True
     collector = output_capturing._active_collector

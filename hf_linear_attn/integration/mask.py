@@ -1,6 +1,6 @@
 """Masks: what the model builds once per forward, and what the layers make of it.
 
-Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is plainly causal or bidirectional,
+Our mask function returns the padding mask `[B, S]` (or None) wherever the pattern is simply causal or bidirectional,
 so that memory stays O(S). Every other pattern (packed documents, sliding windows, prefixes, a caller's own overlay) is
 returned in full, `[B, 1, L, S]`; a linear layer then either honours it in its quadratic form or refuses.
 """
@@ -14,52 +14,58 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .boundaries import MARK, Run, current
+from .context import ModelRun, forward_context
+from .packing import PackedBatch, set_packed_batch
 
 MaskFunction = Callable[..., Any]
 """Whether a query sees a key: (batch, head, query, key), all indices, -> bool, as in Transformers."""
 
-PLAIN = (causal_mask_function, bidirectional_mask_function)
+SIMPLE_PATTERNS = (causal_mask_function, bidirectional_mask_function)
 
 #: An additive mask blocks a key from here down: `exp` of it is 0 in every dtype. (Older models write -10,000.)
 BLOCKED = -1e4
 
 
 def linear_attention_mask(**arguments: Any) -> Tensor | None:
-    """The mask function registered with `AttentionMaskInterface`; arguments as Transformers passes them.
+    """Return the mask of a forward pass; registered with `AttentionMaskInterface`.
 
-    Masks of a packed batch carry its boundaries.
+    Args:
+        arguments: As Transformers passes them.
+
+    Returns:
+        `[B, S]` True for real tokens, a full mask `[B, 1, L, S]`, or None where every token is real. The mask of a
+        packed batch carries the boundaries of its documents.
     """
-    run = current()
+    run = forward_context.packed_run()
     sizes = (arguments.get("batch_size"), arguments.get("q_length"), arguments.get("kv_length"))
     if run is None or sizes != (*run.shape, run.shape[1]):
         return _mask(**arguments)
-    return _marked(run, arguments)
+    return _packed_mask(run, arguments)
 
 
 @torch.compiler.disable
-def _marked(run: Run, arguments: dict[str, Any]) -> Tensor:
+def _packed_mask(run: ModelRun, arguments: dict[str, Any]) -> Tensor:
     assert run.boundaries is not None
     function = arguments.get("mask_function", causal_mask_function)
-    if function not in PLAIN:
+    if function not in SIMPLE_PATTERNS:
         arguments["mask_function"] = packed_mask_function(function, run.boundaries, run.shape)
     mask = _mask(**arguments)
     if mask is None:
         mask = torch.ones(run.shape, dtype=torch.bool, device=run.boundaries.device)
-    setattr(mask, MARK, run.boundaries)
+    set_packed_batch(mask, PackedBatch(run.boundaries))
     return mask
 
 
 def packed_mask_function(function: MaskFunction, boundaries: Tensor, shape: tuple[int, int]) -> MaskFunction:
-    """The same pattern in each document: places are counted from its first token."""
+    """Return the same pattern inside of each document: positions count from its first token."""
     tokens = torch.arange(shape[0] * shape[1], device=boundaries.device)
     documents = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
-    places = (tokens - boundaries[documents]).view(shape)
+    positions = (tokens - boundaries[documents]).view(shape)
     documents = documents.view(shape)
 
     def inside(batch: Any, head: Any, query: Any, key: Any) -> Any:
         same = documents[batch, query] == documents[batch, key]
-        return same & function(batch, head, places[batch, query], places[batch, key])
+        return same & function(batch, head, positions[batch, query], positions[batch, key])
 
     return inside
 
@@ -72,7 +78,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    if mask_function in PLAIN:
+    if mask_function in SIMPLE_PATTERNS:
         if attention_mask is None:
             return None
         causal = mask_function is causal_mask_function
@@ -84,9 +90,9 @@ def _mask(
             mask = torch.nn.functional.pad(mask, (0, missing), value=False)
         mask = mask[:, kv_offset:]
         # In cross-attention the queries are another sequence. If this is no cross-attention, the layer will object.
-        fits = causal or mask.shape[1] == kwargs.get("q_length")
+        same_sequence = causal or mask.shape[1] == kwargs.get("q_length")
         # Reading the values would break a graph; outside of one it saves every layer a pass over its keys and values.
-        if fits and not torch.compiler.is_compiling() and bool(mask.all()):
+        if same_sequence and not torch.compiler.is_compiling() and bool(mask.all()):
             return None
         return mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -100,7 +106,7 @@ def _mask(
 
 
 def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
-    """A mask that leaves out the newest tokens would silently hide them. (Lengths may be tensors while compiling.)"""
+    """Raise on a mask that leaves out the newest tokens: it would hide them. (Lengths may be tensors in a graph.)"""
     if isinstance(seen, int) and isinstance(new, int) and attention_mask.shape[1] < seen + new:
         raise ValueError(
             f"The attention mask has shape {tuple(attention_mask.shape)}; it must cover all {seen + new} tokens "
@@ -109,10 +115,14 @@ def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
 
 
 def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
-    """A hand-made mask `[B | 1, H | 1, L, S]` as booleans.
+    """Return a full mask `[B | 1, H | 1, L, S]` as booleans, True where a query sees a key.
+
+    Args:
+        mask: A boolean, integer or additive mask.
+        layer: The layer, in messages.
 
     Raises:
-        NotImplementedError: an additive mask that is a bias (anything but 0 and a very negative number).
+        NotImplementedError: The mask is an additive bias (it holds anything but 0 and a very negative number).
     """
     if mask.dtype == torch.bool:
         return mask
@@ -128,9 +138,12 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
 
 
 def exact_mask(padding: Tensor | None, length: int, keys: int, causal: bool, device: torch.device) -> Tensor | None:
-    """The boolean mask `[B, 1, L, S]` of exact attention from a padding mask `[B, S]`; None where all keys are seen.
+    """Return the mask of exact attention from a padding mask `[B, S]`.
 
     Query i is token `S - L + i`, as in a cache that grows.
+
+    Returns:
+        `[B | 1, 1, L, S]`, True where a query sees a key; None where every query sees every key.
     """
     if not causal or length == 1:
         if padding is None:

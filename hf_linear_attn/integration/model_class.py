@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
-from .attention import IMPLEMENTATION, OBSERVER, SUBMODULE, attention_modules
-from .cache import adopt
-from .disk import writing
+from ..utils.files import atomic_write
+from .cache import state_layer
+from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
+from .discovery import longest_input
+from .layers import PlannedLayer, build_mechanisms, install_layers, plan_layers
+from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = "modeling_hf_linear_attn.py"
-AUTO_MAP_MARK = CODE_FILE.removesuffix(".py")
+CODE_MODULE = CODE_FILE.removesuffix(".py")
 
 CODE = '''"""Loads this checkpoint with its linear attention. Written by hf-linear-attn."""
 
@@ -46,7 +50,7 @@ def __getattr__(name):
 
 
 class MismatchedSizesError(ValueError, RuntimeError):
-    """Weights of other sizes than the model's: a RuntimeError in Transformers, whose callers may catch that."""
+    """The weights have other sizes than the model: a RuntimeError in Transformers, whose callers may catch that."""
 
 
 class LinearAttentionModelMixin:
@@ -55,15 +59,13 @@ class LinearAttentionModelMixin:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        from ..patching import CONFIG_FIELD, patch_model
-
         saved = getattr(config, CONFIG_FIELD, None)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation = None  # the exact layers' own choice, made by the base class
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
         if saved is not None:
-            patch_model(self, saved)  # type: ignore[arg-type]
+            _install_saved(self, saved)  # type: ignore[arg-type]
 
     @classmethod
     def from_pretrained(
@@ -74,9 +76,13 @@ class LinearAttentionModelMixin:
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in Transformers. Also refuses a checkpoint whose weights do not match its linear attention.
+        """Load a model as Transformers does, and refuse a checkpoint whose weights do not match its linear attention.
 
         Weights are read from safetensors only, unless `use_safetensors=False` asks for another format.
+
+        Raises:
+            ValueError: The weights are corrupt, or do not match the linear attention of the config.
+            MismatchedSizesError: Other weights have another size than the model.
         """
         if pretrained_model_name_or_path is not None:
             kwargs.setdefault("use_safetensors", True)
@@ -95,15 +101,15 @@ class LinearAttentionModelMixin:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Transformers, with the small module beside the weights that `trust_remote_code=True` runs."""
+        """Save the model as Transformers does, with the small module that `trust_remote_code=True` runs."""
         is_main = kwargs.get("is_main_process", args[0] if args else True)
         if is_main and not os.path.isfile(save_directory):
             write_code_file(Path(save_directory))
-        with writing(save_directory):
+        with weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """Refused: it would silently bring softmax attention back."""
+        """Raise a ValueError: another implementation would silently bring softmax attention back."""
         if attn_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"set_attn_implementation({attn_implementation!r}): this model runs linear attention. Call "
@@ -116,92 +122,123 @@ class LinearAttentionModelMixin:
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             for module in attention_modules(self):  # type: ignore[arg-type]
-                if getattr(module, OBSERVER, None) is not None:
-                    continue  # it runs exactly for now, and needs keys and values
+                context = layer_context(module)
+                if context is not None and context.runs_exactly:
+                    continue  # It needs keys and values.
                 if getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
-                    adopt(cache, int(module.layer_idx))  # type: ignore[arg-type]
+                    state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         return prepared
 
     def get_expanded_tied_weights_keys(self, *args: Any, **kwargs: Any) -> dict[str, str]:
-        """As in Transformers, with the parameters that layers of linear attention share."""
+        """Return Transformers' tied weights, with the parameters that layers of linear attention share."""
         own = super().get_expanded_tied_weights_keys(*args, **kwargs)  # type: ignore[misc]
         return {**own, **shared_parameters(self)}  # type: ignore[arg-type]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing to do: `auto_map` and the code file are written by `save_pretrained`."""
+        """Do nothing: `save_pretrained` writes `auto_map` and the code file."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is not to be found by its name: pickle the original class and remake ours.
-        return _blank, (base_class(type(self)),), self.__dict__
+        # The class cannot be imported by its name: we pickle the original class and make ours again.
+        return _empty_instance, (base_class(type(self)),), self.__dict__
 
 
 def shared_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Name of a parameter that a linear attention shares -> name of the one that is saved for it."""
+    """Return, for each parameter that a linear attention shares, the name of the one that is saved for it."""
     owners: dict[int, str] = {}
-    found = {}
-    for name, module in model.named_modules():
+    shared = {}
+    for module_name, module in model.named_modules():
         if not isinstance(module, LinearAttention):
             continue
-        for own, parameter in module.named_parameters():
-            place = f"{name}.{own}"
-            if own in module.tied_parameters and id(parameter) in owners:
-                found[place] = owners[id(parameter)]
-            else:  # its own, or no longer tied: PEFT trains copies
-                owners[id(parameter)] = place
-    return found
+        for parameter_name, parameter in module.named_parameters():
+            name = f"{module_name}.{parameter_name}"
+            if parameter_name in module.tied_parameters and id(parameter) in owners:
+                shared[name] = owners[id(parameter)]
+            else:  # The module's own, or no longer tied: PEFT trains copies.
+                owners[id(parameter)] = name
+    return shared
 
 
-def _blank(base: type) -> Any:
+def _empty_instance(base: type) -> Any:
     return object.__new__(linear_attention_class(base))
 
 
+def linear_attention_class(cls: type) -> type:
+    """Return the patched counterpart of a model class; a class that is patched already is returned as it is."""
+    return _linear_attention_class(base_class(cls))
+
+
 @functools.cache
-def linear_attention_class(base: type) -> type:
-    """The patched counterpart of a model class."""
-    return type(
-        base.__name__,
-        (LinearAttentionModelMixin, base),
-        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
-    )
+def _linear_attention_class(base: type) -> type:
+    attributes = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        ORIGINAL_CLASS: base,
+    }
+    return type(base.__name__, (LinearAttentionModelMixin, base), attributes)
 
 
-def base_class(cls: type) -> type:
-    """The original class of a patched model; any other class is returned as it is."""
-    if issubclass(cls, LinearAttentionModelMixin):
-        return cls.__mro__[cls.__mro__.index(LinearAttentionModelMixin) + 1]
-    return cls
+def install(model: PreTrainedModel, built: Sequence[PlannedLayer], classes: dict[str, str]) -> None:
+    """Make a model that owns its configs a patched one: its layers, then its class.
+
+    Args:
+        model: The model.
+        built: The planned layers with their mechanisms.
+        classes: The `auto_map` of its config.
+    """
+    install_layers(model, built)
+    if classes:
+        model.config.auto_map = classes
+    model.__class__ = linear_attention_class(type(model))
+    model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared_parameters(model)}
+
+
+def uninstall_class(model: PreTrainedModel) -> None:
+    """Give a model its original class and tied weights again, and take our code out of its config."""
+    model.all_tied_weights_keys = {
+        name: source for name, source in model.all_tied_weights_keys.items() if f".{SUBMODULE}." not in f".{name}"
+    }
+    if getattr(model.config, "auto_map", None) and CODE_MODULE in str(model.config.auto_map):
+        del model.config.auto_map
+    model.__class__ = base_class(type(model))
+
+
+def _install_saved(model: PreTrainedModel, saved: Any) -> None:
+    """Patch a model that is being built from the config of a patched checkpoint."""
+    planned = plan_layers(model, LinearAttentionConfig.parse(saved))
+    built = build_mechanisms(model, planned, longest_input(model))
+    classes = auto_map(model)
+    own_configs(model)
+    install(model, built, classes)
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
-    """`AutoModel…` -> class, for every auto class that knows this model type."""
+    """Return `AutoModel…` -> class in the code file, for every auto class that knows this model type."""
     model_type = model.config.model_type
-    found = {}
+    classes = {}
     for name in dir(modeling_auto):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
         if not name.startswith("AutoModel") or mapping is None:
             continue
-        classes = mapping._model_mapping.get(model_type)
-        names = (classes,) if isinstance(classes, str) else tuple(classes or ())
+        value = mapping._model_mapping.get(model_type)
+        names = (value,) if isinstance(value, str) else tuple(value or ())
         own = base_class(type(model)).__name__
         if names:
-            found[name] = f"{AUTO_MAP_MARK}.{own if own in names else names[0]}"
-    return found
+            classes[name] = f"{CODE_MODULE}.{own if own in names else names[0]}"
+    return classes
 
 
 def write_code_file(folder: Path) -> None:
-    """Write the code file, aside first: a reader never sees half of it."""
+    """Write the code file, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", suffix=".py", delete=False, encoding="utf-8") as file:
-        file.write(CODE)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, folder / CODE_FILE)
+    atomic_write(folder / CODE_FILE, CODE)
 
 
 def check_index(folder: Path) -> None:
-    """Raise a ValueError where the index of a sharded checkpoint names a file that is not in its folder."""
+    """Raise a ValueError where the index of a sharded checkpoint names a file outside of its folder."""
     for path in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
         try:
             names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
@@ -218,11 +255,18 @@ def check_index(folder: Path) -> None:
 
 
 def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:
-    """Raise a ValueError where the weights of the linear attention do not fit the config, or others differ in size.
+    """Check what `from_pretrained` reports of a load.
 
-    `path` is None for weights that were given as `state_dict=`.
+    Args:
+        path: Where the weights are, or None for weights that were passed as `state_dict=`.
+        info: Its loading info.
+        ignore_mismatched_sizes: Whether weights of other sizes than the model's may start anew.
+
+    Raises:
+        ValueError: The weights of the linear attention do not match the config.
+        MismatchedSizesError: Other weights have another size than the model.
     """
-    place = "the given state_dict" if path is None else repr(str(path))
+    source = "the given state_dict" if path is None else repr(str(path))
     problems = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
@@ -231,7 +275,7 @@ def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
             problems.append(f"{kind.removesuffix('_keys')}: {', '.join(keys[:3])}" + (" …" if len(keys) > 3 else ""))
     if problems:
         raise ValueError(
-            f"The weights in {place} do not match the linear attention of its config.json "
+            f"The weights in {source} do not match the linear attention of its config.json "
             f"({'; '.join(problems)}). "
             "The checkpoint was changed after it was saved, or belongs to another config: save it again from the "
             "patched model."
@@ -239,14 +283,18 @@ def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
     others = sorted(key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ()))
     if others and not ignore_mismatched_sizes:
         raise MismatchedSizesError(
-            f"The weights in {place} have other sizes than the model of its config: {', '.join(others[:3])}"
+            f"The weights in {source} have other sizes than the model of its config: {', '.join(others[:3])}"
             + (" …" if len(others) > 3 else "")
             + ". Give the config that belongs to them, or pass ignore_mismatched_sizes=True to start these anew."
         )
 
 
 def transformers_class(name: str) -> type:
-    """A model class of Transformers by its name."""
+    """Return a model class of Transformers by its name.
+
+    Raises:
+        ValueError: Transformers has no such class.
+    """
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
         raise ValueError(f"Transformers {transformers.__version__} has no model class {name!r}.")

@@ -1,30 +1,29 @@
-"""Packed batches: several documents in one row, each computed as if it were alone, in linear time and both directions.
+"""Packed batches: several documents in one row, each computed as if it were a row of its own, in linear time.
 
-Where documents lie is told by `cu_seq_lens_q` (Transformers' name for the first token of each document, and the end);
-`boundaries.py` makes it of `position_ids` that begin again. It travels as a keyword argument to every attention layer,
-through gradient checkpointing and from device to device.
+`cu_seq_lens_q` (Transformers' name for the first token of each document, and the end) says where documents lie;
+`boundaries.py` makes it from `position_ids` that begin again. It travels as a keyword argument to every attention
+layer, through gradient checkpointing and from device to device.
 
-A layer gathers documents of like length into small batches, runs whatever attention it has on these, and puts the
-outputs back: no mechanism needs to know.
+A layer gathers documents of similar length into small batches, runs its attention on these, and scatters the outputs
+back: no mechanism needs to know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .boundaries import BOUNDARIES
-
-#: On a tensor of boundaries or a mask: the `Documents` that were made of it, by shape.
-_PLANS = "_linear_attention_documents"
+#: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
+BOUNDARIES = "cu_seq_lens_q"
+#: Name of the attribute of a mask, or of a tensor of boundaries, that is its `PackedBatch`.
+PACKED_BATCH = "_linear_attention_packed_batch"
 
 #: Documents go into one batch if the shortest lacks at most this share of the longest, or so many tokens.
-SPREAD_SHARE, SPREAD_TOKENS = 1 / 8, 16
+MAX_PADDING_SHARE, MAX_PADDING_TOKENS = 1 / 8, 16
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention on a batch of documents: q, k, v `[n, H | G, L, d]` and a mask `[n, L]` or None -> `[n, H, L, e]`."""
@@ -32,90 +31,96 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """Documents of like length. index `[n, L]`: their tokens in the flattened batch; mask `[n, L]`: which are real."""
+    """Documents of similar length, as one batch.
+
+    Attributes:
+        index: `[n, L]`, the tokens of the documents in the flattened batch.
+        mask: `[n, L]`, which of them are real, or None where all are.
+    """
 
     index: Tensor
     mask: Tensor | None
 
 
 class Documents:
-    """The documents of a batch `[B, S]`, in groups of like length.
+    """The documents of a batch `[B, S]`, in groups of similar length.
 
     The elements of all groups are at most 8/7 of the tokens, or 16 a document more; there are at most some 8 groups for
-    each doubling of the length, so that the calls do not grow with the number of documents.
+    each doubling of the length, so that the number of calls does not grow with the number of documents.
 
     Args:
         boundaries: `[n + 1]`, the first token of each document in the flattened batch, and its size B·S.
         shape: B and S.
-        padding: `[B, S]` True for real tokens; others are in no document, and their outputs are zero.
+        padding: `[B, S]`, True for real tokens; others are in no document, and their outputs are zero.
 
     Raises:
-        ValueError: boundaries that do not go up from 0 to B·S, or a document over several rows.
+        ValueError: The boundaries do not go up from 0 to B·S, or a document lies in several rows.
     """
 
     def __init__(self, boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None = None) -> None:
         self.shape = shape
         device = boundaries.device
-        edges = _checked(boundaries.tolist(), shape)
+        edges = _checked_edges(boundaries.tolist(), shape)
         lengths = [stop - start for start, stop in pairwise(edges)]
         if padding is None or bool(padding.all()):
             self._tokens = torch.arange(edges[-1], device=device)
         else:
             real = padding.reshape(-1).to(device)
             self._tokens = real.nonzero().squeeze(1)
-            before = torch.nn.functional.pad(real.cumsum(0), (1, 0))
-            kept = before[torch.tensor(edges, device=device)].tolist()
-            lengths = [stop - start for start, stop in pairwise(kept)]
+            real_before = torch.nn.functional.pad(real.cumsum(0), (1, 0))
+            real_edges = real_before[torch.tensor(edges, device=device)].tolist()
+            lengths = [stop - start for start, stop in pairwise(real_edges)]
         self.lengths = [length for length in lengths if length]
         self._starts = [0]
         for length in self.lengths:
             self._starts.append(self._starts[-1] + length)
-        self.groups = [self._group(part) for part in _alike(self.lengths)]
+        self.groups = [self._group(numbers) for numbers in _group_by_length(self.lengths)]
 
-    def _group(self, part: list[int]) -> Group:
+    def _group(self, numbers: list[int]) -> Group:
+        """Make one batch of the documents with these numbers."""
         device = self._tokens.device
-        starts = torch.tensor([self._starts[document] for document in part], device=device)
-        lengths = torch.tensor([self.lengths[document] for document in part], device=device)
-        longest = max(self.lengths[document] for document in part)
+        starts = torch.tensor([self._starts[number] for number in numbers], device=device)
+        lengths = torch.tensor([self.lengths[number] for number in numbers], device=device)
+        longest = max(self.lengths[number] for number in numbers)
         column = torch.arange(longest, device=device)
         mask = column < lengths[:, None]
-        # Padding repeats the last token of its document: finite, and masked.
+        # Padding repeats the last token of its document, so that it is finite; it is masked.
         index = self._tokens[starts[:, None] + torch.minimum(column, lengths[:, None] - 1)]
-        same = all(self.lengths[document] == longest for document in part)
-        return Group(index, None if same else mask)
+        same_length = all(self.lengths[number] == longest for number in numbers)
+        return Group(index, None if same_length else mask)
 
-    def whole(self) -> Group:
-        """All documents as one padded batch, in order: for what has to see them at once."""
+    def as_single_group(self) -> Group:
+        """Return all documents as one padded batch, in order, for what must see them at once."""
         return self._group(list(range(len(self.lengths))))
 
     def gather(self, tensor: Tensor, group: Group) -> Tensor:
-        """`[B, H, S, d]` -> `[n, H, L, d]`."""
+        """Return the part of `[B, H, S, d]` that belongs to a group, `[n, H, L, d]`."""
         flat = tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
         return flat[group.index].transpose(1, 2)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: list[Group] | None = None
     ) -> Tensor:
-        """`attend` on every group; the outputs as `[B, H, S, e]`."""
-        places, outputs = [], []
+        """Call `attend` on every group and return the outputs as `[B, H, S, e]`."""
+        indices, outputs = [], []
         for group in self.groups if groups is None else groups:
             q, k, v = (self.gather(tensor, group) for tensor in (query, key, value))
             out = attend(q, k, v, group.mask)
-            flat, place = out.transpose(1, 2).flatten(0, 1), group.index.flatten()
+            flat, index = out.transpose(1, 2).flatten(0, 1), group.index.flatten()
             if group.mask is not None:
-                kept = group.mask.flatten().nonzero().squeeze(1)
-                flat, place = flat[kept], place[kept]
+                real = group.mask.flatten().nonzero().squeeze(1)
+                flat, index = flat[real], index[real]
             outputs.append(flat)
-            places.append(place)
+            indices.append(index)
         batch, length = self.shape
         if not outputs:
             return value.new_zeros(batch, query.shape[1], length, value.shape[3])
         joined = torch.cat(outputs)
-        whole = joined.new_zeros(batch * length, *joined.shape[1:]).index_copy(0, torch.cat(places), joined)
-        return whole.unflatten(0, (batch, length)).transpose(1, 2)
+        scattered = joined.new_zeros(batch * length, *joined.shape[1:]).index_copy(0, torch.cat(indices), joined)
+        return scattered.unflatten(0, (batch, length)).transpose(1, 2)
 
     def same_document(self) -> Tensor:
-        """`[B, 1, S, S]`: which tokens lie in one document. O(S²)."""
+        """Return which pairs of tokens lie in one document, `[B, 1, S, S]`. O(S²)."""
         numbers = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.long, device=self._tokens.device)
         lengths = torch.tensor(self.lengths, dtype=torch.long, device=numbers.device)
         numbers[self._tokens] = torch.arange(1, len(self.lengths) + 1, device=numbers.device).repeat_interleave(lengths)
@@ -123,86 +128,119 @@ class Documents:
         return ((rows[:, :, None] == rows[:, None, :]) & (rows != 0)[:, None, :])[:, None]
 
 
-def _checked(edges: list[int], shape: tuple[int, int]) -> list[int]:
+def _checked_edges(edges: list[int], shape: tuple[int, int]) -> list[int]:
     batch, length = shape
-    rising = all(start <= stop for start, stop in pairwise(edges))
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != batch * length or not rising:
+    ascending = all(start <= stop for start, stop in pairwise(edges))
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != batch * length or not ascending:
         raise ValueError(
             f"{BOUNDARIES} must go up from 0 to the {batch * length} tokens of the batch ({batch} x {length}), got "
             f"{edges[:6]}{'…' if len(edges) > 6 else ''} with {edges[-1:]} at the end."
         )
-    across = [row * length for row in range(batch) if row * length not in set(edges)] if batch > 1 else []
-    if across:
+    crossed = [row * length for row in range(batch) if row * length not in set(edges)] if batch > 1 else []
+    if crossed:
         raise ValueError(
-            f"A document of {BOUNDARIES} lies over two rows of the batch (at token {across[0]} of {batch} x {length}): "
-            "each row must begin a document."
+            f"A document of {BOUNDARIES} lies over two rows of the batch (at token {crossed[0]} of {batch} x "
+            f"{length}): each row must begin a document."
         )
     return edges
 
 
-def _alike(lengths: list[int]) -> list[list[int]]:
-    """Numbers of documents, the longest first, in groups of like length."""
+def _group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Return the numbers of the documents in groups of similar length, the longest first."""
     groups: list[list[int]] = []
     longest = 0
-    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        if not groups or longest - lengths[document] > max(longest * SPREAD_SHARE, SPREAD_TOKENS):
-            longest = lengths[document]
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if not groups or longest - lengths[number] > max(longest * MAX_PADDING_SHARE, MAX_PADDING_TOKENS):
+            longest = lengths[number]
             groups.append([])
-        groups[-1].append(document)
+        groups[-1].append(number)
     return groups
 
 
-def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
-    """The documents of an attention call.
+@dataclass
+class PackedBatch:
+    """What a mask, or a tensor of boundaries, knows of the packed batch that it belongs to.
 
-    Worked out in the first layer, and kept with the mask or the boundaries for the others. (Where these have moved to
-    another device it is done again.)
+    Attributes:
+        boundaries: `[n + 1]`, the first token of each document, and the end; None on the boundaries themselves, and on
+            a mask that the caller has made.
+        documents: The documents that the first layer has made of them, by shape, for the other layers.
     """
-    keeper: Any = boundaries if padding is None else padding
-    plans = getattr(keeper, _PLANS, {})
-    if shape not in plans:
-        plans = {**plans, shape: Documents(boundaries, shape, padding)}
-        setattr(keeper, _PLANS, plans)
-    return plans[shape]
+
+    boundaries: Tensor | None = None
+    documents: dict[tuple[int, int], Documents] = field(default_factory=dict)
+
+
+def packed_batch(tensor: Tensor) -> PackedBatch | None:
+    """Return the packed batch that a mask belongs to, or None."""
+    return getattr(tensor, PACKED_BATCH, None)
+
+
+def set_packed_batch(tensor: Tensor, batch: PackedBatch) -> None:
+    """Let a mask, or a tensor of boundaries, know of the packed batch that it belongs to."""
+    setattr(tensor, PACKED_BATCH, batch)
+
+
+def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
+    """Return the documents of an attention call.
+
+    The first layer computes them, and they stay with the mask or the boundaries for the others. (Where these have moved
+    to another device they are computed again.)
+    """
+    carrier = boundaries if padding is None else padding
+    batch = packed_batch(carrier)
+    if batch is None:
+        batch = PackedBatch()
+        set_packed_batch(carrier, batch)
+    if shape not in batch.documents:
+        batch.documents[shape] = Documents(boundaries, shape, padding)
+    return batch.documents[shape]
 
 
 @torch.compiler.disable
 def run_packed(
-    forward: Callable[..., tuple[Tensor, Tensor | None]],
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor | None]],
     documents: Documents,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    together: bool,
+    single_batch: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`forward(q, k, v, mask)` for every group; output `[B, S, H, e]`, and weights `[B, H, S, S]` if `forward` has any.
+    """Run attention on every group of documents.
 
-    together: all documents in one padded call.
+    Args:
+        forward: `(q, k, v, mask, first_call) -> (output [n, L, H, e], weights [n, H, L, L] or None)`.
+        documents: The documents of the batch.
+        query: `[B, H, S, d]`; key `[B, G, S, d]`, value `[B, G, S, e]`.
+        single_batch: Whether all documents go into one padded call.
+
+    Returns:
+        The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `forward` returns any.
     """
-    groups = [documents.whole()] if together and documents.lengths else documents.groups
+    groups = [documents.as_single_group()] if single_batch and documents.lengths else documents.groups
     weights: list[tuple[Group, Tensor]] = []
-    waiting = iter(groups)
+    remaining = iter(groups)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        group = next(waiting)
-        out, held = forward(query, key, value, mask, first_call=group is groups[0])
-        if held is not None:
-            weights.append((group, held))
+        group = next(remaining)
+        out, group_weights = forward(query, key, value, mask, group is groups[0])
+        if group_weights is not None:
+            weights.append((group, group_weights))
         return out.transpose(1, 2)
 
     out = documents.attend(query, key, value, attend, groups)
-    return out.transpose(1, 2).contiguous(), _scattered(documents.shape, weights) if weights else None
+    return out.transpose(1, 2).contiguous(), _scatter_weights(documents.shape, weights) if weights else None
 
 
-def _scattered(shape: tuple[int, int], weights: list[tuple[Group, Tensor]]) -> Tensor:
-    """Weights of the documents as blocks of `[B, H, S, S]`; 0 between documents."""
+def _scatter_weights(shape: tuple[int, int], weights: list[tuple[Group, Tensor]]) -> Tensor:
+    """Return the weights of the documents as blocks of `[B, H, S, S]`; 0 between documents."""
     batch, length = shape
     first = weights[0][1]
-    whole = first.new_zeros(batch, first.shape[1], length, length)
-    for group, held in weights:
-        for document, index in enumerate(group.index):
-            index = index if group.mask is None else index[group.mask[document]]
-            row, places = int(index[0]) // length, index % length
-            whole[row][:, places[:, None], places] = held[document, :, : len(index), : len(index)]
-    return whole
+    scattered = first.new_zeros(batch, first.shape[1], length, length)
+    for group, group_weights in weights:
+        for number, index in enumerate(group.index):
+            index = index if group.mask is None else index[group.mask[number]]
+            row, columns = int(index[0]) // length, index % length
+            scattered[row][:, columns[:, None], columns] = group_weights[number, :, : len(index), : len(index)]
+    return scattered

@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..utils.formatting import near_matches
-from .configs import all_configs, own_configs
-from .model_class import base_class
+from .models import all_configs, base_class, check_model, own_configs
 
-#: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` goes back to.
-RECORD = "linear_attention_extended_from"
+#: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` restores.
+EXTENDED_FROM = "linear_attention_extended_from"
 
 #: What a table of positions is called in its module.
 TABLE = re.compile(r"wpe|pos_emb|positions_embed|embed_positions|(\w+_)?position_embeddings?")
@@ -38,11 +38,11 @@ def _tile(table: Tensor, length: int) -> Tensor:
 
 def _interpolate(table: Tensor, length: int) -> Tensor:
     """Row i lies at i·(L - 1)/(N - 1) of the old table, between its two neighbours; the ends stay."""
-    place = torch.linspace(0, table.shape[0] - 1, length, dtype=torch.float64, device=table.device)
-    below = place.floor().clamp(max=max(table.shape[0] - 2, 0)).long()
+    position = torch.linspace(0, table.shape[0] - 1, length, dtype=torch.float64, device=table.device)
+    below = position.floor().clamp(max=max(table.shape[0] - 2, 0)).long()
     above = (below + 1).clamp(max=table.shape[0] - 1)
-    share = (place - below).to(table.dtype)[:, None]
-    return torch.lerp(table[below], table[above], share)
+    fraction = (position - below).to(table.dtype)[:, None]
+    return torch.lerp(table[below], table[above], fraction)
 
 
 def _truncate(table: Tensor, length: int) -> Tensor:
@@ -50,10 +50,10 @@ def _truncate(table: Tensor, length: int) -> Tensor:
 
 
 #: `how` -> (old positions `[L, D]`, N) -> `[N, D]`.
-WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
 
 
-def _counted(old: Tensor, shape: torch.Size) -> Tensor:
+def _enumerated(old: Tensor, shape: torch.Size) -> Tensor:
     return torch.arange(shape[-1], dtype=old.dtype, device=old.device).expand(shape)
 
 
@@ -61,26 +61,26 @@ def _zeros(old: Tensor, shape: torch.Size) -> Tensor:
     return torch.zeros(shape, dtype=old.dtype, device=old.device)
 
 
-def _banded(old: Tensor, shape: torch.Size) -> Tensor | None:
+def _causal_mask(old: Tensor, shape: torch.Size) -> Tensor | None:
     """A causal mask `[…, L, L]`, all of the past or a window of it; None if the buffer is something else."""
     if old.dim() < 2 or old.dtype != torch.bool or old.is_meta:
         return torch.empty(shape, dtype=old.dtype, device=old.device) if old.is_meta else None
 
     def mask(length: int) -> Tensor:
-        place = torch.arange(length, device=old.device)
-        back = place[:, None] - place
+        position = torch.arange(length, device=old.device)
+        distance = position[:, None] - position
         # Which tokens the last one sees, by distance; what is farther is treated as the farthest of them.
-        seen = old.reshape(-1, old.shape[-1])[-1].flip(0)
-        return seen[back.clamp(0, len(seen) - 1)] & (back >= 0)
+        visible = old.reshape(-1, old.shape[-1])[-1].flip(0)
+        return visible[distance.clamp(0, len(visible) - 1)] & (distance >= 0)
 
     return mask(shape[-1]).expand(shape).clone() if bool((old == mask(old.shape[-1])).all()) else None
 
 
 #: Buffers that grow with the positions, by name: (buffer, new shape) -> new buffer, or None if it is not known.
 BUFFERS: dict[str, Callable[[Tensor, torch.Size], Tensor | None]] = {
-    "position_ids": _counted,
+    "position_ids": _enumerated,
     "token_type_ids": _zeros,
-    "bias": _banded,
+    "bias": _causal_mask,
 }
 
 #: Why a model has no table to extend, and what to do instead: the first that applies.
@@ -114,7 +114,7 @@ def extend_positions(
 
     Tables, the buffers beside them and the config change together, so that it saves and loads as before. Rows that
     stand for no position (RoBERTa's first two, OPT's and BART's offset) stay. Patched models and exact ones are served
-    alike; what is asked here stays when the model is unpatched. The new positions were never trained: fine-tune with
+    alike; these positions stay when the model is unpatched. The new positions were never trained: fine-tune with
     long inputs. Make optimizers afterwards: the tables are new parameters.
 
     Args:
@@ -125,20 +125,18 @@ def extend_positions(
         tokenizer: its `model_max_length` becomes `max_length` too.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: an unknown way, or fewer tokens than the model takes already.
-        NotImplementedError: rotary, computed or no positions, image patches (with the remedy), or something else in
-            the model depends on their number. Nothing is changed then.
+        TypeError: A value has the wrong type.
+        ValueError: `how` is unknown, or the model takes more tokens already.
+        NotImplementedError: Positions are rotary, computed or absent, or belong to image patches (the message names the
+            remedy), or something else in the model depends on their number. Nothing is changed then.
     """
-    from ..patching import check_model
-
     check_model(model)
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
     change = plan_extension(model, max_length, how)
     own_configs(model)
     change.apply(model)
-    forget_extension(model)
+    clear_extension_record(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
     return model
@@ -179,9 +177,14 @@ class PositionChange:
         return min((value - getattr(owner.config, name) for owner, name, value, _ in self.limits), default=0)
 
     def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
-        """Assign. The model must own its configs (`own_configs`); `record`: for `unpatch_model` to go back."""
-        owned = {id(table.owner.config) for table in find_tables(model)}
-        spare = [config for config in all_configs(model) if id(config) not in owned]
+        """Assign the new tensors and limits to a model that owns its configs (see `own_configs`).
+
+        Args:
+            model: The model.
+            record: Whether the configs record the present limits, so that `unpatch_model` can restore them.
+        """
+        owner_configs = {id(table.owner.config) for table in find_tables(model)}
+        other_configs = [config for config in all_configs(model) if id(config) not in owner_configs]
         for module, name, tensor in self.tensors:
             old = getattr(module, name)
             if isinstance(old, nn.Parameter):
@@ -192,39 +195,43 @@ class PositionChange:
         old_values = [(owner, getattr(owner.config, name)) for owner, name, _, _ in self.limits]
         for (owner, name, value, limit), (_, old_value) in zip(self.limits, old_values, strict=True):
             for module in (owner, *(module for module, attribute, _ in self.tensors if attribute == "weight")):
-                for copied in COPIED_LIMITS:
-                    if vars(module).get(copied) == old_value:
-                        setattr(module, copied, value)
+                for attribute in COPIED_LIMITS:
+                    if vars(module).get(attribute) == old_value:
+                        setattr(module, attribute, value)
             # Parts may hold copies of the config that is saved (ProphetNet).
-            copies = [held for held in spare if type(held) is type(owner.config) and getattr(held, name) == old_value]
+            copies = [
+                config
+                for config in other_configs
+                if type(config) is type(owner.config) and getattr(config, name) == old_value
+            ]
             for config in (owner.config, *copies):
                 setattr(config, name, value)
                 if record:
-                    setattr(config, RECORD, limit)
+                    setattr(config, EXTENDED_FROM, limit)
 
 
 def find_tables(model: PreTrainedModel) -> list[PositionTable]:
-    """The learned tables of positions whose size a config states."""
+    """Return the learned tables of positions whose size a config states."""
     modules = dict(model.named_modules())
-    found = []
+    tables = []
     for name, module in modules.items():
         if not isinstance(module, nn.Embedding) or not TABLE.fullmatch(name.rpartition(".")[2]):
             continue
         if "Sinusoid" in type(module).__name__:
             continue
-        outer = name.rpartition(".")[0]
-        while outer and not isinstance(modules[outer], PreTrainedModel):
-            outer = outer.rpartition(".")[0]
-        owner = modules[outer]
+        parent = name.rpartition(".")[0]
+        while parent and not isinstance(modules[parent], PreTrainedModel):
+            parent = parent.rpartition(".")[0]
+        owner = modules[parent]
         size = module.num_embeddings - _offset(module)
         stated = [limit for limit in LIMITS if getattr(owner.config, limit, None) == size]
         if stated:
-            found.append(PositionTable(name, module, owner, stated[0]))
-    return found
+            tables.append(PositionTable(name, module, owner, stated[0]))
+    return tables
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest input in tokens that the model's learned positions allow; None without such positions."""
+    """Return the longest input in tokens that the model's learned positions allow; None without such positions."""
     return min((table.limit for table in find_tables(model)), default=None)
 
 
@@ -238,36 +245,40 @@ def check_max_length(max_length: object) -> int:
 
 
 def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -> PositionChange:
-    """What `extend_positions` would assign; errors as there."""
+    """Compute what `extend_positions` would assign; it raises the same errors."""
     check_max_length(max_length)
-    if how not in WAYS:
-        raise ValueError(f"Unknown how {how!r}.{near_matches(str(how), list(WAYS))} Available: {', '.join(WAYS)}.")
+    if how not in METHODS:
+        raise ValueError(
+            f"Unknown how {how!r}.{near_matches(str(how), list(METHODS))} Available: {', '.join(METHODS)}."
+        )
     tables = find_tables(model)
     if not tables:
-        raise NotImplementedError(f"{base_class(type(model)).__name__} cannot be extended: its {remedy(model)}.")
+        raise NotImplementedError(
+            f"{base_class(type(model)).__name__} cannot be extended: its {no_table_reason(model)}."
+        )
     limit = min(table.limit for table in tables)
     if max_length < limit:
         raise ValueError(
             f"max_length={max_length} is less than the {limit} tokens that this {type(model).__name__} takes already. "
             "Positions are only extended; to shorten inputs, truncate them in the tokenizer."
         )
-    return _resize({table: max_length for table in tables if table.limit < max_length}, WAYS[how])
+    return _resize({table: max_length for table in tables if table.limit < max_length}, METHODS[how])
 
 
 def plan_restoration(model: PreTrainedModel) -> PositionChange:
-    """What takes back the positions that `patch_model` has added; the others stay as they are by now."""
-    limits = {table: getattr(table.owner.config, RECORD, None) for table in find_tables(model)}
+    """Compute what removes the positions that `patch_model` has added; the others stay as they are by now."""
+    limits = {table: getattr(table.owner.config, EXTENDED_FROM, None) for table in find_tables(model)}
     return _resize({table: limit for table, limit in limits.items() if limit is not None}, _truncate)
 
 
-def forget_extension(model: PreTrainedModel) -> None:
-    """Let the present positions be the model's own: there is nothing to go back to."""
+def clear_extension_record(model: PreTrainedModel) -> None:
+    """Remove the record of an extension: the present positions are the model's own, and unpatching leaves them."""
     for config in all_configs(model):
-        vars(config).pop(RECORD, None)
+        vars(config).pop(EXTENDED_FROM, None)
 
 
-def remedy(model: PreTrainedModel) -> str:
-    """Why there is no learned table of positions, and what to do instead."""
+def no_table_reason(model: PreTrainedModel) -> str:
+    """Say why there is no learned table of positions, and what to do instead."""
     return next(text for applies, text in REMEDIES if applies(model))
 
 
@@ -275,17 +286,19 @@ def remedy(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def _resize(wanted: Mapping[PositionTable, int], way: Callable[[Tensor, int], Tensor]) -> PositionChange:
-    """New tensors for the tables and all that depends on their size."""
+def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int], Tensor]) -> PositionChange:
+    """Compute new tensors for the tables, by their new lengths, and for all that depends on their size."""
     change = PositionChange()
-    for owner, name in {(id(table.owner), table.field): (table.owner, table.field) for table in wanted}.values():
-        table, length = next((held, new) for held, new in wanted.items() if held.owner is owner and held.field == name)
+    for owner, name in {(id(table.owner), table.field): (table.owner, table.field) for table in lengths}.values():
+        table, length = next(
+            (table, length) for table, length in lengths.items() if table.owner is owner and table.field == name
+        )
         present = getattr(owner.config, name)
         value = present + length - table.limit
         change.limits.append((owner, name, value, table.limit))
         for path, shape in _dependent(owner, name, value).items():
             module = owner.get_submodule(path.rpartition(".")[0])
-            tensor = _resized(owner, path, module, shape, value - present, way)
+            tensor = _resized(owner, path, module, shape, value - present, method)
             change.tensors.append((module, path.rpartition(".")[2], tensor))
     return change
 
@@ -296,15 +309,15 @@ def _resized(
     module: nn.Module,
     shape: torch.Size,
     added: int,
-    way: Callable[[Tensor, int], Tensor],
+    method: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """One tensor at its new shape."""
+    """Return one tensor at its new shape."""
     name = path.rpartition(".")[2]
     old: Tensor = getattr(module, name)
     new = None
     if isinstance(module, nn.Embedding) and name == "weight" and shape[0] == old.shape[0] + added:
         reserved = _reserved(module)
-        new = torch.cat([old[:reserved], way(old[reserved:], old.shape[0] - reserved + added)])
+        new = torch.cat([old[:reserved], method(old[reserved:], old.shape[0] - reserved + added)])
     elif name in BUFFERS and isinstance(old, Tensor):
         new = BUFFERS[name](old, shape)
     if new is None or new.shape != shape:
@@ -316,8 +329,8 @@ def _resized(
 
 
 def _dependent(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
-    """Parameters and buffers of a model whose shape changes with a field of its config, with their new shapes."""
-    before, after = (_shapes(owner, name, given) for given in (getattr(owner.config, name), value))
+    """Return the parameters and buffers whose shape changes with a field of the config, with their new shapes."""
+    before, after = (_shapes(owner, name, limit) for limit in (getattr(owner.config, name), value))
     return {path: shape for path, shape in after.items() if before.get(path) != shape}
 
 
@@ -326,17 +339,17 @@ def _shapes(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Si
     setattr(config, name, value)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         twin: nn.Module = base_class(type(owner))(config)
-    return {path: tensor.shape for held in (twin.named_parameters(), twin.named_buffers()) for path, tensor in held}
+    return {path: tensor.shape for path, tensor in chain(twin.named_parameters(), twin.named_buffers())}
 
 
 def _offset(module: nn.Module) -> int:
-    """Rows that a table (OPT, BART) has more than its config says."""
+    """Return how many rows a table (OPT, BART) has more than its config says."""
     offset = getattr(module, "offset", 0)
     return offset if isinstance(offset, int) else 0
 
 
 def _reserved(module: nn.Embedding) -> int:
-    """Rows before that of the first position: an offset, or those up to the padding's (RoBERTa, ESM)."""
+    """Return the rows before that of the first position: an offset, or those up to the padding's (RoBERTa, ESM)."""
     return _offset(module) or (0 if module.padding_idx is None else module.padding_idx + 1)
 
 

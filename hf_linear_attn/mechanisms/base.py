@@ -1,4 +1,4 @@
-"""What an attention mechanism is: a module that turns q, k, v and a mask into outputs, with or without a state."""
+"""The base class of attention mechanisms: modules from q, k, v and a mask to outputs, with or without a state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LinearAttention(nn.Module):
 
     @classmethod
     def resolve_options(cls, shape: AttentionShape, options: Any) -> Any:
-        """Fill in what the options leave to the model, so that the saved settings are complete."""
+        """Fill in what the options leave to the shape of the layer, so that the saved options are complete."""
         return options
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
@@ -90,40 +90,48 @@ class LinearAttention(nn.Module):
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
-        """The implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
+        """Return the implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
 
-        O(L·S): for study, training losses on short inputs, and masks that no linear form can honour. mask is `[B, S]`,
-        or `[B | 1, H | 1, L, S]` where `dense_masks`.
+        This takes O(L·S): it serves for study, for training losses on short inputs, and for masks that no linear form
+        can honour.
+
+        Args:
+            query: `[B, H, L, d]`.
+            key: `[B, G, S, d]`.
+            scaling: τ, the factor of `q·k`.
+            causal: Whether a token sees earlier ones only.
+            mask: `[B, S]`, or `[B | 1, H | 1, L, S]` where `dense_masks`, or None.
         """
         raise NotImplementedError
 
     def separable_queries(self, causal: bool) -> bool:
-        """Whether `attention_weights` may be asked for some of the queries, to bound its memory.
+        """Return whether `attention_weights` works for some of the queries, so that its memory can be bounded.
 
-        Causal: for queries that are the last ones of the keys given. Bidirectional: for any of them, with all keys.
+        If causal, these must be the last ones of the keys; if bidirectional, any of them, with all keys.
         """
         return False
 
     def branch_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """For hybrids: the linear branch by itself, so that it can be trained where the exact branch would hide it.
+        """Return the weights of the linear branch of a hybrid, so that it can be trained where the exact one hides it.
 
-        Weights `[B, H, L, S]` over the keys outside the exact part, rows summing to 1, and where these keys are
-        (boolean, broadcastable to the weights). None for mechanisms of one branch.
+        Returns:
+            The weights `[B, H, L, S]` over the keys outside the exact part, rows summing to 1, and a boolean tensor,
+            broadcastable to them, that is True for these keys. None for mechanisms of one branch.
         """
         return None
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
     ) -> Tensor:
-        """`attention_weights` times the values: the quadratic form, for an arbitrary mask `[B | 1, H | 1, L, S]`."""
+        """Return the weights times the values: the quadratic form, for an arbitrary mask `[B | 1, H | 1, L, S]`."""
         weights = self.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
         value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 
     def share_with(self, first: LinearAttention) -> None:
-        """Called when a model is patched, for every layer but the first of those with the same class and options.
+        """Share parameters with the first layer of the same class and options; called when a model is patched.
 
         A mechanism that shares parameters across layers takes those of `first`, and names them with `tie`.
         """
@@ -134,23 +142,20 @@ class LinearAttention(nn.Module):
 
     @property
     def tied_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that are another layer's."""
+        """The names of the parameters that are another layer's."""
         return tuple(getattr(self, "_tied_weights_keys", ()))
 
     def learned_parameters(self) -> int:
-        """Number of parameters that the mechanism adds; those that are another layer's count there."""
-        return sum(held.numel() for name, held in self.named_parameters() if name not in self.tied_parameters)
+        """Return the number of parameters that the mechanism adds; those that are another layer's count there."""
+        return sum(parameter.numel() for name, parameter in self.named_parameters() if name not in self.tied_parameters)
 
     @property
     def exact_length(self) -> int:
-        """Inputs of up to so many tokens are attended to exactly: what the mechanism does beyond shows on longer ones.
-
-        0 where nothing is exact.
-        """
+        """The longest input in tokens that is attended to exactly; 0 where none is."""
         return 0
 
     def state_bytes(self, length: int = 0) -> int:
-        """Bytes of the state of one token stream after `length` tokens; 0 where the mechanism has no state."""
+        """Return the bytes of the state of one token stream after `length` tokens; 0 in a mechanism without a state."""
         return 0
 
 
@@ -158,9 +163,9 @@ ATTENTIONS.base_class = LinearAttention
 
 
 def visible(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """`[B | 1, H | 1, L, S]`: which keys a query may see, from a padding mask `[B, S]` or a full mask.
+    """Return which keys a query may see, `[B | 1, H | 1, L, S]`, from a padding mask `[B, S]` or a full mask.
 
-    A full mask says it all, `causal` or not: a prefix may look ahead.
+    A full mask decides by itself, `causal` or not: in a prefix a token may look ahead.
     """
     if mask is not None and mask.dim() == 4:
         return mask

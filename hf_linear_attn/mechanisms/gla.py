@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,6 @@ class GatedLinearAttention(LinearAttention):
         return f"gate_rank={self.options.gate_rank}"
 
 
-def _check(causal: bool) -> Any:
+def _check(causal: bool) -> None:
     if not causal:
         raise NotImplementedError("gla forgets the past, and so has a direction. Use 'hedgehog' on encoders.")

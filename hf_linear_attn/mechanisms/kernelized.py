@@ -16,7 +16,7 @@ from ..ops.fused import FusedMap, KernelizedCall
 from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, FeatureMapEntry
 from .base import AttentionInputs, LinearAttention, visible
-from .repeated import remember, repeated
+from .prepared_steps import guard_prepared_step, run_prepared_step
 
 
 class KernelizedAttention(LinearAttention):
@@ -37,11 +37,11 @@ class KernelizedAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
-        scaling, causal, keep_state = inputs.scaling, inputs.causal, inputs.return_state
+        scaling, causal = inputs.scaling, inputs.causal
         if mask is not None and is_decoding_step(query, mask, state):
             mask = None
-        if causal and keep_state and mask is None:
-            out = repeated(self, state, query, key, value, scaling)
+        if causal and inputs.return_state and mask is None:
+            out = run_prepared_step(self, state, query, key, value, scaling)
             if out is not None:
                 return out, state
         feature_map = self.feature_map
@@ -60,11 +60,13 @@ class KernelizedAttention(LinearAttention):
             feature_map.signed,
             mask,
             state,
-            keep_state,
+            inputs.return_state,
         )
-        out, after = backends.attend(call)
-        remember(self, scaling, state, after)
-        return out, after if counts is None or after is None else {**after, "count": counts}
+        out, state_after = backends.attend(call)
+        guard_prepared_step(self, scaling, state, state_after)
+        if counts is None or state_after is None:
+            return out, state_after
+        return out, {**state_after, "count": counts}
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
@@ -76,7 +78,7 @@ class KernelizedAttention(LinearAttention):
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         dtype = compute_dtype(query)
-        # A mask [B, H, L, S] has no count of its own; places in the sequence keep all distances inside a document.
+        # With a mask [B, H, L, S] positions in the sequence count: they preserve all distances inside of a document.
         positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
         query_features, key_features = self._feature_functions(scaling, positions, query.shape[2])
         features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
@@ -86,19 +88,19 @@ class KernelizedAttention(LinearAttention):
         return causal or not self.feature_map.uses_positions
 
     def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
-        """Places `[B | 1, S]` of the keys among the real tokens of their rows, and the number of these `[B]`."""
+        """Return the positions `[B | 1, S]` of the keys among the real tokens of their rows, and their number `[B]`."""
         if not self.feature_map.uses_positions:
             return None, None
         batch, length = key.shape[0], key.shape[2]
         if mask is None:
-            places = torch.arange(length, device=key.device).unsqueeze(0)
+            positions = torch.arange(length, device=key.device).unsqueeze(0)
             counts = torch.full((batch,), length, device=key.device)
         else:
-            places, counts = mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
+            positions, counts = mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
         if state is not None and "count" in state:
-            places, counts = places + state["count"].unsqueeze(1), counts + state["count"]
+            positions, counts = positions + state["count"].unsqueeze(1), counts + state["count"]
         self._check_length(length, counts, resumed=state is not None)
-        return places, counts
+        return positions, counts
 
     def _check_length(self, length: int, counts: Tensor, resumed: bool) -> None:
         """Raise where a row has more real tokens than the map was built for.
@@ -118,7 +120,10 @@ class KernelizedAttention(LinearAttention):
     def _feature_functions(
         self, scaling: float, positions: Tensor | None, queries: int
     ) -> tuple[FeatureFunction, FeatureFunction]:
-        """The map's two sides as functions of a block and its start; queries are the last `queries` positions."""
+        """Return the query map and the key map as functions of a block and its start.
+
+        The queries are the last `queries` positions.
+        """
         feature_map = self.feature_map
         query_map: Any = feature_map.query
         key_map: Any = feature_map.key
@@ -137,7 +142,7 @@ class KernelizedAttention(LinearAttention):
         return query_features, key_features
 
     def _fused(self, scaling: float, positions: Tensor | None, queries: int) -> tuple[FusedMap, FusedMap] | None:
-        """The map's two sides as formulas, where it has them."""
+        """Return the formulas of the query map and the key map, where the feature map has them."""
         if positions is None:
             return self.feature_map.fused(scaling)
         return self.feature_map.fused(scaling, positions[:, positions.shape[1] - queries :], positions)

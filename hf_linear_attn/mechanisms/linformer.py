@@ -53,9 +53,9 @@ class LinformerOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_length"):
-            given = getattr(self, name)
-            if not (given is None and name == "max_length") and (not isinstance(given, int) or given < 1):
-                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+            value = getattr(self, name)
+            if not (value is None and name == "max_length") and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
@@ -113,7 +113,7 @@ class LinformerAttention(LinearAttention):
             self.tie("project_key")
 
     def _initial(self, heads: int, stream: int) -> nn.Parameter:
-        """`[heads, k, n_max]`, or the kernel `[heads, 1, c]`."""
+        """Return the start of E or F, `[heads, k, n_max]`, or of the kernel, `[heads, 1, c]`."""
         options = self.options
         linear = options.projection == "linear"
         slots, length = (options.num_slots, options.max_length) if linear else (1, self.kernel_size)
@@ -124,7 +124,7 @@ class LinformerAttention(LinearAttention):
         return nn.Parameter(start / (slots if linear else length) ** 0.5)
 
     def _projections(self, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """E and F fitted to the keys, `[B | 1, heads, k, S]`; the same tensor where they are shared."""
+        """Return E and F fitted to the keys, `[B | 1, heads, k, S]`; the same tensor where they are shared."""
         project_key = self._columns(self.project_key, key, mask)
         if self.project_value is None:
             return project_key, project_key
@@ -154,7 +154,7 @@ class LinformerAttention(LinearAttention):
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
-        """`softmax(τ q (E K)ᵀ) F`: what multiplies the values. Rows need not sum to 1 once F is trained."""
+        """Return `softmax(τ q (E K)ᵀ) F`, `[B, H, L, S]`. Rows need not sum to 1 once F is trained."""
         self._check(key, causal)
         dtype = compute_dtype(query)
         project_key, project_value = self._projections(key, mask)

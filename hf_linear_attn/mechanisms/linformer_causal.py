@@ -21,9 +21,9 @@ class LinformerCausalOptions:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "slots_per_block"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or given < 1:
-                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         if self.slots_per_block > self.block_size:
             raise ValueError(
                 f"slots_per_block={self.slots_per_block} exceeds block_size={self.block_size}: nothing is compressed."

@@ -94,21 +94,28 @@ class LunaAttention(LinearAttention):
 
     @torch.no_grad()
     def start_from_queries(self, query: Tensor, real: Tensor | None = None) -> None:
-        """Start P from queries `[B, H, L, d]` of calibration text (real `[B, L]`: no padding), drawn from the seed.
+        """Start P from queries of calibration text, drawn from the seed.
 
         Use it with `observe_attention`: `lambda call: call.mechanism.start_from_queries(call.query, call.padding)`.
-        Raises a ValueError if there is no query. With fewer queries than l, some are taken more than once.
+        With fewer queries than l, some are taken more than once.
+
+        Args:
+            query: `[B, H, L, d]`.
+            real: `[B, L]`, True where a query is no padding; None where none is.
+
+        Raises:
+            ValueError: There is no real query.
         """
         groups, slots, _ = self.packed.shape
-        kept = query.permute(0, 2, 1, 3)  # [B, L, H, d]
-        kept = kept.flatten(0, 1) if real is None else kept[real]
-        kept = kept.unflatten(1, (groups, query.shape[1] // groups)).transpose(1, 2).flatten(0, 1)  # [n·R, G, d]
-        if not kept.shape[0]:
+        rows = query.permute(0, 2, 1, 3)  # [B, L, H, d]
+        rows = rows.flatten(0, 1) if real is None else rows[real]
+        rows = rows.unflatten(1, (groups, query.shape[1] // groups)).transpose(1, 2).flatten(0, 1)  # [n·R, G, d]
+        if not rows.shape[0]:
             raise ValueError("start_from_queries needs at least one query that is not padding.")
         generator = torch.Generator(device="cpu").manual_seed(self.options.seed)
-        order = torch.randperm(kept.shape[0], generator=generator, device="cpu")
+        order = torch.randperm(rows.shape[0], generator=generator, device="cpu")
         chosen = order.repeat(-(-slots // len(order)))[:slots]
-        self.packed.copy_(kept[chosen.to(kept.device)].transpose(0, 1))
+        self.packed.copy_(rows[chosen.to(rows.device)].transpose(0, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         inputs.refuse_bidirectional_state()

@@ -25,9 +25,9 @@ class NystromOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_landmarks", "iterations"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or given < 1:
-                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         size = self.conv_kernel
         if size is not None and (not isinstance(size, int) or size < 1 or size % 2 == 0):
             raise ValueError(f"conv_kernel must be an odd positive integer or None, got {size!r}.")

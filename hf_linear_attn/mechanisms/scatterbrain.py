@@ -34,9 +34,9 @@ class ScatterbrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("window_size", "hash_rounds", "bucket_capacity"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or given < 1:
-                raise ValueError(f"{name} must be a positive integer, got {given!r}.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
             raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
         if not isinstance(self.seed, int) or self.seed < 0:
@@ -69,8 +69,9 @@ class ScatterbrainAttention(LinearAttention):
     counts once. Exact and estimated weights share one stabiliser per row. With an unbiased φ the sums are unbiased;
     with everything inside Ω this is exact attention. A map without a log scale counts as an estimate of exp(τ q·k) too.
 
-    State: S, z, a ring of w keys and values; with buckets also the last c keys and values of every bucket and round, so
-    that decoding is of constant size. Bucket pairs gather their keys one by one: several times slower than the band.
+    State: S, z, a ring buffer of w keys and values; with buckets also the last c keys and values of every bucket and
+    round, so that decoding is of constant size. Bucket pairs gather their keys one by one: several times slower than
+    the band.
     """
 
     def __init__(self, shape: AttentionShape, options: ScatterbrainOptions) -> None:
@@ -82,7 +83,7 @@ class ScatterbrainAttention(LinearAttention):
                 f"scatterbrain cannot use {options.feature_map!r} with these options: its weights can be negative, and "
                 "one normaliser over them and the exact weights could cross zero."
             )
-        #: Buckets rank the keys of a row, which a mask of its own for every query would not leave one order of.
+        #: Buckets rank the keys of a row; with a mask for every query there would be one ranking for each.
         self.dense_masks = options.num_hash_buckets == 0
         if options.num_hash_buckets:
             seed = options.seed + HASH_SEED_OFFSET + LAYER_SEED_STRIDE * shape.layer_index
@@ -102,21 +103,21 @@ class ScatterbrainAttention(LinearAttention):
         window, hashing = self.options.window_size, self._hashing()
         settings: dict[str, Any] = {"window": window, "scaling": scaling, "mask": mask, "normalise": hashing is None}
         settings["log_mix"] = torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device)
-        after: State | None = None
+        state_after: State | None = None
         if causal:
-            band = None if state is None else {k: held for k, held in state.items() if not k.startswith("bucket_")}
-            sums, after = windowed.causal_accumulator(*tensors, **settings, state=band)
+            band = None if state is None else {k: tensor for k, tensor in state.items() if not k.startswith("bucket_")}
+            accumulator, state_after = windowed.causal_accumulator(*tensors, **settings, state=band)
         else:
-            sums = banded.banded_accumulator(*tensors, **settings)
+            accumulator = banded.banded_accumulator(*tensors, **settings)
         if hashing is None:
-            return sums.values, after
+            return accumulator.values, state_after
         if query.shape[2] == 0:
             return value.new_zeros(*query.shape[:3], value.shape[-1]), state
-        sums, stored = buckets.add_buckets(
-            sums, *tensors, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
+        accumulator, bucket_state = buckets.add_buckets(
+            accumulator, *tensors, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
         )
-        out = mask_tokens(sums.normalised(), mask).to(value.dtype)
-        return out, None if after is None else {**after, **stored}
+        out = mask_tokens(accumulator.normalised(), mask).to(value.dtype)
+        return out, None if state_after is None else {**state_after, **bucket_state}
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
@@ -142,8 +143,8 @@ class ScatterbrainAttention(LinearAttention):
     def _support(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         """Ω, `[B | 1, H | 1, L, S]`."""
         window, hashing = self.options.window_size, self._hashing()
-        places = windowed.window_positions(mask, key.shape[2], causal, key.device)
-        band = windowed.inside_window(places, query.shape[2], window, causal)
+        positions = windowed.window_positions(mask, key.shape[2], causal, key.device)
+        band = windowed.inside_window(positions, query.shape[2], window, causal)
         if hashing is None:
             return band
         if mask is not None and mask.dim() == 4:
@@ -179,10 +180,11 @@ class ScatterbrainAttention(LinearAttention):
     def state_bytes(self, length: int = 0) -> int:
         shape, options = self.shape, self.options
         token = 4 * (shape.head_dim + shape.value_dim)
-        sums = 4 * shape.num_key_value_heads * (self.feature_map.num_features * (shape.value_dim + 1) + 1)
+        kv_state = 4 * shape.num_key_value_heads * (self.feature_map.num_features * (shape.value_dim + 1) + 1)
         ring = options.window_size * (shape.num_key_value_heads * token + 1)
-        kept = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
-        return sums + ring + (shape.num_key_value_heads * kept * (token + 8) + 8 if kept else 0)
+        bucket_keys = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
+        bucket_state = shape.num_key_value_heads * bucket_keys * (token + 8) + 8 if bucket_keys else 0
+        return kv_state + ring + bucket_state
 
     def extra_repr(self) -> str:
         hashed = f", num_hash_buckets={self.options.num_hash_buckets}" if self.options.num_hash_buckets else ""

@@ -11,12 +11,13 @@ from ..ops.common import State, compute_dtype
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention, visible
 
+#: The name of exact attention in the registry.
 EXACT = "softmax"
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    pass
+    """Exact attention has no options."""
 
 
 @register_attention(
@@ -54,7 +55,13 @@ class SoftmaxAttention(LinearAttention):
 
 
 def softmax_weights(query: Tensor, key: Tensor, allowed: Tensor, scaling: float) -> Tensor:
-    """Exact weights `[B, H, L, S]`, zeros in a row that sees no key; allowed `[B | 1, H | 1, L, S]`."""
+    """Return the exact weights `[B, H, L, S]`; zeros in a row that sees no key.
+
+    Args:
+        query: `[B, H, L, d]`; key is `[B, G, S, d]`.
+        allowed: `[B | 1, H | 1, L, S]`, True where a query sees a key.
+        scaling: τ, the factor of `q·k`.
+    """
     dtype = compute_dtype(query)
     keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling

@@ -18,12 +18,12 @@ from ..ops.kernelized import dense_weights
 from ..ops.window_step import is_decoding_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention, visible
-from .repeated import remember, repeated
+from .prepared_steps import guard_prepared_step, run_prepared_step
 
-#: Far tokens of a decoder that weigh in full. Without a bound their common weight grows with the length of the input,
-#: beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had perplexity 9.5 at
-#: 512 tokens, 4.9 with a bound of 4 and 5.0 with 16. In encoders, where the whole input is far from nearly everything,
-#: it does harm.
+#: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
+#: of the input, beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had
+#: perplexity 9.5 at 512 tokens, 4.9 with a bound of 4 and 5.0 with 16. In encoders, where most of the input is outside
+#: of each window, it does harm.
 CAUSAL_SATURATION = 8
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
@@ -54,7 +54,7 @@ class WindowOptions:
             raise ValueError(f"saturation must be a positive integer, None or 'auto', got {bound!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
         if entry.cls.uses_positions:
-            # Its state delays keys by the window and does not count the tokens before them.
+            # The state of the window delays keys, and does not count the tokens before them.
             raise ValueError(f"window cannot use {self.feature_map!r}: this feature map needs the tokens' positions.")
         build_options(entry, dict(self.feature_map_options))
 
@@ -74,13 +74,15 @@ class WindowOptions:
 class WindowAttention(LinearAttention):
     """`w_ij = exp(τ q·k - c_i)` in the window, `exp(g_i) φ(q_i)·φ(k_j)` outside it, one normaliser over both.
 
-    After LoLCATs (Zhang et al. 2024, arXiv:2410.10254): `c_i` is the largest logit of the row's window. There g is one
-    number a head; here `g_i = b + √τ u·q_i` (within `MIX_BOUND` of b), b and u `[d]` learned per head, u = 0 at the
-    start: only the query can tell whether what it looks for is near or far. (all-MiniLM-L6-v2 on STS-B, w = 8, after
-    300 steps of transfer: correlation .61 with b alone, .71 with u; the exact model has .80.) With everything inside
-    the window this is exact attention. The state is S, z and a ring of w keys and values. With a `saturation` N the
-    weights outside are divided by `1 + n/N`, n the number of tokens there: together they tend to N times their mean
-    instead of growing with the input. The state then counts tokens, `count [B]`.
+    This follows LoLCATs (Zhang et al. 2024, arXiv:2410.10254): `c_i` is the largest logit of the row's window. There g
+    is one number a head; here `g_i = b + √τ u·q_i` (within `MIX_BOUND` of b), b and u `[d]` learned per head, u = 0 at
+    the start: only the query can tell whether what it looks for is near or far. (all-MiniLM-L6-v2 on STS-B, w = 8,
+    after 300 steps of transfer: correlation .61 with b only, .71 with u; the exact model has .80.) Where every key is
+    in the window this is exact attention.
+
+    The state is S, z and a ring buffer of w keys and values. With a `saturation` N the weights outside the window are
+    divided by `1 + n/N`, n the number of tokens there: together they tend to N times their mean instead of growing with
+    the input. The state then counts tokens, `count [B]`.
     """
 
     dense_masks = True
@@ -108,16 +110,16 @@ class WindowAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
-        scaling, causal, keep_state = inputs.scaling, inputs.causal, inputs.return_state
+        scaling, causal = inputs.scaling, inputs.causal
         if state is None and inputs.first_call:
             self.feature_map.begin_forward()
         inputs.refuse_bidirectional_state()
-        if state is None and not keep_state and self._all_inside(query, key, mask):
-            return _exact(query, key, value, scaling, causal), None
+        if state is None and not inputs.return_state and self._is_within_window(query, key, mask):
+            return _exact_attention(query, key, value, scaling, causal), None
         log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_decoding_step(query, mask, state):
             mask = None
-            out = repeated(self, state, query, key, value, scaling)
+            out = run_prepared_step(self, state, query, key, value, scaling)
             if out is not None:
                 return out, state
             log_mix = self._step_mix(query, key, scaling, state)
@@ -138,26 +140,28 @@ class WindowAttention(LinearAttention):
             log_mix=log_mix,
             mask=mask,
             state=state,
-            return_state=keep_state,
+            return_state=inputs.return_state,
         )
-        out, after = backends.attend(call)
-        remember(self, scaling, state, after)
-        if not keep_state:
+        out, state_after = backends.attend(call)
+        guard_prepared_step(self, scaling, state, state_after)
+        if not inputs.return_state:
             return out, None
-        if self.options.saturation is None or after is None or "count" in after:
-            return out, after
+        if self.options.saturation is None or state_after is None or "count" in state_after:
+            return out, state_after
         if state is not None and mask is None:
-            return out, {**after, "count": state["count"] + key.shape[2]}
-        return out, {**after, "count": _seen(state) + _new(key, mask)}
+            return out, {**state_after, "count": state["count"] + key.shape[2]}
+        return out, {**state_after, "count": _tokens_before(state) + _count_tokens(key, mask)}
 
-    def _all_inside(self, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-        """Whether this is exact attention: no key outside a window, no padding, and no gradient for the learned parts
-        (their gradients are zeros then, which exact attention would not make)."""
+    def _is_within_window(self, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+        """Return whether this is exact attention, which is faster: every key is in the window, none is padding.
+
+        The learned parts must not need a gradient: theirs would be zeros, which exact attention would not make.
+        """
         if mask is not None or key.shape[2] > self.options.window_size or torch.compiler.is_compiling():
             return False
         if query.shape[2] != key.shape[2] or query.dtype == torch.float16:
             return False
-        return not torch.is_grad_enabled() or not any(held.requires_grad for held in self.parameters())
+        return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters())
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
@@ -181,33 +185,39 @@ class WindowAttention(LinearAttention):
     def _log_mix(
         self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
     ) -> Tensor:
-        """g, row by row `[B, H, L]`: less `log(1 + n / saturation)` for a row with n tokens outside its window.
+        """Return the log mixing weight g of each row, `[B, H, L]`.
 
-        A mask `[B, H, L, S]` has no count of its own: places in the sequence serve.
+        With a saturation it is less by `log(1 + n / saturation)` for a row with n tokens outside its window. Where the
+        mask is `[B, H, L, S]`, n counts positions in the sequence.
         """
         padding = None if mask is None or mask.dim() == 4 else mask
-        rest = self._rest_mix(query, key, causal, padding, state)
-        return rest + self._query_mix(query, scaling, _of_rows(padding, query))
+        constant = self._constant_mix(query, key, causal, padding, state)
+        return constant + self._query_mix(query, scaling, _mask_of_queries(padding, query))
 
-    def _rest_mix(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None) -> Tensor:
-        """What g has besides the query's part: `[1, H, 1]`, or `[B | 1, H, L]` with a saturation."""
+    def _constant_mix(
+        self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None
+    ) -> Tensor:
+        """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
         log_mix, length = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), query.shape[2]
         saturation, window = self.options.saturation, self.options.window_size
         if saturation is None:
             return log_mix
-        if state is not None and mask is None and length == 1:  # a decoding step: few operations
-            before = (state["count"] + (1 - window)).clamp_min(0).to(log_mix.dtype)
-            return log_mix - torch.log1p(before / saturation).view(-1, 1, 1)
-        far = _far_tokens(key, mask, state, window, causal)
-        far = far[:, None, far.shape[1] - length :]
-        return log_mix - torch.log1p(far.to(log_mix.dtype) / saturation)
+        if state is not None and mask is None and length == 1:  # A decoding step takes fewer operations this way.
+            outside = (state["count"] + (1 - window)).clamp_min(0).to(log_mix.dtype)
+            return log_mix - torch.log1p(outside / saturation).view(-1, 1, 1)
+        outside = _count_outside(key, mask, state, window, causal)
+        outside = outside[:, None, outside.shape[1] - length :]
+        return log_mix - torch.log1p(outside.to(log_mix.dtype) / saturation)
 
     def _sequence_mix(
         self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
     ) -> QueryMix:
-        rest = self._rest_mix(query, key, causal, mask, state)
+        constant = self._constant_mix(query, key, causal, mask, state)
         return QueryMix(
-            lambda: rest + self._query_mix(query, scaling, _of_rows(mask, query)), rest, self.mix_weight, MIX_BOUND
+            lambda: constant + self._query_mix(query, scaling, _mask_of_queries(mask, query)),
+            constant,
+            self.mix_weight,
+            MIX_BOUND,
         )
 
     def _step_mix(self, query: Tensor, key: Tensor, scaling: float, state: State) -> StepMix:
@@ -222,10 +232,11 @@ class WindowAttention(LinearAttention):
         )
 
     def _query_mix(self, query: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-        """`clip(√τ u·q_i)` `[B, H, L]`; mask `[B, L]`: NaN in padding reaches neither it nor the gradient of u."""
+        """Return `clip(√τ u·q_i)`, `[B, H, L]`. NaN in padding (mask `[B, L]`) reaches neither it nor u's gradient."""
         if torch.is_grad_enabled() and self.mix_weight.requires_grad:
-            query = mask_tokens(query, mask)  # else without this copy of the queries
-        # No matrix product: its rounding depends on the rest of the batch. In blocks, so that its room is bounded.
+            query = mask_tokens(query, mask)  # Without a gradient we save this copy of the queries.
+        # This is no matrix product, because the rounding of one depends on the rest of the batch. It goes in blocks, so
+        # that its memory is bounded.
         batch, heads, length, width = query.shape
         dtype = compute_dtype(query)
         blocks = query.split(block_length(batch, heads, width, length), dim=2)
@@ -246,8 +257,9 @@ class WindowAttention(LinearAttention):
         return dense_weights(*features, outside), outside
 
     def _inside(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-        places = ops.window_positions(mask, key.shape[2], causal, key.device)
-        return ops.inside_window(places, query.shape[2], self.options.window_size, causal)
+        """Return which keys are in the window of a query, `[B | 1, 1, L, S]`."""
+        positions = ops.window_positions(mask, key.shape[2], causal, key.device)
+        return ops.inside_window(positions, query.shape[2], self.options.window_size, causal)
 
     def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
         def query_features(x: Tensor, start: int) -> Features:
@@ -271,36 +283,37 @@ class WindowAttention(LinearAttention):
         return f"window_size={self.options.window_size}"
 
 
-def _exact(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Tensor:
+def _exact_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
 
 
-def _new(key: Tensor, mask: Tensor | None) -> Tensor:
-    """Number of real tokens `[B]`."""
+def _count_tokens(key: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the number of real tokens, `[B]`."""
     return mask.sum(dim=1) if mask is not None else torch.full((key.shape[0],), key.shape[2], device=key.device)
 
 
-def _seen(state: State | None) -> Tensor | int:
+def _tokens_before(state: State | None) -> Tensor | int:
+    """Return the number of real tokens before these, `[B]` or 0."""
     return 0 if state is None else state["count"]
 
 
-def _of_rows(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The part of a padding mask that belongs to the queries, the last ones of the tokens."""
+def _mask_of_queries(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the part of a padding mask that belongs to the queries, the last ones of the tokens."""
     return None if mask is None else mask[:, mask.shape[1] - query.shape[2] :]
 
 
-def _far_tokens(key: Tensor, mask: Tensor | None, state: State | None, window: int, causal: bool) -> Tensor:
-    """How many real tokens lie outside the window of each token, `[B | 1, L]`; of earlier ones only where causal."""
+def _count_outside(key: Tensor, mask: Tensor | None, state: State | None, window: int, causal: bool) -> Tensor:
+    """Return how many real tokens are outside the window of each token, `[B | 1, L]`; earlier ones only if causal."""
     length = key.shape[2]
     real = torch.ones(1, length, dtype=torch.long, device=key.device) if mask is None else mask.long()
-    before = real.cumsum(dim=1)
+    cumulative = real.cumsum(dim=1)
     if causal:
-        seen = _seen(state)
-        return (before + (seen.unsqueeze(1) if isinstance(seen, Tensor) else seen) - window).clamp_min(0)
-    place = torch.arange(length, device=key.device)
-    last, first = (place + window - 1).clamp(max=length - 1), place - window
-    inside = before[:, last] - before[:, first.clamp_min(0)] * (first >= 0)
-    return before[:, -1:] - inside
+        before = _tokens_before(state)
+        return (cumulative + (before.unsqueeze(1) if isinstance(before, Tensor) else before) - window).clamp_min(0)
+    position = torch.arange(length, device=key.device)
+    last, first = (position + window - 1).clamp(max=length - 1), position - window
+    inside = cumulative[:, last] - cumulative[:, first.clamp_min(0)] * (first >= 0)
+    return cumulative[:, -1:] - inside

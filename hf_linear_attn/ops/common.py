@@ -42,8 +42,8 @@ class InPlaceState(dict[str, Tensor]):
 
     Decoding then touches half as much memory. Any other state that a call receives stays as it is. After a step that
     wrote over a state which such a step had left (`updated_in_place`), `prepared_step` holds the filled-in arguments of
-    the kernel for the next one (`ops.native.prepared_step`, `mechanisms.repeated`). Beam search, which makes new states
-    after every step, does not come that far. Copies and pickles are ordinary dictionaries.
+    the kernel for the next one (`ops.native.prepared_step`, `mechanisms.prepared_steps`). Beam search, which makes new
+    states after every step, does not come that far. Copies and pickles are ordinary dictionaries.
     """
 
     prepared_step: Any = None

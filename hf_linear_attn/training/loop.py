@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..integration.disk import writing
+from ..integration.models import weight_write_errors
 from .callbacks import InterruptedRunError
 from .objectives import Objective, Sums
 from .optim import lr_factor
@@ -270,7 +270,7 @@ class Loop:
             if accelerator.is_main_process:
                 shutil.rmtree(aside, ignore_errors=True)
             accelerator.wait_for_everyone()
-            with writing(aside):
+            with weight_write_errors(aside):
                 accelerator.save_state(str(aside), safe_serialization=True)
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
@@ -324,7 +324,7 @@ class Loop:
     def _save_best(self) -> None:
         state = self.placed.whole_state()
         if self.accelerator.is_main_process:
-            with whole_folder(self._best_folder(self.progress.best_step)) as aside, writing(aside):
+            with whole_folder(self._best_folder(self.progress.best_step)) as aside, weight_write_errors(aside):
                 save_file(without_shared(state), str(aside / "model.safetensors"))
         self.accelerator.wait_for_everyone()
 

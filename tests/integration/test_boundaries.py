@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.boundaries import ARGUMENTS, find_documents
+from hf_linear_attn.integration.boundaries import MODEL_CONTEXT, find_documents
 from tests.architectures.models import architecture_model
 from tests.helpers import (
     BERT,
@@ -159,7 +159,7 @@ def test_positions_may_be_passed_by_place():
 def test_unpatching_takes_the_hooks_off(family):
     model = hla.unpatch_model(patched("hedgehog", family))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert not any(ARGUMENTS in vars(module) for module in model.modules())
+    assert not any(MODEL_CONTEXT in vars(module) for module in model.modules())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_packed_prompt_cannot_be_continued(family, layers):
     model = patch_small(family.build(), "hedgehog", layers=layers)
     cache = DynamicCache()
     assert_close(logits(model, **as_ids(packed()), past_key_values=cache, use_cache=True), alone(model))
-    with pytest.raises(NotImplementedError, match="which document would go on"):
+    with pytest.raises(NotImplementedError, match="which document would be continued"):
         logits(model, token_ids(1, 1), past_key_values=cache)
     cache.reset()
     if layers is None:  # Transformers keeps the size of the keys that a cache held

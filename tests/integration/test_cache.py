@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.cache import LinearStateLayer, adopt, take_layer
+from hf_linear_attn.integration.cache import LinearStateLayer, state_layer
+from hf_linear_attn.integration.context import forward_context
 from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import (
     DECODERS,
@@ -42,9 +43,9 @@ class Pair:
         for row, tokens in zip(self.rows, new.tolist(), strict=True):
             row.extend(tokens)
         key = new[:, None, :, None].double()
-        self.layer.arm()
+        self.layer.expect_update()
         self.layer.update(key, key)
-        assert take_layer() is self.layer
+        assert forward_context.take_cache_layer() is self.layer
         state = self.layer.state_for(key)
         self.layer.advance(summed(key, key, None, state), key, key, None, summed)
 
@@ -136,11 +137,11 @@ def test_an_update_that_nobody_announced_is_refused():
 
 def test_adopting_keeps_what_is_ours_and_refuses_foreign_tokens():
     cache = DynamicCache()
-    own = adopt(cache, 1)
-    assert adopt(cache, 1) is own
+    own = state_layer(cache, 1)
+    assert state_layer(cache, 1) is own
     cache.layers[0].update(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1))
     with pytest.raises(ValueError, match="Layer 0 of the given cache holds 3 tokens of exact attention"):
-        adopt(cache, 0)
+        state_layer(cache, 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------

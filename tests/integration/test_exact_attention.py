@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import OBSERVER, AttentionCall
+from hf_linear_attn.integration.attention import AttentionCall
+from hf_linear_attn.integration.context import attention_modules, layer_context
 from tests.helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
 
 
@@ -59,7 +60,8 @@ def test_inside_of_an_observation_and_out_again() -> None:
         logits(model, ids)
     assert len(calls) == 3
     assert all(isinstance(call, AttentionCall) for call in calls)
-    assert all(getattr(module, OBSERVER, None) is None for module in model.modules())
+    assert all(not layer_context(module).runs_exactly for module in attention_modules(model))
+    assert all(layer_context(module).observer is None for module in attention_modules(model))
     assert torch.equal(logits(model, ids), before)
 
 

@@ -35,7 +35,7 @@ from transformers import (
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.speed import shared_copy
-from hf_linear_attn.integration.positions import RECORD, WAYS, find_tables, position_limit
+from hf_linear_attn.integration.positions import EXTENDED_FROM, METHODS, find_tables, position_limit
 from tests.helpers import (
     BERT,
     GPT2,
@@ -102,7 +102,7 @@ FAMILIES = {
     "bart": (lambda: BartForConditionalGeneration(BartConfig(**SEQ2SEQ, max_position_embeddings=SHORT)), 2),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_way = pytest.mark.parametrize("how", WAYS)
+every_way = pytest.mark.parametrize("how", METHODS)
 
 
 def build(family):
@@ -205,7 +205,7 @@ def test_patching_with_a_length_and_back(family, tmp_path):
     for patched_model in (model, loaded):
         hla.unpatch_model(patched_model)
         assert position_limit(patched_model) == SHORT
-        assert not hasattr(patched_model.config, RECORD)
+        assert not hasattr(patched_model.config, EXTENDED_FROM)
     before.assert_same(model, **snapshot_inputs(model))
     assert torch.equal(outputs(loaded, ids(SHORT)), outputs(reference, ids(SHORT)))
     # Exact attention on the same positions: what the patched model imitates.
@@ -275,7 +275,7 @@ def test_dtypes_are_kept(how, dtype):
 
 
 def test_a_table_of_one_row():
-    for how in WAYS:
+    for how in METHODS:
         model = GPT2.build(n_positions=1)
         table = hla.extend_positions(model, 3, how).transformer.wpe.weight
         assert torch.equal(table, table[:1].expand(3, -1))
@@ -356,7 +356,7 @@ def test_a_rotary_model_takes_it_as_an_option_only():
 
 def test_the_present_length_is_nothing_to_do():
     model = hla.patch_model(build("bert"), "hedgehog", max_length=SHORT)
-    assert not hasattr(model.config, RECORD)
+    assert not hasattr(model.config, EXTENDED_FROM)
     assert position_limit(hla.extend_positions(model, SHORT)) == SHORT
 
 

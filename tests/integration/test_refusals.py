@@ -16,9 +16,9 @@ from hf_linear_attn.integration.attention import (
     linear_attention_forward,
 )
 from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer, attention_shape
-from hf_linear_attn.integration.disk import writing
 from hf_linear_attn.integration.exact import eager_function
 from hf_linear_attn.integration.mask import linear_attention_mask
+from hf_linear_attn.integration.models import weight_write_errors
 from tests.helpers import LLAMA, logits, patched, qkv, token_ids
 
 
@@ -84,7 +84,7 @@ def test_an_index_of_weights_that_is_none(tmp_path):
 
 
 def test_other_errors_while_saving_stay_what_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="not of the disk"), writing(tmp_path):
+    with pytest.raises(RuntimeError, match="not of the disk"), weight_write_errors(tmp_path):
         raise RuntimeError("not of the disk")
 
 

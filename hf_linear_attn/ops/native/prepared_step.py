@@ -17,8 +17,8 @@ class PreparedStep:
     """The arguments of a step that wrote over its state, for the next one: of these only four addresses are new.
 
     The others point into the state and into `kept`, the maps' tensors, which stay alive as long as this does. `guard`
-    is for what these are made of (`mechanisms.repeated`). (Every step of every layer comes through here: nothing is
-    looked up twice.)
+    is for what these are made of (`mechanisms.prepared_steps`). (Every step of every layer comes through here: nothing
+    is looked up twice.)
     """
 
     guard: Any = None

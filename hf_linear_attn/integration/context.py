@@ -1,0 +1,199 @@
+"""What the hooks and functions of a patched model share: one object per layer, and one per thread.
+
+Transformers' attention interface hands our function the attention module, q, k, v, the mask and whatever keyword
+arguments the modeling file passes on. All that we know of a layer therefore hangs on the module, in one attribute
+(`LayerContext`); all that must travel during a forward pass and is not among those arguments is in `ForwardContext`.
+
+Three marks on other objects remain, because nothing else reaches where they are read:
+
+- the class of a patched model (`model_class`): `from_pretrained` and `generate` know the model by its class only;
+- `boundaries.ModelContext` on every model around patched layers, which its forward hooks read;
+- `packing.PackedBatch` on the mask, or the boundaries, of a packed batch. Some modeling files hand only the mask on to
+  their layers, and gradient checkpointing calls the layers again when the forward pass, and with it `ForwardContext`,
+  is over: only what is an argument of the layer still arrives then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from ..ops.common import ACCELERATE_HOOK
+
+#: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
+IMPLEMENTATION = "hf_linear_attn"
+#: Name of the submodule of a patched attention module. (List it in PEFT's `modules_to_save`.)
+SUBMODULE = "linear_attention"
+#: Name of the attribute of an attention module that is its `LayerContext`.
+LAYER_CONTEXT = "_linear_attention_context"
+#: Fields that the config of a patched model carries into `config.json`.
+CONFIG_FIELD = "linear_attention"
+IMPLEMENTATION_FIELD = "attn_implementation"
+
+
+@dataclass
+class LayerContext:
+    """What a patched model knows of one of its attention modules.
+
+    Every module that reads a config whose implementation is ours has one: patched layers, exact layers of a mixture,
+    and cross-attention.
+
+    Attributes:
+        name: The module's name in the model.
+        exact_implementation: Name of the implementation that computes this module exactly.
+        causal: Whether this self-attention layer is causal: the module's own flag may be absent, or not say so. None
+            in cross-attention, where the module's flag counts.
+        runs_exactly: Whether a patched layer runs exactly for now.
+        observer: What is called with the inputs and the exact outputs of each call while `runs_exactly`, or None.
+    """
+
+    name: str
+    exact_implementation: str
+    causal: bool | None
+    runs_exactly: bool = False
+    observer: Callable[[Any], None] | None = None
+
+    @property
+    def is_self_attention(self) -> bool:
+        return self.causal is not None
+
+
+@dataclass(slots=True)
+class InterfaceCall:
+    """The arguments of one call of the attention interface, and what our function has worked out of them.
+
+    Attributes:
+        module: The attention module, with its `context`.
+        query: `[B, H, L, d]`; key is `[B, G, S, d]`, value `[B, G, S, e]`.
+        mask: `[B, S]` True for real tokens, a full mask `[B | 1, H | 1, L, S]`, or None.
+        scaling: τ, the factor of `q·k`.
+        causal: Whether a token sees earlier ones only.
+        is_causal: The caller's own argument of this name, or None.
+        kwargs: All other arguments.
+        first_call: False for the second and later documents of a packed batch (see `AttentionInputs`).
+    """
+
+    module: nn.Module
+    context: LayerContext
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scaling: float
+    causal: bool
+    is_causal: bool | None
+    kwargs: dict[str, Any]
+    first_call: bool = True
+
+    @property
+    def label(self) -> str:
+        """The layer as error messages name it."""
+        kind = type(self.module).__name__
+        return f"{kind} ({self.context.name})" if self.context.name else kind
+
+
+@dataclass
+class ModelRun:
+    """A model around patched layers that is running.
+
+    Attributes:
+        module: The model.
+        boundaries: `[n + 1]`, the first token of each document of a packed batch, and the end; or None.
+        shape: B and S of a packed batch.
+        layers_reached: The number of layers that have seen the boundaries so far.
+    """
+
+    module: nn.Module
+    boundaries: Tensor | None = None
+    shape: tuple[int, int] = (0, 0)
+    layers_reached: int = 0
+
+
+class ForwardContext(threading.local):
+    """What travels during a forward pass in one thread and is no argument of the attention interface.
+
+    It is of the thread, not of the model, because one model may run in several threads (`nn.DataParallel`, servers).
+
+    Attributes:
+        runs: The models around patched layers that are running, the innermost last. The mask function, which gets
+            neither the model nor its position ids, reads the boundaries of a packed batch here.
+        cache_layer: The state layer whose `update` an attention module has just called. The module passes the cache to
+            `update` but not to the attention function, which it calls next.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[ModelRun] = []
+        self.cache_layer: CacheLayerMixin | None = None
+
+    def take_cache_layer(self) -> Any:
+        """Return the state layer of the present attention call and forget it; None if the call uses no cache."""
+        layer = self.cache_layer
+        if layer is not None:
+            self.cache_layer = None
+        return layer
+
+    def packed_run(self) -> ModelRun | None:
+        """Return the innermost running model if it runs on a packed batch."""
+        run = self.runs[-1] if self.runs else None
+        return None if run is None or run.boundaries is None else run
+
+
+forward_context = ForwardContext()
+
+
+def layer_context(module: nn.Module) -> LayerContext | None:
+    """Return the context of an attention module of a patched model; None for any other module."""
+    return getattr(module, LAYER_CONTEXT, None)
+
+
+def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the attention modules of a patched model that have a linear attention."""
+    for module in model.modules():
+        if layer_context(module) is not None and getattr(module, SUBMODULE, None) is not None:
+            yield module
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Return whether `patch_model` has been applied to this model."""
+    return any(layer_context(module) is not None for module in model.modules())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights that accelerate keeps elsewhere
+
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+
+def in_memory(mechanism: nn.Module) -> AbstractContextManager[None]:
+    """Context manager inside of which the mechanism and its feature map have their weights.
+
+    accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward`. A feature map has no
+    `forward`: its mechanism calls `query` and `key`; and other methods than `forward` of the mechanism read its weights
+    as well. Without such hooks this costs next to nothing.
+    """
+    if torch.compiler.is_compiling():
+        return _NO_CONTEXT
+    modules = (mechanism, *mechanism._modules.values())
+    offloaded = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
+    return _weights_loaded(offloaded) if offloaded else _NO_CONTEXT
+
+
+@contextmanager
+def _weights_loaded(modules: list[Any]) -> Iterator[None]:
+    loaded = []
+    try:
+        for module in modules:
+            getattr(module, ACCELERATE_HOOK).pre_forward(module)
+            loaded.append(module)
+        yield
+    finally:
+        for module in reversed(loaded):
+            getattr(module, ACCELERATE_HOOK).post_forward(module, None)

@@ -1,0 +1,84 @@
+"""Models as Transformers builds them: their configs, their original class, and errors while their weights are saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+#: Attribute of the class of a patched model: the class that it had before.
+ORIGINAL_CLASS = "_class_before_linear_attention"
+
+#: Text in the RuntimeErrors that torch raises where it cannot write a file.
+TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error", "unexpected pos")
+
+
+def check_model(model: object) -> None:
+    """Raise a TypeError that names the remedy, unless `model` is a `PreTrainedModel`."""
+    if isinstance(model, PreTrainedModel):
+        return
+    if isinstance(model, str):
+        remedy = "Load it first, for example with AutoModel.from_pretrained(name)."
+    elif type(model).__module__.partition(".")[0] == "peft":
+        remedy = "Patch the base model before wrapping it with PEFT, or pass model.get_base_model()."
+    elif isinstance(model, nn.Module) and any(isinstance(part, PreTrainedModel) for part in model.modules()):
+        remedy = "Pass the Transformers model inside it."
+    else:
+        remedy = "Pass a model loaded with from_pretrained()."
+    raise TypeError(f"Expected a transformers.PreTrainedModel, got {type(model).__name__}. {remedy}")
+
+
+def base_class(cls: type) -> type:
+    """Return the original class of a patched model; any other class is returned as it is."""
+    return getattr(cls, ORIGINAL_CLASS, cls)
+
+
+def own_configs(model: nn.Module) -> None:
+    """Give the model copies of its configs, because another model may share them."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))
+
+
+def configs_of(model: nn.Module) -> list[PretrainedConfig]:
+    """Return every config that is an attribute of one of the model's modules, once each."""
+    configs = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, PretrainedConfig):
+                configs[id(value)] = value
+    return list(configs.values())
+
+
+def all_configs(model: nn.Module) -> Iterator[PretrainedConfig]:
+    """Iterate over the configs of `configs_of` and the configs nested in them."""
+    queue: list[PretrainedConfig] = configs_of(model)
+    seen = set()
+    while queue:
+        config = queue.pop()
+        if id(config) not in seen:
+            seen.add(id(config))
+            queue += [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+            yield config
+
+
+@contextmanager
+def weight_write_errors(folder: Path | str) -> Iterator[None]:
+    """Raise what safetensors and torch make of a full or failing disk as an OSError that names the folder."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in TORCH_WRITE_ERRORS):
+            raise
+        raise OSError(
+            f"Cannot write weights to {str(folder)!r} ({' '.join(str(error).split())}). Free some space, or choose "
+            "another folder."
+        ) from error

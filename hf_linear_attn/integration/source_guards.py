@@ -1,0 +1,129 @@
+"""What the source of Transformers' modeling files says and no flag or config does: the only place that reads it.
+
+`discovery` and `boundaries` go by attributes of modules and configs wherever these exist. Some facts stand in the code
+alone: that a module calls the attention interface, that it adds a bias to its logits, that a model hands keyword
+arguments on to its layers. Each function here answers one such question about a class, from the `forward` of that
+class. The source is parsed and written out again first, so that comments, line breaks and quotes do not matter.
+`tests/integration/test_source_guards.py` lists for every guard what it sees in Transformers, and fails where an
+upstream change makes it see something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from typing import Any
+
+#: What a module's `forward` uses when it goes through the attention interface.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+#: In the `forward` of a model around causal layers whose own flag says otherwise (CLIP's text tower).
+CAUSAL_ARGUMENT = re.compile(r"\bis_causal=True\b")
+#: In the `forward` of a decoder that makes the mask of its self-attention layers.
+SELF_ATTENTION_MASK = re.compile(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(")
+#: In the `forward` of a model that makes the masks of its layers.
+MASK_FACTORY = re.compile(r"\bcreate_\w*mask\w*\(")
+
+#: What stands in a module's `forward` if it cannot be linear, and why.
+OBSTACLES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.DOTALL), reason)
+    for pattern, reason in (
+        (
+            r"position_bias|attention_mask=matrix_bd",
+            "adds a relative position bias to its logits, which a product of feature maps cannot express",
+        ),
+        (
+            r"attention_mask=attention_bias|prepare_dynamic_mask",
+            "adds a bias to its logits, which a product of feature maps cannot express",
+        ),
+        (
+            r"\bmerged_attention_mask\b",
+            "attends to its own sequence and another one in a single softmax, which would need a state of both",
+        ),
+        (
+            r"\.update\([^)]*layer_idx \+",
+            "runs several times on one input with a cache layer for each, which would need several states",
+        ),
+        (
+            r"past_key_values\.update.*= attention_interface\(.*= attention_interface\(",
+            "computes attention twice on one cache layer, which would need two states",
+        ),
+    )
+)
+#: The reason for a module with the flag `has_relative_attention_bias`.
+POSITION_BIAS = OBSTACLES[0][1]
+
+
+@functools.cache
+def forward_source(cls: Any) -> str:
+    """Return the source of the class's `forward`, in normal form; "" where there is none to read."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+        return ast.unparse(ast.parse(textwrap.dedent(source)))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return ""
+
+
+def calls_interface(cls: type) -> bool:
+    """Return whether modules of the class go through Transformers' attention interface."""
+    return INTERFACE in forward_source(cls)
+
+
+def passes_causal_argument(cls: type) -> bool:
+    """Return whether a model calls its layers with `is_causal=True`."""
+    return CAUSAL_ARGUMENT.search(forward_source(cls)) is not None
+
+
+def makes_causal_masks_only(cls: type) -> bool:
+    """Return whether a decoder makes a causal mask, and no bidirectional one, for its own sequence."""
+    return set(SELF_ATTENTION_MASK.findall(forward_source(cls))) == {"causal"}
+
+
+def makes_masks(cls: type) -> bool:
+    """Return whether a model makes the attention masks of its layers."""
+    return MASK_FACTORY.search(forward_source(cls)) is not None
+
+
+def computes_softmax_from_mask(cls: type) -> bool:
+    """Return whether an attention module computes its softmax by itself, from a mask, outside of the interface."""
+    source = forward_source(cls)
+    if calls_interface(cls) or "mask" not in source or "ttention" not in cls.__name__:
+        return False
+    return "softmax(" in inspect.getsource(cls)
+
+
+def obstacle(cls: type) -> str:
+    """Return why modules of the class cannot be linear; "" where the source says nothing against it."""
+    source = forward_source(cls)
+    return next((reason for pattern, reason in OBSTACLES if pattern.search(source)), "")
+
+
+def caps_logits(cls: type) -> bool:
+    """Return whether modules of the class pass a logit soft cap to the attention, where their config has one."""
+    return "softcap" in forward_source(cls)
+
+
+def passes_sinks(cls: type) -> bool:
+    """Return whether modules of the class pass learned attention sinks to the attention, where they have some."""
+    return "s_aux=" in forward_source(cls)
+
+
+def argument_names(cls: type) -> tuple[tuple[str, ...], str | None]:
+    """Return the names of the arguments of a class's `forward`, and that of its `**kwargs` or None."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]  # type: ignore[attr-defined]
+    names = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
+    return names, next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def passes_keyword_arguments_on(cls: type) -> bool:
+    """Return whether `forward` takes `**kwargs` and hands them on in a call."""
+    kwargs = argument_names(cls)[1]
+    return kwargs is not None and forward_source(cls).count(f"**{kwargs}") > 1
+
+
+def mentions(cls: type, argument: str) -> bool:
+    """Return whether `forward` uses an argument of this name."""
+    return argument in forward_source(cls)

@@ -1,0 +1,118 @@
+"""What the guards see in Transformers' source. A test that fails here means that an upstream file says it otherwise.
+
+Then look at the new source: change the guard (`integration/source_guards.py`), or the list here if the fact changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from typing import Any
+
+import pytest
+
+from hf_linear_attn.integration import source_guards
+
+#: Guard -> classes (modeling file, class) for which it must answer yes, and classes for which it must answer no.
+EXPECTED: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "calls_interface": (
+        [
+            ("bert", "BertSelfAttention"),
+            ("gpt2", "GPT2Attention"),
+            ("llama", "LlamaAttention"),
+            ("t5", "T5Attention"),
+            ("bart", "BartAttention"),
+            ("vit", "ViTAttention"),
+        ],
+        [("bert", "BertLayer"), ("xlnet", "XLNetRelativeAttention"), ("deberta", "DisentangledSelfAttention")],
+    ),
+    "passes_causal_argument": ([("clip", "CLIPTextModel")], [("clip", "CLIPVisionModel")]),
+    "makes_masks": ([("llama", "LlamaModel"), ("gpt2", "GPT2Model")], [("llama", "LlamaAttention")]),
+    "makes_causal_masks_only": ([("opt", "OPTDecoder")], [("bert", "BertEncoder")]),
+    "caps_logits": ([("gemma2", "Gemma2Attention")], [("llama", "LlamaAttention")]),
+    "passes_sinks": ([("gpt_oss", "GptOssAttention")], [("llama", "LlamaAttention")]),
+    "passes_keyword_arguments_on": (
+        [("llama", "LlamaModel"), ("llama", "LlamaDecoderLayer"), ("bert", "BertEncoder")],
+        [("stablelm", "StableLmDecoderLayer")],
+    ),
+}
+
+#: Classes that cannot be linear, and a part of the reason.
+OBSTACLES = [
+    ("t5", "T5Attention", "relative position bias"),
+    ("parakeet", "ParakeetEncoderAttention", "relative position bias"),
+    ("swin", "SwinAttention", "relative position bias"),
+    ("doge", "DogeAttention", "adds a bias to its logits"),
+    ("t5gemma2", "T5Gemma2MergedAttention", "in a single softmax"),
+    ("hrm_text", "HrmTextAttention", "runs several times on one input"),
+    ("diffllama", "DiffLlamaAttention", "computes attention twice"),
+    ("llama", "LlamaAttention", ""),
+    ("bert", "BertSelfAttention", ""),
+]
+
+
+def find_class(model_type: str, name: str) -> type:
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    return getattr(module, name)
+
+
+@pytest.mark.parametrize("guard", EXPECTED)
+def test_what_a_guard_sees(guard: str) -> None:
+    see = getattr(source_guards, guard)
+    for answer, classes in zip((True, False), EXPECTED[guard], strict=True):
+        for model_type, name in classes:
+            assert see(find_class(model_type, name)) is answer, f"{guard}({name})"
+
+
+@pytest.mark.parametrize(("model_type", "name", "reason"), OBSTACLES)
+def test_obstacles(model_type: str, name: str, reason: str) -> None:
+    obstacle = source_guards.obstacle(find_class(model_type, name))
+    assert reason in obstacle
+    assert bool(reason) is bool(obstacle)
+
+
+FORMATTED = """
+class Attention:
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        # a comment
+        attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return attention_interface(
+            self,
+            hidden_states,
+            attention_mask = attention_bias,
+            is_causal = True,
+            **kwargs,
+        )
+"""
+REFORMATTED = """
+class Attention:
+    def forward(
+        self,
+        hidden_states, attention_mask=None,
+        **kwargs
+    ):
+        attention_interface = (
+            ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        )
+        return attention_interface(self, hidden_states, attention_mask=attention_bias, is_causal=True, **kwargs)
+"""
+
+
+def test_layout_does_not_matter(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line breaks, spaces and comments change nothing that a guard sees."""
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = []
+    for name, text in (("formatted_source", FORMATTED), ("reformatted_source", REFORMATTED)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
+        cls = importlib.import_module(name).Attention
+        sources.append(source_guards.forward_source(cls))
+        assert source_guards.calls_interface(cls)
+        assert source_guards.passes_causal_argument(cls)
+        assert source_guards.passes_keyword_arguments_on(cls)
+        assert "adds a bias" in source_guards.obstacle(cls)
+    assert sources[0] == sources[1]
+
+
+def test_a_class_without_source() -> None:
+    assert source_guards.forward_source(int) == ""
+    assert not source_guards.calls_interface(int)
