@@ -12,17 +12,25 @@ from typing import Any
 from .registry import ATTENTIONS, build_options
 from .version import __version__
 
-#: Version of the saved form. Raised when an older package could misread a newer checkpoint.
+#: Version of the saved form. It goes up when an older package could misread a newer checkpoint.
 FORMAT_VERSION = 1
 
 DEFAULT_KEY = "default"
-#: The mechanism where none is named: what keeps most of a pretrained model, in both directions.
+#: The mechanism where none is named: it preserves most of a pretrained model, in both directions.
 DEFAULT_ATTENTION = "window"
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer's mechanism: its registered name and its options (missing ones take their defaults)."""
+    """One layer's mechanism.
+
+    Attributes:
+        attention: Its registered name.
+        options: Its options; missing ones take their defaults.
+
+    Raises:
+        ValueError: The mechanism or an option is unknown (the message suggests similar names), or a value is wrong.
+    """
 
     attention: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -31,34 +39,36 @@ class LayerConfig:
         build_options(ATTENTIONS.get(self.attention), dict(self.options))
 
     @classmethod
-    def parse(cls, given: str | Mapping[str, Any] | LayerConfig) -> LayerConfig:
-        """From a name, from `{"attention": name, **options}`, or from the saved `{"attention", "options"}`."""
-        if isinstance(given, LayerConfig):
-            return given
-        if isinstance(given, str):
-            return cls(given)
-        if isinstance(given, Mapping):
-            if "attention" not in given:
-                raise ValueError(f"A layer's settings need the key 'attention', got {dict(given)!r}.")
-            options = {key: value for key, value in given.items() if key not in ("attention", "options")}
-            return cls(given["attention"], {**given.get("options", {}), **options})
+    def parse(cls, value: str | Mapping[str, Any] | LayerConfig) -> LayerConfig:
+        """Read a name, a dict `{"attention": name, **options}`, or the saved `{"attention": …, "options": …}`.
+
+        Raises:
+            ValueError: A dict has no key "attention".
+            TypeError: The value is none of these.
+        """
+        if isinstance(value, LayerConfig):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if isinstance(value, Mapping):
+            if "attention" not in value:
+                raise ValueError(f"A layer's settings need the key 'attention', got {dict(value)!r}.")
+            options = {key: option for key, option in value.items() if key not in ("attention", "options")}
+            return cls(value["attention"], {**value.get("options", {}), **options})
         raise TypeError(
             f"A layer's attention must be a name or a dict like {{'attention': 'favor+', 'num_features': 256}}, "
-            f"got {given!r} ({type(given).__name__})."
+            f"got {value!r} ({type(value).__name__})."
         )
 
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
-    """Which mechanism runs in which self-attention layer.
+    """Which mechanism runs in which self-attention layer: a plan.
 
-    default: the mechanism of every layer that `layers` does not name; None leaves those layers exact.
-    layers:  overrides. A key is a layer index (`"0"`, `"-1"`), a module name (`"encoder.layer.3.attention.self"`) or a
-             pattern on module names (`"decoder.*"`). Index beats name beats pattern beats default.
-
-    Raises:
-        ValueError: an unknown mechanism or option, with near matches.
-        TypeError: a value of the wrong type.
+    Attributes:
+        default: The mechanism of every layer that `layers` does not name; None leaves those layers exact.
+        layers: Overrides. A key is a layer index (`"0"`, `"-1"`), a module name (`"encoder.layer.3.attention.self"`) or
+            a pattern on module names (`"decoder.*"`). Index beats name beats pattern beats default.
     """
 
     default: LayerConfig | None = None
@@ -67,34 +77,45 @@ class LinearAttentionConfig:
     @classmethod
     def parse(
         cls,
-        given: str | Mapping[str, Any] | LinearAttentionConfig,
+        value: str | Mapping[str, Any] | LinearAttentionConfig,
         layers: Sequence[int] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> LinearAttentionConfig:
-        """From what `patch_model` accepts: a name (with layers and options), a dict per layer, or a config."""
-        if isinstance(given, (LinearAttentionConfig, Mapping)) and (layers is not None or options):
-            extra = [*(["layers"] if layers is not None else []), *(options or {})]
+        """Read what `patch_model` accepts.
+
+        Args:
+            value: A name, a dict per layer, or a config.
+            layers: With a name, the indices of the layers.
+            options: With a name, the options.
+
+        Raises:
+            ValueError: A mechanism or an option is unknown, the dict is empty, or `layers` or `options` come with a
+                dict or a config.
+            TypeError: A value has the wrong type.
+        """
+        if isinstance(value, (LinearAttentionConfig, Mapping)) and (layers is not None or options):
+            names = [*(["layers"] if layers is not None else []), *(options or {})]
             raise ValueError(
-                f"{', '.join(extra)}: cannot be combined with a {type(given).__name__}. Put the layers and their "
+                f"{', '.join(names)}: cannot be combined with a {type(value).__name__}. Put the layers and their "
                 "options into it, for example {'0': {'attention': 'favor+', 'num_features': 256}}."
             )
-        if isinstance(given, LinearAttentionConfig):
-            return given
-        if isinstance(given, str):
-            layer = LayerConfig(given, dict(options or {}))
+        if isinstance(value, LinearAttentionConfig):
+            return value
+        if isinstance(value, str):
+            layer = LayerConfig(value, dict(options or {}))
             if layers is None:
                 return cls(layer)
             return cls(None, {str(index): layer for index in _check_indices(layers)})
-        if isinstance(given, Mapping):
-            if "format_version" in given:
-                return cls.from_dict(given)
-            if not given:
+        if isinstance(value, Mapping):
+            if "format_version" in value:
+                return cls.from_dict(value)
+            if not value:
                 raise ValueError("The dict of layers is empty: name at least one layer, or 'default'.")
-            parsed = {str(key): LayerConfig.parse(value) for key, value in given.items()}
+            parsed = {str(key): LayerConfig.parse(layer) for key, layer in value.items()}
             return cls(parsed.pop(DEFAULT_KEY, None), parsed)
         raise TypeError(
             "attention must be a name, a dict of layers or a LinearAttentionConfig, "
-            f"got {given!r} ({type(given).__name__})."
+            f"got {value!r} ({type(value).__name__})."
         )
 
     @classmethod
@@ -106,10 +127,10 @@ class LinearAttentionConfig:
             -1: {attention: window, window_size: 128}
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: not `.json`, `.yaml` or `.yml`; not such a dict; a key given twice; an unknown mechanism or
-                option; a value of the wrong type. The message names the file.
-            ImportError: a YAML file, and PyYAML is not installed.
+            FileNotFoundError: There is no such file.
+            ValueError: The file does not end in `.json`, `.yaml` or `.yml`, or holds no such dict; a key stands twice;
+                a mechanism or an option is unknown; a value has the wrong type. The message names the file.
+            ImportError: It is a YAML file, and PyYAML is not installed.
         """
         path = Path(path)
         readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml}
@@ -118,21 +139,24 @@ class LinearAttentionConfig:
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file.")
         try:
-            held = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
-            if not isinstance(held, Mapping):
+            plan = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
+            if not isinstance(plan, Mapping):
                 raise ValueError(
                     'the file must hold an object such as {"default": "hedgehog", "0": "softmax"}, '
-                    f"got {type(held).__name__}."
+                    f"got {type(plan).__name__}."
                 )
-            return cls.parse(held)
+            return cls.parse(plan)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{str(path)!r}: {error}") from error
 
     def resolve(self, names: Sequence[str]) -> list[LayerConfig | None]:
-        """The mechanism of each layer, given the module names in order; None where nothing is said.
+        """Return the mechanism of each layer, or None where the plan leaves it exact.
+
+        Args:
+            names: The names of the self-attention modules, in order.
 
         Raises:
-            ValueError: an index out of range, a name or pattern that matches nothing, an index given twice.
+            ValueError: An index is out of range or stands twice, or a name or pattern matches nothing.
         """
         by_index: dict[int, LayerConfig] = {}
         by_name: dict[str, LayerConfig] = {}
@@ -160,28 +184,27 @@ class LinearAttentionConfig:
         resolved = []
         for index, name in enumerate(names):
             matching = [layer for pattern, layer in patterns if fnmatch.fnmatchcase(name, pattern)]
-            found = by_index.get(index) or by_name.get(name) or (matching[-1] if matching else self.default)
-            resolved.append(found)
+            resolved.append(by_index.get(index) or by_name.get(name) or (matching[-1] if matching else self.default))
         return resolved
 
     def has_option(self, name: str) -> bool:
-        """Whether a mechanism of the plan has an option of this name."""
+        """Return whether a mechanism of the plan has an option of this name."""
         default = () if self.default is None else (self.default,)
         return any(_has_option(layer, name) for layer in (*self.layers.values(), *default))
 
     def with_default(self, name: str, value: Any) -> LinearAttentionConfig:
-        """The plan with a value for an option, wherever a mechanism has that option and none is given (or None)."""
+        """Return the plan with a value for an option, wherever a mechanism has it and its value is missing or None."""
 
-        def chosen(layer: LayerConfig) -> LayerConfig:
+        def filled(layer: LayerConfig) -> LayerConfig:
             if not _has_option(layer, name) or layer.options.get(name) is not None:
                 return layer
             return LayerConfig(layer.attention, {**layer.options, name: value})
 
-        default = None if self.default is None else chosen(self.default)
-        return LinearAttentionConfig(default, {key: chosen(layer) for key, layer in self.layers.items()})
+        default = None if self.default is None else filled(self.default)
+        return LinearAttentionConfig(default, {key: filled(layer) for key, layer in self.layers.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """The saved form (JSON)."""
+        """Return the saved form, which is compatible with JSON."""
         return {
             "format_version": FORMAT_VERSION,
             "package_version": __version__,
@@ -194,7 +217,7 @@ class LinearAttentionConfig:
         """Read the saved form.
 
         Raises:
-            ValueError: written by a newer version of the package, or not in this form.
+            ValueError: A newer version of the package has written it, or it has another form.
         """
         version = saved.get("format_version")
         if not isinstance(version, int):
@@ -217,7 +240,7 @@ class LinearAttentionConfig:
 
 def _read_json(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"the file is not JSON ({error}).") from error
 
@@ -232,7 +255,7 @@ def _read_yaml(text: str) -> Any:
         """The safe loader, which by itself lets the last of two equal keys win."""
 
     def mapping(loader: Any, node: Any) -> dict[str, Any]:
-        return _unique(loader.construct_pairs(node, deep=True))
+        return _unique_keys(loader.construct_pairs(node, deep=True))
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
@@ -241,14 +264,14 @@ def _read_yaml(text: str) -> Any:
         raise ValueError(f"the file is not YAML ({' '.join(str(error).split())}).") from error
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """A dict with string keys (YAML reads `0:` as a number); a key given twice is an error, not an override."""
-    held: dict[str, Any] = {}
+def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return a dict with string keys (YAML reads `0:` as a number); a key that stands twice is an error."""
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if str(key) in held:
+        if str(key) in unique:
             raise ValueError(f"{str(key)!r} is named twice.")
-        held[str(key)] = value
-    return held
+        unique[str(key)] = value
+    return unique
 
 
 def _has_option(layer: LayerConfig, name: str) -> bool:

@@ -116,8 +116,16 @@ def test_auto_classes_with_trust_remote_code(family, tmp_path):
 
 def test_a_plain_load_raises_at_the_first_forward(checkpoint):
     plain = BertForMaskedLM.from_pretrained(checkpoint[1])
-    with pytest.raises(RuntimeError, match=r"holds no linear attention.*load_pretrained\(path\)"):
+    with pytest.raises(RuntimeError, match=r"has no linear attention.*load_pretrained\(path\)"):
         plain(token_ids())
+
+
+def test_the_class_of_a_patched_model_loads_it_again(checkpoint):
+    model, folder = checkpoint
+    for auto_class in (type(model), BertForMaskedLM, "BertForMaskedLM"):
+        loaded = hla.load_pretrained(str(folder), auto_class=auto_class)
+        assert type(loaded) is type(model)
+        assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
 
 
 @pytest.mark.parametrize(
