@@ -81,7 +81,7 @@ def linear_attention_forward(
     context = layer_context(module)
     if context is None:
         raise RuntimeError(
-            f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but has no linear attention: "
+            f"{type(module).__name__} was asked to run {IMPLEMENTATION!r} attention, but holds no linear attention: "
             "the checkpoint was loaded without it. Load it with hf_linear_attn.load_pretrained(path), or with "
             "trust_remote_code=True."
         )
