@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
+from ..integration.attention import SUBMODULE, attention_modules
 from .optim import make_optimizer
 from .options import TrainSettings
 
 #: What wrappers put into the names of parameters.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+#: On a model: the engine of DeepSpeed that gathers its shards in forward passes.
+ENGINE = "_zero_inference_engine"
 #: What DeepSpeed's configuration must leave to this training: (section, key that asks for it).
 LEFT_TO_TRAINING = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
 
@@ -104,7 +107,7 @@ class FullyShardedModel(Shards):
     """FSDP2: weights, gradients and optimizer states are shards."""
 
     def _configure(self, model: Any) -> None:
-        _name_layers(self.accelerator, model)
+        name_layers(self.accelerator, model)
 
     def whole_state(self) -> dict[str, Tensor]:
         from torch.distributed.tensor import DTensor
@@ -242,9 +245,149 @@ def _configure_zero(accelerator: Accelerator) -> None:
     )
 
 
-def shard_frozen_model(accelerator: Accelerator, model: Any, replicated: Iterable[nn.Module] = ()) -> Any:
-    """Put a model without gradients on the processes as accelerate is configured."""
-    return model.to(accelerator.device)
+def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
+    """Shard a model that runs without an optimizer: a teacher, or the model of an attention transfer.
+
+    Under FSDP2 all parameters become shards. Under ZeRO-3 all but the learned parts of mechanisms do: DeepSpeed returns
+    gradients to its own optimizers only. Otherwise the model is moved to the device as it is.
+
+    Args:
+        accelerator: The accelerator of a trainer.
+        model: The model. It is changed in place.
+
+    Returns:
+        The same model.
+    """
+    if accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        name_layers(accelerator, model)
+        return fsdp2_prepare_model(accelerator, model)
+    if accelerator.distributed_type.value != "DEEPSPEED" or _zero_stage(accelerator) < 3:
+        return model.to(accelerator.device)
+    if not hasattr(model, ENGINE):
+        import deepspeed
+
+        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        for section in ("optimizer", "scheduler"):
+            config.pop(section, None)
+        for name in ("train_batch_size", "gradient_accumulation_steps"):
+            config.pop(name, None)
+        config["train_micro_batch_size_per_gpu"] = 1
+        with _without_mechanisms(model):
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+        object.__setattr__(model, ENGINE, engine)
+    for module in _mechanisms(model):
+        module.to(accelerator.device)
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that FSDP2 has gathered for a forward pass and not yet freed.
+
+    It leaves those of the last modules as they are; whoever asks for the parameters then gets the gathered ones.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def release(model: Any) -> None:
+    """Undo what an earlier trainer or evaluation has left on a model, so that accelerate can prepare it again.
+
+    accelerate marks a model that it has prepared for an evaluation, and would then train it without DDP.
+    """
+    reshard(model)
+    vars(model).pop("_is_accelerate_prepared", None)
+    engine = vars(model).pop(ENGINE, None)
+    if engine is not None:
+        engine.destroy()
+
+
+def _mechanisms(model: Any) -> list[nn.Module]:
+    return [getattr(module, SUBMODULE) for module in attention_modules(model)]
+
+
+@contextmanager
+def _without_mechanisms(model: Any) -> Iterator[None]:
+    """Context manager in which the model lacks its mechanisms, so that DeepSpeed does not shard them."""
+    removed = [(module, module._modules.pop(SUBMODULE)) for module in list(attention_modules(model))]
+    try:
+        yield
+    finally:
+        for module, mechanism in removed:
+            module._modules[SUBMODULE] = mechanism
+
+
+def _zero_stage(accelerator: Accelerator) -> int:
+    plugin: Any = accelerator.state.deepspeed_plugin
+    return int(plugin.deepspeed_config["zero_optimization"]["stage"])
+
+
+class GradientCollector:
+    """Gradients that are computed inside the forward pass of a model that FSDP2 shards.
+
+    FSDP2 reduces gradients in a backward pass through the model's outputs. Those of attention transfer never get there:
+    they are taken off the gathered parameters before these are freed, summed over the processes once per step, and cut
+    to the local shards.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def take(self, mechanism: nn.Module) -> None:
+        """Take the gradients off the parameters of a mechanism, within the forward pass of its layer."""
+        for name, parameter in mechanism.named_parameters():
+            if parameter.grad is not None:
+                key = (mechanism, name)
+                total = self._gradients.get(key)
+                self._gradients[key] = parameter.grad if total is None else total + parameter.grad
+                parameter.grad = None
+
+    def reduce(self, mechanisms: Iterable[nn.Module]) -> None:
+        """Set the gradients of the sharded parameters, averaged over processes."""
+        from torch.distributed.tensor import distribute_tensor
+
+        for mechanism in mechanisms:
+            for name, parameter in mechanism.named_parameters():
+                if not parameter.requires_grad:
+                    continue
+                shard: Any = parameter
+                gradient = self._gradients.pop((mechanism, name), None)
+                if gradient is None:
+                    gradient = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
+                torch.distributed.all_reduce(gradient)
+                gradient /= torch.distributed.get_world_size()
+                parameter.grad = distribute_tensor(
+                    gradient.to(shard.dtype), shard.device_mesh, shard.placements, src_data_rank=None
+                )
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """Return the whole of a tensor that may be a shard, detached. Every process must call it."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def copy_into(parameter: Any, value: Tensor) -> None:
+    """Copy a whole tensor into a parameter that may be a shard."""
+    if hasattr(parameter, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters on this process: those of its shards, where the model is sharded."""
+    total = 0
+    for parameter in model.parameters():
+        local: Any = getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
+        total += local.numel() * local.element_size()
+    return total
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
@@ -257,7 +400,7 @@ def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
     return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=wanted)
 
 
-def _name_layers(accelerator: Accelerator, model: Any) -> None:
+def name_layers(accelerator: Accelerator, model: Any) -> None:
     """Tell accelerate which modules to shard each by itself, unless the configuration does.
 
     Those that the model names, but for its embeddings, which accelerate shards once more: that is an error.

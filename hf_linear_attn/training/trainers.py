@@ -21,7 +21,17 @@ from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningCo
 from .callbacks import InterruptionCallback
 from .losses import count_targets, hidden_loss, logits_loss, select_targets, task_loss, weighted_sum
 from .reproducible import EpochSampler, SeededCollator
-from .sharding import shard_frozen_model
+from .sharding import (
+    GradientCollector,
+    autocast,
+    check_sharding,
+    copy_into,
+    full_tensor,
+    name_layers,
+    release,
+    reshard,
+    shard_frozen_model,
+)
 from .transfer import (
     AttentionTransferLoss,
     average_gradients,
@@ -73,6 +83,7 @@ class FinetuningTrainer(Trainer):
                 f"args of a {type(self).__name__} must be a {self.config_class.__name__}, got a {type(args).__name__}."
             )
         super().__init__(model, args, **kwargs)
+        check_sharding(self.accelerator)
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
         self._loss_shifts_labels = _predicts_next_token(self.model)
         self.data_collator = SeededCollator(self.data_collator, args.seed)
@@ -172,6 +183,10 @@ class FinetuningTrainer(Trainer):
         self._last_logged_step = self.state.global_step
         super().log(logs, start_time)
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """Return a context of the run's mixed precision, which holds in evaluations after training too."""
+        return autocast(self.accelerator)
+
     # ---------------------------------------------------------------------------------------------- optimizer, data
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -224,6 +239,22 @@ class FinetuningTrainer(Trainer):
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        release(self.model)
+        if not self.is_fsdp_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        name_layers(self.accelerator, self.model)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        # accelerate finds the shard of a parameter by its address, which empty shards do not have: the optimizer of a
+        # model that has been sharded before would get others.
+        for group, expected in zip(self.optimizer.param_groups, parameter_groups(self.model, self.args), strict=True):
+            group["params"] = expected["params"]
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        return prepared
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the end, optionally from a checkpoint.
 
@@ -251,6 +282,9 @@ class FinetuningTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, **kwargs)
         finally:
+            if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
+                # accelerate wraps the forward pass of the model itself in mixed precision, for good.
+                self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             self._interruption.restore_handlers()
 
     def last_checkpoint(self) -> str | None:
@@ -418,7 +452,7 @@ class DistillationTrainer(FinetuningTrainer):
     @torch.no_grad()
     def teacher_outputs(self, inputs: dict[str, Any], output_hidden_states: bool) -> Any:
         """Return the teacher's outputs for a batch without labels."""
-        with self.accelerator.autocast():
+        with autocast(self.accelerator):
             if self.teacher is not None:
                 return self.teacher(**inputs, output_hidden_states=output_hidden_states)
             student: Any = self.accelerator.unwrap_model(self.model)
@@ -468,8 +502,15 @@ class AttentionTransferTrainer(FinetuningTrainer):
         config = self.args
         steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.objective = AttentionTransferLoss(self.model, config.loss, steps, whole_model=sharded)
-        # The learned parts are replicated, so the Trainer need not know of any sharding of the others.
+        self._collector = GradientCollector() if self.is_fsdp_enabled else None
+        self.objective = AttentionTransferLoss(
+            self.model,
+            config.loss,
+            steps,
+            whole_model=sharded,
+            after_layer=None if self._collector is None else self._collector.take,
+        )
+        # From here on the trainer sees to the shards itself.
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         self._best: tuple[float, int, dict[str, Tensor]] | None = None
         if self.eval_dataset is not None and config.eval_strategy == "no":
@@ -486,12 +527,13 @@ class AttentionTransferTrainer(FinetuningTrainer):
         self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
         with self.objective.training():
             output = super().train(resume_from_checkpoint, **kwargs)
+            reshard(self.model)
             if self._best is not None:
                 _copy_parameters(self.model, self._best[2])
         return output
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        self.model = shard_frozen_model(self.accelerator, self.model, replicated=self.objective.learned)
+        self.model = shard_frozen_model(self.accelerator, self.model)
         self.model_wrapped = self.model
         self.optimizer = torch.optim.AdamW(self.objective.parameter_groups(self.args.learning_rate))
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -511,10 +553,12 @@ class AttentionTransferTrainer(FinetuningTrainer):
         loss = losses.mean() / self.current_gradient_accumulation_steps
         check_finite_loss(float(loss), step, self.lr_scheduler.base_lrs[0], "Lower learning_rate")
         if self.accelerator.sync_gradients:
-            for parameter in self.objective.parameters:
-                if parameter.grad is not None:
-                    parameter.grad /= self.current_gradient_accumulation_steps
-            average_gradients(self.objective.parameters)
+            if self._collector is None:
+                average_gradients(self.objective.parameters)
+            else:
+                self._collector.reduce(self.objective.learned)
+            for gradient in self._gradients():
+                gradient /= self.current_gradient_accumulation_steps
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -545,18 +589,19 @@ class AttentionTransferTrainer(FinetuningTrainer):
 
     def _learned_state(self) -> dict[str, Tensor]:
         learned = {id(parameter) for parameter in self.objective.parameters}
-        return {name: value.detach() for name, value in self.model.named_parameters() if id(value) in learned}
+        return {name: full_tensor(value) for name, value in self.model.named_parameters() if id(value) in learned}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; in a checkpoint, the learned parts and their best values so far."""
         if not _internal_call:
             super().save_model(output_dir, _internal_call)
             return
+        state = self._learned_state()
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.cpu().contiguous() for name, value in self._learned_state().items()}
+        tensors = {name: value.cpu().contiguous() for name, value in state.items()}
         metadata = {}
         if self._best is not None:
             tensors |= {BEST_PREFIX + name: value.cpu() for name, value in self._best[2].items()}
@@ -622,9 +667,8 @@ def _outside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in values.items():
-            parameters[name].copy_(value)
+    for name, value in values.items():
+        copy_into(parameters[name], value)
 
 
 def _check_processes(checkpoint: Path, processes: int) -> None:

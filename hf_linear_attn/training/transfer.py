@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..integration.attention import AttentionCall, attention_modules, observe_attention
 from ..patching import check_model, is_patched
 from .losses import layer_loss
+from .sharding import copy_into, reshard
 
 Batch = Mapping[str, Tensor]
 ProgressFunction = Callable[[int, int, float], None]
@@ -127,7 +128,8 @@ class AttentionTransferLoss:
         model: A patched model.
         kind: `"weights"`, `"outputs"` or `"auto"`.
         branch_steps: Steps (from 1) in which a hybrid's linear branch is trained alone.
-        whole_model: Whether to run the head too. A model that FSDP shards must be called as a whole.
+        whole_model: Whether to run the head too. A model that is sharded must be called as a whole.
+        after_layer: Called with each mechanism once its gradients are computed, within the forward pass of its layer.
 
     Attributes:
         learned: The mechanisms with learned parts.
@@ -145,11 +147,13 @@ class AttentionTransferLoss:
         branch_steps: frozenset[int] = frozenset(),
         *,
         whole_model: bool = False,
+        after_layer: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.model = model
         self.learned = _learned_modules(model)
         self.kind = kind
         self.branch_steps = branch_steps
+        self.after_layer = after_layer
         self.tokens = 0
         # The head and its logits over a vocabulary are of no use here.
         self.backbone = model if whole_model or model.config.is_encoder_decoder else model.base_model
@@ -186,13 +190,16 @@ class AttentionTransferLoss:
                 module.float().requires_grad_(True)
             yield
         except FloatingPointError:
+            reshard(model)
             for parameter, value in zip(self.parameters, initial, strict=True):
-                parameter.data.copy_(value)
+                copy_into(parameter, value)
             raise
         finally:
+            reshard(model)
             for parameter, dtype in zip(self.parameters, dtypes, strict=True):
-                parameter.data = parameter.data.to(dtype)
                 parameter.grad = None
+                if parameter.dtype != dtype and not hasattr(parameter, "full_tensor"):  # FSDP2 keeps the type
+                    parameter.data = parameter.data.to(dtype)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(required[name])
             model.train(mode)
@@ -217,6 +224,8 @@ class AttentionTransferLoss:
 
         def observe(call: AttentionCall) -> None:
             losses.append(layer_loss(call, self.kind, backward=step is not None, branch_only=branch_only))
+            if step is not None and self.after_layer is not None:
+                self.after_layer(call.mechanism)
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
