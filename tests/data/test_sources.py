@@ -227,6 +227,7 @@ def real(name: str) -> str:
     return str(path)
 
 
+@pytest.mark.real
 def test_real_wikitext():
     found = load_source(real("lm/wikitext-2"))
     assert found.num_rows == {"train": 600, "validation": 60, "test": 60}
@@ -234,6 +235,7 @@ def test_real_wikitext():
     assert words == {"train": 2_051_910, "validation": 213_886, "test": 241_211}
 
 
+@pytest.mark.real
 def test_real_proteins():
     found = load_source(real("protein/deeploc2_swissprot.csv.xz"))["train"]
     assert len(found) == 28303

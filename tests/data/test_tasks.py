@@ -233,6 +233,7 @@ def test_hub_sets_give_the_same_columns(monkeypatch):
         ("imdb", 25000, 25000),
     ],
 )
+@pytest.mark.real
 def test_real_files(name, train, validation):
     folder = SHARED / ("imdb" if name == "imdb" else "glue")
     if not folder.is_dir():
