@@ -10,7 +10,6 @@ import shlex
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -84,21 +83,6 @@ def test_python_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypa
             # Some libraries print reports of their own before.
             expected = following.body.rstrip().splitlines()
             assert printed.getvalue().rstrip().splitlines()[-len(expected) :] == expected
-
-
-def update_script() -> ModuleType:
-    from recipes.benchmarks import write_tables
-
-    return write_tables
-
-
-def test_generated_parts_are_up_to_date() -> None:
-    script = update_script()
-    assert script.updated(TEXT) == TEXT, "run python -m recipes.benchmarks.write_tables"
-    recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert script.updated_recipes(recipes) == recipes, "run python -m recipes.benchmarks.write_tables"
-    with pytest.raises(ValueError, match="once each"):
-        script.replace_part("no markers", "demo", "")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
 
 Called from the root of the repository: it runs `pytest tests/peers -m peer`. Needs the packages that it compares
 (performer-pytorch, linformer, pytorch-fast-transformers, flash-linear-attention; tests/peers says how each is
-installed) and lists what it could not run; under a minute on one core. Writes recipes/results/packages.json and the
-table in recipes/README.md. Expect: `equal` to rounding, or `different` with the reason, ours at the definition in both.
+installed) and lists what it could not run; under a minute on one core. Writes recipes/results/packages.json;
+`python -m recipes.benchmarks.write_tables` writes the table. Expect: `equal` to rounding, or `different` with the reason, ours at the definition in both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from recipes.quality_assurance.marked_tests import run_marked_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "recipes" / "results" / "packages.json"
-README = ROOT / "recipes" / "README.md"
 DIFFERENCES = ("difference", "theirs_to_definition", "ours_to_definition")
-BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
 
 
 def compare() -> dict[str, Any]:
@@ -62,14 +60,6 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def updated(text: str, report: dict[str, Any]) -> str:
-    """The README with the table between its markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{README.name} must hold {BEGIN} and {END} once each.")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{table(report)}\n{END}{rest.split(END)[1]}"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print-only", action="store_true", help="write no files")
@@ -82,7 +72,6 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.print_only:
         text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
         RESULTS.write_text(text + "\n", encoding="utf-8")
-        README.write_text(updated(README.read_text(encoding="utf-8"), report), encoding="utf-8")
     return 0
 
 

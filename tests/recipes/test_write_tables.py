@@ -1,0 +1,48 @@
+"""The generated tables of the README and of the documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.benchmarks import write_tables
+from recipes.benchmarks.result_tables import markdown_table
+from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, updated
+
+PAGES = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
+
+
+def test_all_tables_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_table_is_on_a_page() -> None:
+    names = {match["name"] for path in PAGES for match in MARK.finditer(path.read_text(encoding="utf-8"))}
+    assert names == set(TABLES)
+
+
+def test_links_are_relative_to_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tables.table.cache_clear()
+    monkeypatch.setitem(TABLES, "plan", lambda: "![plot](recipes/results/plot.png) [paper](https://arxiv.org)")
+    page = "before\n<!-- plan:begin -->\nold\n<!-- plan:end -->\nafter\n"
+    assert "](recipes/results/plot.png)" in updated(page, "README.md")
+    assert "](../recipes/results/plot.png)" in updated(page, "docs/planning.md")
+    assert "](results/plot.png)" in updated(page, "recipes/README.md")
+    assert updated(page, "README.md").endswith("<!-- plan:end -->\nafter\n")
+    write_tables.table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- plan:begin -->\n", "needs its <!-- NAME:end -->"),
+        ("<!-- nothing:begin -->\n<!-- nothing:end -->", "There is no table 'nothing'"),
+    ],
+)
+def test_wrong_marks_are_refused(page: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        updated(page, "README.md")
+
+
+def test_markdown() -> None:
+    assert markdown_table(["a", "b"], [["x|y", 1]]) == "| a | b |\n| --- | ---: |\n| x/y | 1 |"
+    assert markdown_table(["a", "b"], [], text_columns=None) == "| a | b |\n| --- | --- |"
