@@ -5,7 +5,8 @@
 Called from the root of the repository: it runs `pytest tests/peers -m peer`. Needs the packages that it compares
 (performer-pytorch, linformer, pytorch-fast-transformers, flash-linear-attention; tests/peers says how each is
 installed) and lists what it could not run; under a minute on one core. Writes recipes/results/packages.json;
-`python -m recipes.benchmarks.write_tables` writes the table. Expect: `equal` to rounding, or `different` with the reason, ours at the definition in both.
+`python -m recipes.benchmarks.write_tables` writes the table. Expect:
+`equal` to rounding, or `different` with the reason, ours at the definition in both.
 """
 
 from __future__ import annotations
