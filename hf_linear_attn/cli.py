@@ -170,8 +170,6 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_verb`."""
-    if name in ("convert", "finetune"):
-        return _run_training(name, arguments)
     verb = VERBS[name]
     words, model = list(arguments), []
     if verb.separate_model and words and not words[0].startswith("-"):
@@ -181,21 +179,6 @@ def run_verb(name: str, arguments: Sequence[str]) -> int:
         raise UsageError("MODEL is missing. See --help.")
     result = _resolve(verb.function)(*model, config)
     return result if isinstance(result, int) else 0
-
-
-def _run_training(name: str, arguments: Sequence[str]) -> int:
-    from .training.entry import run_settings
-
-    words, options = list(arguments), {"config": None, "model": None}
-    if words and not words[0].startswith("-"):
-        options["model"] = words.pop(0)
-    if "--config" in words:
-        index = words.index("--config")
-        options["config"] = words[index + 1]
-        del words[index : index + 2]
-    show = "--print_config" in words
-    words = [word for word in words if word not in ("--print_config", "--traceback")]
-    return run_settings(name, options["config"], options["model"], words, show=show)
 
 
 def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:

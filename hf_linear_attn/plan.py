@@ -425,21 +425,19 @@ def split_halves(documents: Sequence[str]) -> tuple[list[str], list[str]]:
 def _load_task(config: PlanConfig, tokenizer: Any, sizes: _Sizes, device: Any) -> tuple[Any, _Data]:
     """The classifier and its data: training rows for the transfer (without labels), every second validation row to
     choose, the others to verify."""
-    import torch
 
+    from .data.task_data import load_task_data
     from .evaluation.loading import load_classifier
     from .evaluation.metrics import ClassificationMetric
-    from .training.options import DataSettings
-    from .training.problems import build_problem
 
     task = str(config.data.task)
-    data = DataSettings(
+    data = DataConfig(
         task=task,
         folder=config.data.folder,
         max_length=sizes.sequence_length,
-        max_train=sizes.train_sequences + sizes.validation_sequences,
+        max_train_samples=sizes.train_sequences + sizes.validation_sequences,
     )
-    problem: Any = build_problem("classification", tokenizer, data, config.seed)
+    problem: Any = load_task_data("classification", tokenizer, data, config.seed)
     exact = load_classifier(config.model, task, problem, device)
     train = [row for row in problem.train if row["input_ids"]]
     rows = [row for split in problem.validation.values() for row in split]
@@ -451,10 +449,12 @@ def _load_task(config: PlanConfig, tokenizer: Any, sizes: _Sizes, device: Any) -
 
     def batches(rows: list[Any]) -> list[Any]:
         starts = range(0, len(rows), sizes.batch_size)
-        return [problem.collate(rows[start : start + sizes.batch_size], torch.Generator()) for start in starts]
+        return [problem.collator(rows[start : start + sizes.batch_size]) for start in starts]
 
     choice, verification = (
-        ClassificationMetric(exact, {"": batches(half)}, problem.metrics, regression=problem.regression, task=task)
+        ClassificationMetric(
+            exact, {"": batches(half)}, problem.metric_names, regression=problem.labels is None, task=task
+        )
         for half in halves
     )
     sha256 = hashlib.sha256(content.encode()).hexdigest()

@@ -1,12 +1,13 @@
 """Convert an encoder on a GLUE task: fine-tune, attention transfer, distillation, a checkpoint with a card.
 
-    python recipes/glue.py --model.source MODEL --data.task sst2 --run.output out
+    python recipes/glue.py MODEL --data.task sst2 --output out
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/glue.py \\
-        --config recipes/configs/glue-gpu.yaml --model.source MODEL --data.task mnli --run.output out
-    torchrun --nproc_per_node 2 recipes/glue.py --model.source MODEL --data.task rte --run.output out
+        --config recipes/configs/glue-gpu.yaml MODEL --data.task mnli --output out
+    torchrun --nproc_per_node 2 recipes/glue.py MODEL --data.task rte --output out
 
-Needs the `train` extra. Without --config the settings are those of `recipes/configs/glue-cpu.yaml`. MODEL is any
-encoder, fine-tuned or not (`--teacher.epochs 0` for one that is). GLUE comes from the Hub, or from `--data.folder`.
+Needs the `train` extra. Without --config the options are those of `recipes/configs/glue-cpu.yaml`. MODEL is any
+encoder, fine-tuned or not (`--teacher.num_train_epochs 0` for one that is). GLUE comes from the Hub, or from
+`--data.folder`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hf_linear_attn.training.entry import recipe
+from hf_linear_attn.cli import run_recipe
 
 if __name__ == "__main__":
-    sys.exit(recipe("convert", str(Path(__file__).parent / "configs" / "glue-cpu.yaml")))
+    sys.exit(run_recipe("convert", str(Path(__file__).parent / "configs" / "glue-cpu.yaml")))

@@ -1,12 +1,12 @@
 """Convert an encoder on documents longer than its pretrained positions.
 
-    python recipes/long_documents.py --model.source MODEL --run.output out
+    python recipes/long_documents.py MODEL --output out
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/long_documents.py \\
-        --config recipes/configs/long-documents-gpu.yaml --model.source MODEL --run.output out
+        --config recipes/configs/long-documents-gpu.yaml MODEL --output out
 
-Needs the `train` extra. Without --config the settings are those of `recipes/configs/long-documents-cpu.yaml`: film
+Needs the `train` extra. Without --config the options are those of `recipes/configs/long-documents-cpu.yaml`: film
 reviews (IMDB, from the Hub or from `--data.folder`). Any csv, json or parquet file with a text and a label column will
-do: `--data.task null --data.source FILE --data.text COLUMN`.
+do: `--data.task null --data.dataset FILE --data.text_columns COLUMN`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hf_linear_attn.training.entry import recipe
+from hf_linear_attn.cli import run_recipe
 
 if __name__ == "__main__":
-    sys.exit(recipe("convert", str(Path(__file__).parent / "configs" / "long-documents-cpu.yaml")))
+    sys.exit(run_recipe("convert", str(Path(__file__).parent / "configs" / "long-documents-cpu.yaml")))

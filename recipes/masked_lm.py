@@ -1,12 +1,12 @@
 """Convert an encoder on unlabelled text, by predicting masked tokens.
 
-    python recipes/masked_lm.py --model.source MODEL --data.source TEXT --run.output out
+    python recipes/masked_lm.py MODEL --data.dataset TEXT --output out
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/masked_lm.py \\
-        --config recipes/configs/masked-lm-gpu.yaml --model.source MODEL --data.source TEXT --run.output out
+        --config recipes/configs/masked-lm-gpu.yaml MODEL --data.dataset TEXT --output out
 
-Needs the `train` extra. Without --config the settings are those of `recipes/configs/masked-lm-cpu.yaml`. TEXT is a
-local file or folder, or a data set on the Hub (csv, json, parquet and plain text are read; `--data.text` names the
-column).
+Needs the `train` extra. Without --config the options are those of `recipes/configs/masked-lm-cpu.yaml`. TEXT is a
+local file or folder, or a data set on the Hub; csv, json, parquet and plain text are read, and `--data.text_columns`
+names the column.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hf_linear_attn.training.entry import recipe
+from hf_linear_attn.cli import run_recipe
 
 if __name__ == "__main__":
-    sys.exit(recipe("convert", str(Path(__file__).parent / "configs" / "masked-lm-cpu.yaml")))
+    sys.exit(run_recipe("convert", str(Path(__file__).parent / "configs" / "masked-lm-cpu.yaml")))

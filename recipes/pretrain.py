@@ -1,12 +1,12 @@
 """A decoder from scratch: a tokenizer, then next-token prediction on any text.
 
-    python recipes/pretrain.py --data.source TEXT --run.output out
+    python recipes/pretrain.py --data.dataset TEXT --output out
     accelerate launch --config_file recipes/accelerate/ddp.yaml recipes/pretrain.py \\
-        --config recipes/configs/pretrain-gpu.yaml --data.source TEXT --run.output out
+        --config recipes/configs/pretrain-gpu.yaml --data.dataset TEXT --output out
 
-Needs the `train` extra. Without --config the settings are those of `recipes/configs/pretrain-cpu.yaml`. TEXT is a
-local file or folder, or a data set on the Hub (csv, json, parquet and plain text are read; `--data.text` names the
-column).
+Needs the `train` extra. Without --config the options are those of `recipes/configs/pretrain-cpu.yaml`. TEXT is a
+local file or folder, or a data set on the Hub; csv, json, parquet and plain text are read, and `--data.text_columns`
+names the column.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hf_linear_attn.training.entry import recipe
+from hf_linear_attn.cli import run_recipe
 
 if __name__ == "__main__":
-    sys.exit(recipe("finetune", str(Path(__file__).parent / "configs" / "pretrain-cpu.yaml")))
+    sys.exit(run_recipe("finetune", str(Path(__file__).parent / "configs" / "pretrain-cpu.yaml")))

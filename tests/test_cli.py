@@ -61,7 +61,7 @@ def test_nothing_given_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", sorted({*VERBS} - {"convert", "finetune"}))
+@pytest.mark.parametrize("verb", sorted(VERBS))
 def test_short_and_full_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     assert run(verb, "--help") == 0
     short = capsys.readouterr().out
@@ -77,8 +77,7 @@ def test_help_of_every_verb_is_light() -> None:
     """Neither torch nor transformers is loaded before a verb runs."""
     code = (
         "import sys; from hf_linear_attn.cli import VERBS, main\n"
-        "verbs = [verb for verb in VERBS if verb not in ('convert', 'finetune')]\n"
-        "for words in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in verbs)):\n"
+        "for words in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in VERBS)):\n"
         "    assert main(words) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )

@@ -112,8 +112,6 @@ def test_commands_parse() -> None:
         if "--help" in command:
             continue
         verb, *words = shlex.split(command)
-        if verb in ("convert", "finetune"):
-            continue
         if VERBS[verb].separate_model:
             words = words[1:]
         parse_verb(verb, words)

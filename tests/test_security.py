@@ -23,7 +23,7 @@ from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
 from tests.faults.checks import CreatesFileWhenUnpickled
 from tests.helpers import BERT, patched
-from tests.training.made_up import convert_settings, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, save_encoder, save_task
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_linear_attn"
@@ -107,32 +107,29 @@ def test_what_a_class_name_in_a_config_may_be(tmp_path: Path) -> None:
 # Pickles
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
 def test_a_pickle_in_a_checkpoint_of_training_is_not_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_linear_attn.training.loop import Loop
+    from hf_linear_attn.training.trainers import FinetuningTrainer
 
-    settings: Any = (save_encoder(tmp_path / "encoder"), save_task(tmp_path / "task"), tmp_path / "out")
-    original = Loop._step
+    paths: Any = (save_encoder(tmp_path / "encoder"), save_task(tmp_path / "task"), tmp_path / "out")
+    original = FinetuningTrainer.training_step
 
-    def step(self: Loop, batches: Any) -> None:
-        if self.name == "distill" and self.progress.step == 3:
+    def training_step(self: FinetuningTrainer, *args: Any, **kwargs: Any) -> Any:
+        if Path(self.args.output_dir).name == "distill" and self.state.global_step == 2:
             raise KeyboardInterrupt
-        original(self, batches)
+        return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_step", step)
+        patch.setattr(FinetuningTrainer, "training_step", training_step)
         with pytest.raises(KeyboardInterrupt):
-            convert(convert_settings(*settings))
-    (checkpoint,) = (tmp_path / "out" / "checkpoints" / "distill").glob("step-*")
+            convert(convert_config(*paths))
+    (checkpoint,) = (tmp_path / "out" / "checkpoints" / "distill").glob("checkpoint-*")
     assert (checkpoint / name).is_file()
     torch.save({"state": CreatesFileWhenUnpickled(str(tmp_path / "ran"))}, checkpoint / name)
-    if name == "optimizer.bin":
-        with pytest.raises(Exception, match=r"(?i)weights.only"):
-            convert(convert_settings(*settings, run__resume=True))
-    else:  # accelerate goes on without random states; every step of a run draws from its own seed anyway
-        convert(convert_settings(*settings, run__resume=True))
+    with pytest.raises(Exception, match=r"(?i)weights.only"):
+        convert(convert_config(*paths, resume=True))
     assert not (tmp_path / "ran").exists()
 
 

@@ -158,7 +158,7 @@ def _choose(found: DatasetDict, split_map: Mapping[str, str] | None, source: str
     return datasets.DatasetDict({wanted: found[split] for wanted, split in split_map.items()})
 
 
-def carve_validation(dataset: DatasetDict, share_or_count: float | int, seed: int) -> DatasetDict:
+def hold_out_validation(dataset: DatasetDict, share_or_count: float | int, seed: int) -> DatasetDict:
     """The data set with a `validation` split drawn from `train`: seeded, disjoint, both in their old order.
 
     Args:

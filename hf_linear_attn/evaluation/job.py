@@ -182,7 +182,7 @@ def _prepare(source: str, name: str, options: EvaluateOptions, device: Any) -> J
     pairs = None if options.sts is None else prepare_pairs(options.sts, tokenizer, plan, options.rows)
     subject = Subject.of(model, kind, name)
     facts = {**model_facts(model, kind == "decoder", auto), "kind": kind, "repr": repr(name)}
-    judges = judges_for(kind, model, data, plan, pairs, regression=bool(problem and problem.regression))
+    judges = judges_for(kind, model, data, plan, pairs, regression=bool(problem and problem.labels is None))
     return Job(subject, options, plan, data, judges, groups, tuned[0] if tuned else None, pairs, facts)
 
 
@@ -202,20 +202,20 @@ def _sequence_length(options: EvaluateOptions, config: Any) -> int:
 
 def _problem(tokenizer: Any, options: EvaluateOptions, config: Any) -> Any:
     """The rows of the task, encoded as for fine-tuning."""
-    from ..training.options import DataSettings
-    from ..training.problems import build_problem
+    from ..data.config import DataConfig
+    from ..data.task_data import load_task_data
 
     length = _sequence_length(options, config)
     batch = max(1, min(32, 1024 // length))
-    settings = DataSettings(
+    settings = DataConfig(
         task=options.own_task,
         folder=options.data,
         metrics=options.metrics,
         max_length=length,
-        max_train=batch * (28 if options.quick else 122),
-        max_validation=options.rows,
+        max_train_samples=batch * (28 if options.quick else 122),
+        max_eval_samples=options.rows,
     )
-    return build_problem("classification", tokenizer, settings, options.seed)
+    return load_task_data("classification", tokenizer, settings, options.seed)
 
 
 def make_plan(options: EvaluateOptions, model: Any, kind: str) -> Plan:

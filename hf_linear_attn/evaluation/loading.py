@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..integration.discovery import self_attention
 from ..patching import CONFIG_FIELD
-from ..training.models import load_model, quiet_transformers
-from ..training.options import ModelSettings
+from ..training.models import load_model
+from ..training.options import TrainingRunConfig
+from ..utils.models import quiet_transformers
 
 
 def config_and_tokenizer(source: str) -> tuple[Any, Any]:
@@ -55,11 +56,11 @@ def load_backbone(source: str, auto_class: str, device: torch.device) -> Any:
 
 
 def load_classifier(source: str, task: str, problem: Any, device: torch.device) -> Any:
-    loaded = load_model(ModelSettings(source=source, attention=None), problem)
-    if loaded.fresh:
+    loaded = load_model(TrainingRunConfig(model=source, attention=None), problem)
+    if loaded.new_parameters:
         raise ValueError(
-            f"{source!r} has no head for the task {task!r} ({loaded.fresh[0]} is missing): fine-tune it first, for "
-            f"example with `hf-linear-attn finetune {source} --data.task {task}`."
+            f"{source!r} has no head for the task {task!r} ({loaded.new_parameters[0]} is missing): fine-tune it "
+            f"first, for example with `hf-linear-attn finetune {source} --data.task {task}`."
         )
     return loaded.model.eval().to(device)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .texts import Text, encode, make_batches, pad_id, passages, whole_documents
@@ -147,16 +146,14 @@ def prepare_task(problem: Any, task: str, plan: Plan) -> Data:
 
     def batches(held: Sequence[Any]) -> list[Batch]:
         size = plan.batch_size
-        return [
-            problem.collate(list(held[start : start + size]), torch.Generator()) for start in range(0, len(held), size)
-        ]
+        return [problem.collator(list(held[start : start + size])) for start in range(0, len(held), size)]
 
     ids = [row["input_ids"] for row in train]
     facts = {
         "kind": "task",
         "source": f"task {task}",
         "task": task,
-        "metrics": list(problem.metrics),
+        "metrics": list(problem.metric_names),
         "sha256": digest,
         "rows": {suffix: len(held) for suffix, held in splits.items()},
         "longest_row": max(len(row["input_ids"]) for row in rows),

@@ -176,7 +176,7 @@ def check_same_model(folder: str, config: Any, subject: Any) -> None:
 def _loader(folder: str, auto_class: Any, exact: bool, device: Any) -> Callable[[], PreTrainedModel]:
     def load() -> PreTrainedModel:
         from ..checkpoints import load_pretrained
-        from ..training.models import quiet_transformers
+        from ..utils.models import quiet_transformers
 
         with quiet_transformers():
             loaded = auto_class.from_pretrained(folder) if exact else load_pretrained(folder, auto_class)

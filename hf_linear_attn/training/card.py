@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..data.tasks import get_task
+from ..utils.arguments import flatten, to_dict
 from ..version import __version__
-from .options import ConvertSettings, FinetuneSettings
-from .settings import flat
+from .options import TrainingRunConfig
 
 #: A repository: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -31,17 +31,20 @@ def metric_rows(state: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def recovered(facts: dict[str, Any], state: dict[str, Any]) -> float | None:
-    """Student over teacher in the metric that decides (its inverse where lower is better).
+    """Return the student's share of the teacher's metric that decides (its inverse where lower is better).
 
-    None where that says nothing: without both, for what is no number, over a teacher that is no better than chance (a
+    None where the share says nothing: without both metrics, for NaN, for a teacher that is no better than chance (a
     correlation of 0 or less), or for a loss of 0.
     """
-    goal, teacher, student = facts["goal"], state.get("teacher"), state.get("distilled") or state.get("transferred")
-    old, new = ((metrics or {}).get(goal["metric"], math.nan) for metrics in (teacher, student))
-    whole, part = (old, new) if goal["higher_is_better"] else (new, old)
-    if not (math.isfinite(whole) and math.isfinite(part)) or whole <= 0:
+    goal, student_metrics = facts["goal"], state.get("distilled") or state.get("transferred")
+    teacher, student = (
+        (metrics or {}).get(goal["metric"], math.nan) for metrics in (state.get("teacher"), student_metrics)
+    )
+    teacher, student = (math.nan if value is None else value for value in (teacher, student))
+    denominator, numerator = (teacher, student) if goal["greater_is_better"] else (student, teacher)
+    if not (math.isfinite(denominator) and math.isfinite(numerator)) or denominator <= 0:
         return None
-    return part / whole
+    return numerator / denominator
 
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
@@ -52,7 +55,8 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(name for _, metrics in rows for name in metrics))
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     for title, metrics in rows:
-        cells = [f"{metrics[name]:.4f}" if name in metrics else "–" for name in names]
+        values = [metrics.get(name) for name in names]
+        cells = ["–" if value is None else f"{value:.4f}" for value in values]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     share = recovered(facts, state)
     if share is not None:
@@ -60,18 +64,18 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     return lines
 
 
-def exactness(found: dict[str, int]) -> str:
-    """A sentence on the inputs that the mechanism attends to exactly."""
+def exactness(counts: dict[str, int]) -> str:
+    """Return a sentence about the inputs that the mechanism attends to exactly."""
     return (
-        f"Inputs of up to {found['exact_length']:,} tokens are attended to exactly; of {found['inputs']:,} training "
-        f"inputs {found['longer']:,} are longer."
+        f"Inputs of up to {counts['exact_length']:,} tokens are attended to exactly; of {counts['inputs']:,} training "
+        f"inputs {counts['longer']:,} are longer."
     )
 
 
 def _quality_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     table = results_table(facts, state)
-    found = facts.get("beyond_exact")
-    return [*table, "", exactness(found)] if table and found else table
+    counts = facts.get("beyond_exact")
+    return [*table, "", exactness(counts)] if table and counts else table
 
 
 def speed_table(state: dict[str, Any]) -> list[str]:
@@ -80,22 +84,22 @@ def speed_table(state: dict[str, Any]) -> list[str]:
     if not speed or not speed.get("lengths"):
         return []
     lines = ["| tokens | teacher | this model | times as fast |", "| ---: | ---: | ---: | ---: |"]
-    for place, length in enumerate(speed["lengths"]):
-        old, new = speed["rows"]["teacher"][place], speed["rows"]["student"][place]
+    for index, length in enumerate(speed["lengths"]):
+        old, new = speed["rows"]["teacher"][index], speed["rows"]["student"][index]
         lines.append(
             f"| {length:,} | {1e3 * old['median']:.1f} ms | {1e3 * new['median']:.1f} ms | {new['speedup']:.2f} |"
         )
     return lines
 
 
-def model_card(settings: FinetuneSettings | ConvertSettings, facts: dict[str, Any], state: dict[str, Any]) -> str:
+def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
-    source, data = _public(settings.model.source or ""), _public(settings.data.task or settings.data.source or "")
+    source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
     linear = bool(facts["layers"])
-    shown = {name: _public(value) for name, value in flat(settings).items()}
+    options = {name: _public(value) for name, value in flatten(to_dict(config)).items()}
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     parts = [
-        _header(settings, linear),
+        _header(config, linear),
         f"# {source.rpartition('/')[2]} with {', '.join(kinds) if linear else 'exact'} attention",
         "",
         f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
@@ -104,19 +108,19 @@ def model_card(settings: FinetuneSettings | ConvertSettings, facts: dict[str, An
         *_section("Quality", _quality_section(facts, state)),
         *_section("Speed", _speed_section(facts, state)),
         *_section("Layers", _layers(facts)),
-        *_section("Settings", ["```json", json.dumps(shown, indent=1, ensure_ascii=False), "```"]),
+        *_section("Options", ["```json", json.dumps(options, indent=1, ensure_ascii=False), "```"]),
         *_section("Data and versions", _versions(facts)),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _header(settings: FinetuneSettings | ConvertSettings, linear: bool) -> str:
+def _header(config: TrainingRunConfig, linear: bool) -> str:
     """What the Hub reads. It refuses names of models and data sets that are none of its own."""
     tags = ["hf-linear-attn", *(["linear-attention"] if linear else [])]
     lines = ["---", "library_name: transformers", f"tags: {json.dumps(tags)}"]
-    if _on_hub(settings.model.source):
-        lines.append(f"base_model: {json.dumps(settings.model.source)}")
-    data = get_task(settings.data.task).hub[0] if settings.data.task else settings.data.source
+    if _on_hub(config.model):
+        lines.append(f"base_model: {json.dumps(config.model)}")
+    data = get_task(config.data.task).hub[0] if config.data.task else config.data.dataset
     if _on_hub(data):
         lines.append(f"datasets: {json.dumps([data])}")
     return "\n".join([*lines, "---", ""])
@@ -130,7 +134,7 @@ def _on_hub(name: str | None) -> bool:
 def _public(value: Any) -> Any:
     """A path from the root of the disk without its folders: they are nobody else's business, and no use to them."""
     if isinstance(value, (list, tuple)):
-        return [_public(held) for held in value]
+        return [_public(item) for item in value]
     local = isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute())
     return Path(value).name if local else value
 
@@ -159,9 +163,9 @@ def _speed_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     table = speed_table(state)
     if not table:
         return []
-    where = facts["environment"]["hardware"]
+    hardware = facts["environment"]["hardware"]
     return [
-        f"One forward pass, batch 1, medians, side by side on {where.get('device')} ({where.get('cpu')}).",
+        f"One forward pass, batch 1, medians, side by side on {hardware.get('device')} ({hardware.get('cpu')}).",
         "",
         *table,
     ]

@@ -1,397 +1,339 @@
-"""Fine-tuning, and conversion from a fine-tuned model to a linear one, from settings to a measured checkpoint."""
+"""Fine-tuning, and conversion of a fine-tuned model to a linear one, from options to a measured checkpoint."""
 
 from __future__ import annotations
 
 import copy
-import time
-from dataclasses import asdict, fields
+import inspect
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import LinearAttentionConfig
-from ..evaluation.measurements import plain
-from ..evaluation.report import environment
-from ..evaluation.speed import shared_copy
-from ..integration.attention import SUBMODULE, exact_attention
+from ..data.task_data import DEFAULT_MAX_LENGTH, TaskData, load_splits, load_task_data
+from ..integration.attention import SUBMODULE
+from ..integration.discovery import longest_input
 from ..mechanisms.base import LinearAttention
-from ..patching import is_patched, patch_model, patch_report
-from ..registry import ATTENTIONS
+from ..patching import is_patched, patch_report
+from ..utils.environment import environment, json_safe, utc_now
+from ..utils.files import atomic_folder, write_json
+from ..utils.models import shared_copy
+from ..utils.timing import time_interleaved
+from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
 from .card import exactness, model_card, results_table
-from .loop import Progress
-from .models import load_model, load_tokenizer, train_tokenizer
-from .objectives import DistillObjective, TaskObjective
-from .options import ConvertSettings, DistillSettings, FinetuneSettings, ModelSettings
-from .problems import Problem, build_problem, own_data
-from .runs import Run
-from .saving import whole_folder, without_shared, write_json
-from .settings import as_mapping
-from .sharding import autocast
-from .transfer import transfer_attention
+from .models import add_adapters, load_model, load_tokenizer, patch_as_configured, train_tokenizer
+from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
+from .runs import Run, best_metrics, stage_progress
+from .trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
 
-#: Training inputs that are looked at for how many go beyond what the mechanism attends to exactly.
-LOOKED_AT = 1000
+#: Number of training inputs whose length is compared with what the mechanism attends to exactly.
+INSPECTED_INPUTS = 1000
 
-#: Share of them below which a run says that its data train little of the mechanism.
-SHARE_BEYOND = 0.05
+#: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
+MIN_LONGER_SHARE = 0.05
 
-#: Batches of training data that attention transfer does not train on, to choose its best step.
-TRANSFER_HELD_OUT = 2
+#: Number of batches that attention transfer does not train on, to choose its best step.
+HELD_OUT_BATCHES = 2
+
+#: Seconds to time one length.
+TIMING_SECONDS = 2.0
 
 
-def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a model, exact or patched, on a task's own loss. The result is in `run.output`: `model/`, `results.json`.
+def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Train a model, exact or patched, on the loss of a task.
 
-    Raises:
-        ValueError, OSError, ImportError: settings, data or folders that cannot be served; before any training.
-        InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
-    """
-    run = Run(settings, train=settings.train, console=console)
-    try:
-        problem = _problem(run, settings)
-        run.seed()
-        loaded = load_model(settings.model, problem)
-        model = loaded.model
-        if settings.run.control and (is_patched(model) or settings.model.attention or settings.model.plan):
-            raise ValueError("run.control is the exact model: leave model.attention and model.plan out (null).")
-        if not is_patched(model):
-            _patch(model, settings.model, settings.run.seed)
-        facts = _facts(run, model, problem)
-        _say_if_exact(run, facts)
-        if "trained" not in run.state:
-            progress, trained = run.stage("train", model, TaskObjective(problem), problem, settings.train)
-            model = cast(PreTrainedModel, trained)
-            run.record("train", asdict(progress))
-            found = _best(progress) or problem.evaluate(model, run.accelerator, run.evaluation_batch())
-            run.save(run.folder / "model", model, problem, model_card(settings, facts, {**run.state, "trained": found}))
-            run.record("trained", found)
-        return _finish(run, facts)
-    finally:
-        run.close()
+    Args:
+        config: The options.
+        console: Where the run reports its progress; by default stderr.
 
-
-def convert(settings: ConvertSettings, *, console: Console | None = None) -> dict[str, Any]:
-    """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation. The result is in `run.output`.
-
-    `model/` is the converted checkpoint with its card, `results.json` holds every number: the teacher's metrics, those
-    of the patched model as it is, after attention transfer and after distillation, and its speed beside the teacher's.
+    Returns:
+        The content of `results.json` in the output folder, where `model/` is the checkpoint.
 
     Raises:
-        ValueError, OSError, ImportError: settings, data or folders that cannot be served; before any training.
+        ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
-    run = Run(settings, train=settings.distill, console=console)
-    try:
-        problem = _problem(run, settings)
-        teacher = _teacher(run, settings, problem)
-        run.metrics("teacher", teacher, problem)
-        student = copy.deepcopy(teacher)
-        if not settings.run.control:
-            run.seed()
-            _patch(student, settings.model, settings.run.seed)
-        facts = _facts(run, student, problem)
-        if not settings.run.control:
-            _say_if_exact(run, facts)
-            run.metrics("patched", student, problem)
-            _transfer(run, settings, student, problem)
-        student = _distill(run, settings, teacher, student, problem)
-        if settings.run.speed_lengths and "speed" not in run.state:
-            run.record("speed", _speed(run, teacher, student, problem))
-        run.save(run.folder / "model", student, problem, model_card(settings, facts, run.state))
-        return _finish(run, facts)
-    finally:
-        run.close()
+    run = Run(config, console)
+    data = _load_data(run)
+    run.stage_arguments(FinetuningConfig, config.train, data, run.folder)
+    torch.manual_seed(config.seed)
+    model = load_model(config, data).model
+    if is_patched(model) and config.control:
+        raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
+    if not is_patched(model):
+        patch_as_configured(model, config)
+    facts = _facts(run, model, data)
+    _warn_if_exact(run, facts)
+    if "trained" not in run.state:
+        trainer = run.train("train", FinetuningTrainer, model, config.train, data)
+        model = _complete_model(trainer, model)
+        progress = stage_progress(trainer, data)
+        run.record("train", progress)
+        metrics = best_metrics(progress) or run.measure("final", model, data)
+        run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
+        run.record("trained", metrics)
+    return _finish(run, facts)
+
+
+def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation -> a measured checkpoint.
+
+    Args:
+        config: The options.
+        console: Where the run reports its progress; by default stderr.
+
+    Returns:
+        The content of `results.json` in the output folder: the metrics of the teacher, of the patched model before any
+        training, after attention transfer and after distillation, and its speed beside the teacher's. `model/` is the
+        checkpoint with its card.
+
+    Raises:
+        ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
+        InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
+    """
+    run = Run(config, console)
+    data = _load_data(run)
+    _check_stages(run, config, data)
+    teacher = _teacher(run, config, data)
+    run.measure("teacher", teacher, data)
+    student = copy.deepcopy(teacher)
+    if not config.control:
+        patch_as_configured(student, config)
+    facts = _facts(run, student, data)
+    if not config.control:
+        _warn_if_exact(run, facts)
+        run.measure("patched", student, data)
+        _transfer(run, config, student, data)
+    student = _distill(run, config, teacher, student, data)
+    if config.speed_lengths and "speed" not in run.state:
+        run.record("speed", _speed(run, config, teacher, student, data))
+    run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
+    return _finish(run, facts)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Stages
 
 
-def _problem(run: Run, settings: FinetuneSettings | ConvertSettings) -> Problem:
-    tokenizer = _tokenizer(run, settings)
-    with run.accelerator.main_process_first():
-        return build_problem(settings.kind, tokenizer, settings.data, settings.run.seed)
+def _load_data(run: Run) -> TaskData:
+    tokenizer = _tokenizer(run)
+    with run.process.main_process_first():
+        return load_task_data(run.config.task_type, tokenizer, run.config.data, run.config.seed)
 
 
-def _tokenizer(run: Run, settings: FinetuneSettings | ConvertSettings) -> Any:
-    """The model's tokenizer, or one that is trained on the training text first and kept in the run's folder."""
-    size = settings.model.train_tokenizer
-    if size is None:
-        return load_tokenizer(settings.model)
+def _tokenizer(run: Run) -> Any:
+    """The model's tokenizer, or one that is trained on the training text first and saved in the run's folder."""
+    config = run.config
+    if config.train_tokenizer is None:
+        return load_tokenizer(config)
     folder = run.folder / "tokenizer"
-    if run.accelerator.is_main_process and not folder.exists():
-        column = settings.data.text[0]
-        rows = own_data(settings.data, settings.run.seed, (column,))["train"]
-        trained = train_tokenizer(iter(rows[column]), size, settings.data.max_length)
-        with whole_folder(folder) as aside:
-            trained.save_pretrained(aside)
-    run.accelerator.wait_for_everyone()
-    return load_tokenizer(ModelSettings(tokenizer=str(folder)))
+    if run.is_main_process and not folder.exists():
+        column = config.data.text_columns[0]
+        rows = load_splits(config.data, config.seed, (column,))["train"]
+        max_length = config.data.max_length or DEFAULT_MAX_LENGTH
+        tokenizer = train_tokenizer(iter(rows[column]), config.train_tokenizer, max_length)
+        with atomic_folder(folder) as temporary:
+            tokenizer.save_pretrained(temporary)
+    run.process.wait_for_everyone()
+    return load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
-def _patch(model: PreTrainedModel, settings: ModelSettings, seed: int) -> None:
-    """Patch by name, by plan, or not at all; random features are drawn by the run's seed unless they have their own."""
-    if settings.plan is not None and (settings.layers is not None or settings.options):
-        raise ValueError("model.plan says what every layer gets. Leave model.layers and model.options out.")
-    if settings.plan is not None:
-        config = LinearAttentionConfig.from_file(settings.plan)
-    elif settings.attention is not None:
-        options = dict(settings.options)
-        entry = ATTENTIONS.get(settings.attention)
-        if any(option.name == "seed" for option in fields(entry.options)):
-            options.setdefault("seed", seed)
-        config = LinearAttentionConfig.parse(settings.attention, settings.layers, options)
-    else:
-        return
-    if settings.max_length is not None:
-        # The positions are as long already; what is left are mechanisms that are built for a largest length.
-        config = config.with_default("max_length", settings.max_length)
-    patch_model(model, config)
+def _check_stages(run: Run, config: ConvertConfig, data: TaskData) -> None:
+    """Build the arguments of all stages, so that a mistake in them is an error before any training."""
+    if config.teacher.enabled:
+        run.stage_arguments(FinetuningConfig, config.teacher, data, run.folder)
+    if config.transfer.max_steps:
+        run.stage_arguments(AttentionTransferConfig, config.transfer, data, run.folder)
+    if config.distill.enabled:
+        run.stage_arguments(DistillationConfig, config.distill, data, run.folder)
 
 
-def _teacher(run: Run, settings: ConvertSettings, problem: Problem) -> PreTrainedModel:
-    """The exact model that is converted, fine-tuned first if the settings say so."""
-    tuned = run.folder / "teacher"
+def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel:
+    """The exact model that is converted, fine-tuned first if the config says so."""
+    folder = run.folder / "teacher"
     if "teacher stage" in run.state:
-        return load_model(ModelSettings(source=str(tuned)), problem).model
-    run.seed()
-    loaded = load_model(settings.model, problem)
+        return load_model(config, data, str(folder)).model
+    torch.manual_seed(config.seed)
+    loaded = load_model(config, data)
     if is_patched(loaded.model):
-        raise ValueError(f"{settings.model.source!r} is patched already. Give the exact model that it was made from.")
-    if not settings.run.control:
-        # What cannot be patched is told before anything is trained.
-        _patch(shared_copy(loaded.model), settings.model, settings.run.seed)
-    wanted = settings.teacher.steps or settings.teacher.epochs
-    if not wanted:
-        if loaded.fresh:
+        raise ValueError(f"{config.model!r} is patched already. Give the exact model that it was made from.")
+    if not config.control:
+        # A mechanism that does not fit the model is an error before any training.
+        patch_as_configured(shared_copy(loaded.model), config)
+    if not config.teacher.enabled:
+        if loaded.new_parameters:
             raise ValueError(
-                f"{settings.model.source!r} has no head for this task ({loaded.fresh[0]} is missing): it is not "
-                "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.epochs 3."
+                f"{config.model!r} has no head for this task ({loaded.new_parameters[0]} is missing): it is not "
+                "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
             )
         return loaded.model
-    progress, trained = run.stage("teacher", loaded.model, TaskObjective(problem), problem, settings.teacher)
-    model = cast(PreTrainedModel, trained)
-    run.save(tuned, model, problem)
-    run.record("teacher stage", asdict(progress))
+    trainer = run.train("teacher", FinetuningTrainer, loaded.model, config.teacher, data)
+    model = _complete_model(trainer, loaded.model)
+    run.save(folder, model, data)
+    run.record("teacher stage", stage_progress(trainer, data))
     return model
 
 
-def _transfer(run: Run, settings: ConvertSettings, student: PreTrainedModel, problem: Problem) -> None:
-    """Stage 1; its result is kept beside the checkpoints, so that a resumed run does not repeat it."""
-    transfer, accelerator = settings.transfer, run.accelerator
-    if not transfer.steps or not patch_report(student).parameters:
+def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: TaskData) -> None:
+    """Attention transfer. Its result is saved beside the checkpoints, so that a resumed run does not repeat it."""
+    if not config.transfer.max_steps or not patch_report(student).parameters:
         return
-    path = run.folder / "checkpoints" / "transfer" / "learned.safetensors"
+    path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
     learned = {name: tensor for name, tensor in student.named_parameters() if f".{SUBMODULE}." in f".{name}"}
-    if "transfer" in run.state:
-        with torch.no_grad():
-            for name, tensor in load_file(str(path)).items():
-                learned[name].copy_(tensor)
-        run.metrics("transferred", student, problem)
-        return
-    rows: Any = problem.train
-    kept = min(TRANSFER_HELD_OUT * transfer.batch_size, len(rows) // 5)
-    stream = run.stream(problem, rows.select(range(len(rows) - kept)), transfer.batch_size)
-    held_out = []
-    if kept:
-        held = rows.select(range(len(rows) - kept, len(rows)))
-        generator = torch.Generator().manual_seed(settings.run.seed)
-        for start in range(0, kept, transfer.batch_size):
-            part = [held[index] for index in range(start, min(start + transfer.batch_size, kept))]
-            held_out.append(problem.collate(part, generator))
-    student.to(accelerator.device)
-    torch.manual_seed(settings.run.seed)
-    run.reporter.start("transfer", transfer.steps)
-    try:
-        done = transfer_attention(
+    if "transfer" not in run.state:
+        rows: Any = data.train
+        held_out = min(HELD_OUT_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
+        trainer = run.train(
+            "transfer",
+            AttentionTransferTrainer,
             student,
-            stream.read(0),
-            steps=transfer.steps,
-            lr=transfer.lr,
-            loss=transfer.loss,
-            held_out=held_out or None,
-            evaluate_every=transfer.evaluate_every,
-            patience=transfer.patience,
-            progress=lambda step, steps, loss: run.reporter.update(step, f"loss {loss:.4f}"),
+            config.transfer,
+            data,
+            train_dataset=rows.select(range(len(rows) - held_out)),
+            eval_dataset=rows.select(range(len(rows) - held_out, len(rows))) if held_out else None,
+            compute_metrics=None,
+            preprocess_logits_for_metrics=None,
         )
-    finally:
-        run.reporter.stop()
-    if accelerator.is_main_process:
-        with whole_folder(path.parent) as aside:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in learned.items()}, str(aside / path.name)
-            )
-    run.record("transfer", asdict(done))
-    for step, loss in enumerate(done.losses, start=1):
-        if step % 10 == 0 or step == 1:
-            accelerator.log({"stage": "transfer", "train/loss": loss}, step=step)
-    run.metrics("transferred", student, problem)
+        if run.is_main_process:
+            with atomic_folder(path.parent) as temporary:
+                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in learned.items()}
+                save_file(tensors, str(temporary / path.name))
+        run.record("transfer", stage_progress(trainer, data))
+    with torch.no_grad():
+        for name, tensor in load_file(str(path)).items():
+            learned[name].copy_(tensor)
+    run.measure("transferred", student, data)
 
 
 def _distill(
-    run: Run, settings: ConvertSettings, teacher: PreTrainedModel, student: PreTrainedModel, problem: Problem
+    run: Run, config: ConvertConfig, teacher: PreTrainedModel, student: PreTrainedModel, data: TaskData
 ) -> PreTrainedModel:
-    """Stages 2 and 3. Returns the student with the best step's weights, adapters merged."""
-    distill = settings.distill
-    if not (distill.steps or distill.epochs):
+    """Distillation. Returns the student with the best step's weights and merged adapters."""
+    if not config.distill.enabled:
         return student
-    done = run.folder / "checkpoints" / "distilled"
+    folder = run.folder / "checkpoints" / "distilled"
     if "distilled" in run.state:
-        student.load_state_dict(load_file(str(done / "model.safetensors")), strict=False)
-        return student.eval()
-    trained: nn.Module = student
-    if distill.lora_rank:
-        trained = add_adapters(student, distill)
-        guide: Any = AdapterTeacher(trained)
-    else:
-        guide = teacher.to(run.accelerator.device).eval().requires_grad_(False)
-    objective = DistillObjective(problem, guide, distill)
-    progress, found = run.stage("distill", trained, objective, problem, distill)
-    kept: Any = found
-    student = kept.merge_and_unload() if distill.lora_rank else kept
-    if run.accelerator.is_main_process:
-        with whole_folder(done) as aside:
-            save_file(without_shared(student.state_dict()), str(aside / "model.safetensors"))
-    run.record("distill", asdict(progress))
-    run.record("distilled", _best(progress) or run.metrics("distilled", student, problem))
+        return load_model(config, data, str(folder)).model.eval()
+    model: Any = student
+    if config.distill.lora_rank:
+        model = add_adapters(student, config.distill)
+    teacher_model = None if config.distill.lora_rank else teacher
+    trainer = run.train("distill", DistillationTrainer, model, config.distill, data, teacher_model=teacher_model)
+    model = _complete_model(trainer, model)
+    student = model.merge_and_unload() if config.distill.lora_rank else model
+    run.save(folder, student, data)
+    progress = stage_progress(trainer, data)
+    run.record("distill", progress)
+    run.record("distilled", best_metrics(progress) or run.measure("distilled", student, data))
     return student.eval()
 
 
-def add_adapters(model: PreTrainedModel, settings: DistillSettings) -> nn.Module:
-    """LoRA on every linear layer outside of the head and the mechanisms; their learned parts stay trainable."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("distill.lora_rank needs peft: pip install 'hf-linear-attn[train]'") from error
-    from transformers.pytorch_utils import Conv1D
-
-    targets = settings.lora_targets or tuple(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and f".{SUBMODULE}." not in f".{name}."
-        and name.startswith(model.base_model_prefix)
-    )
-    config = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,
-        target_modules=list(targets),
-    )
-    adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
-        if f".{SUBMODULE}." in name:
-            parameter.requires_grad_(True)
-    return adapted
+def _complete_model(trainer: FinetuningTrainer, model: Any) -> Any:
+    """The trained model with all of its weights on this process, where a stage has sharded it too."""
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        return model
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    complete = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).cpu()
+    complete.load_state_dict(state, strict=False)
+    return complete
 
 
-class AdapterTeacher:
-    """The teacher within a LoRA student: the same weights with adapters off and exact attention on. No second copy."""
+@torch.inference_mode()
+def _speed(
+    run: Run, config: ConvertConfig, teacher: PreTrainedModel, student: PreTrainedModel, data: TaskData
+) -> dict[str, Any]:
+    """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run.
 
-    def __init__(self, student: Any) -> None:
-        self.student = student
-
-    def __call__(self, **inputs: Any) -> Any:
-        student = self.student
-        training = student.training
-        student.eval()
-        try:
-            with student.disable_adapter(), exact_attention(student):
-                return student(**inputs)
-        finally:
-            student.train(training)
-
-
-def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel, problem: Problem) -> dict[str, Any]:
-    """One forward pass of teacher and student, side by side."""
-    from ..evaluation.speed import can_go_beyond, model_speed
-    from ..evaluation.speed_study import speed_dict
-    from ..integration.discovery import longest_input
-
+    Inputs beyond the model's positions begin again from position zero: the speed does not depend on the values.
+    """
+    device = run.process.device
     limit = longest_input(teacher)
-    lengths = [
-        length
-        for length in run.run_settings.speed_lengths
-        if limit is None or length <= limit or can_go_beyond(teacher)
-    ]
-    tokens = [int(token) for token in problem.train[0]["input_ids"]]
-    device = run.accelerator.device
+    accepted = inspect.signature(teacher.forward).parameters
+    lengths = [n for n in config.speed_lengths if limit is None or n <= limit or "position_ids" in accepted]
+    tokens = [int(token) for token in cast(Any, data.train)[0]["input_ids"]]
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    if "logits_to_keep" in accepted:
+        extra["logits_to_keep"] = 1
+    precision = torch.bfloat16 if config.bf16 else torch.float16
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     try:
-        with autocast(run.accelerator):  # both in the precision of the run
-            table = model_speed(
-                models, tokens, lengths, baseline="teacher", budget=2.0, announce=lambda done, note: None
-            )
+        for length in lengths:
+            ids = torch.tensor(tokens * (length // len(tokens) + 1), device=device)[None, :length]
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
+            if limit is not None and length > limit:
+                inputs["position_ids"] = torch.arange(length, device=device)[None] % limit
+            calls = {name: lambda model=model, inputs=inputs: model(**inputs) for name, model in models.items()}
+            with torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
+                timings = time_interleaved(calls, baseline="teacher", seconds=TIMING_SECONDS, device=device)
+            for name, timing in timings.items():
+                rows[name].append(asdict(timing))
     except ValueError as error:
-        # A mechanism that is built for a largest length (Linformer) cannot be timed beyond it.
+        # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
         return {"skipped": str(error)}
-    return speed_dict(table)
+    return {"baseline": "teacher", "lengths": lengths, "rows": rows}
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The result
 
 
-def _best(progress: Progress) -> dict[str, float]:
-    """Metrics of the step that was kept."""
-    kept = progress.best_step if progress.best_step is not None else progress.step
-    return next((metrics for step, metrics in progress.evaluations if step == kept), {})
-
-
-def _beyond_exact(model: PreTrainedModel, problem: Problem) -> dict[str, int] | None:
-    """How many training inputs are longer than what all layers attend to exactly (None: one does so at no length)."""
-    exact = min((held.exact_length for held in model.modules() if isinstance(held, LinearAttention)), default=0)
-    if not exact:
+def _longer_than_exact(model: PreTrainedModel, data: TaskData) -> dict[str, int] | None:
+    """How many training inputs are longer than what all layers attend to exactly; None if a layer does so never."""
+    layers = [module.exact_length for module in model.modules() if isinstance(module, LinearAttention)]
+    exact_length = min(layers, default=0)
+    if not exact_length:
         return None
-    rows: Any = problem.train
-    some = rows.select(range(min(LOOKED_AT, len(rows))))
-    longer = sum(len(ids) > exact for ids in some["input_ids"])
-    return {"exact_length": exact, "inputs": len(some), "longer": longer}
+    rows: Any = data.train
+    inspected = rows.select(range(min(INSPECTED_INPUTS, len(rows))))
+    longer = sum(len(ids) > exact_length for ids in inspected["input_ids"])
+    return {"exact_length": exact_length, "inputs": len(inspected), "longer": longer}
 
 
-def _say_if_exact(run: Run, facts: dict[str, Any]) -> None:
-    found = facts["beyond_exact"]
-    if found is None or not facts["learned_parameters"] or found["longer"] >= SHARE_BEYOND * found["inputs"]:
+def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
+    counts = facts["beyond_exact"]
+    if counts is None or not facts["learned_parameters"] or counts["longer"] >= MIN_LONGER_SHARE * counts["inputs"]:
         return
-    run.reporter.say(
-        f"{exactness(found)} So these data train little of the mechanism. Give longer inputs, or narrow what is exact "
-        "(window_size or block_size in model.options), or expect an untrained mechanism on longer inputs."
+    run.say(
+        f"{exactness(counts)} So these data train little of the mechanism. Give longer inputs, or narrow what is exact "
+        "(options.window_size or options.block_size), or expect an untrained mechanism on longer inputs."
     )
 
 
-def _facts(run: Run, model: PreTrainedModel, problem: Problem) -> dict[str, Any]:
-    patched = is_patched(model)
-    report = patch_report(model) if patched else None
+def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
+    report = patch_report(model) if is_patched(model) else None
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "learned_parameters": report.parameters if report else 0,
         "layers": [asdict(layer) for layer in report.layers] if report else [],
-        "beyond_exact": _beyond_exact(model, problem),
-        "data": problem.facts,
-        "goal": asdict(problem.goal),
-        "processes": run.accelerator.num_processes,
-        "environment": environment(run.accelerator.device),
+        "beyond_exact": _longer_than_exact(model, data),
+        "data": data.facts,
+        "goal": {"metric": data.metric, "greater_is_better": data.greater_is_better},
+        "processes": run.process.num_processes,
+        "environment": environment(run.process.device),
     }
 
 
 def _finish(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """`results.json`, the table on the screen, and the upload."""
+    """Write `results.json`, show the table, and push the checkpoint."""
+    from ..utils.arguments import to_dict
+
     results = {
-        "format_version": 1,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "settings": as_mapping(run.settings),
+        "format_version": 2,
+        "created": utc_now(),
+        "config": to_dict(run.config),
         **facts,
         "stages": run.state,
     }
-    if run.accelerator.is_main_process:
-        write_json(run.folder / "results.json", plain(results))
+    if run.is_main_process:
+        write_json(run.folder / "results.json", json_safe(results))
         for line in results_table(facts, run.state):
-            run.reporter.say(line)
-        run.reporter.say(f"Result: {run.folder / 'model'}")
-    run.accelerator.wait_for_everyone()
-    run.push(run.folder / "model")
+            run.say(line)
+        run.say(f"Result: {run.folder / 'model'}")
+    run.process.wait_for_everyone()
+    run.push(Path(run.folder) / "model")
     return results

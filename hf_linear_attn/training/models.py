@@ -1,198 +1,264 @@
-"""Models and tokenizers for a problem: loaded whole, checked, quiet."""
+"""Models and tokenizers for a task: loaded, checked, with adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
+from ..config import LinearAttentionConfig
+from ..data.task_data import TaskData
+from ..integration.attention import SUBMODULE
 from ..integration.discovery import self_attention
 from ..integration.positions import extend_positions, position_limit
-from ..patching import CONFIG_FIELD
-from .options import ModelSettings
-from .problems import CausalLM, LanguageModel, Problem
+from ..patching import CONFIG_FIELD, patch_model
+from ..registry import ATTENTIONS
+from ..utils.extras import require_packages
+from ..utils.models import quiet_transformers
+from .options import DistillConfig, TrainingRunConfig
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model with what its card says of it."""
+class LoadedModel:
+    """A model, and the names of its parameters that the checkpoint lacks (those of a new head)."""
 
     model: PreTrainedModel
-    fresh: list[str] = field(default_factory=list)
+    new_parameters: list[str] = field(default_factory=list)
 
 
-def load_tokenizer(model: ModelSettings) -> Any:
-    """The tokenizer of a model.
+# --------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def load_tokenizer(config: TrainingRunConfig) -> Any:
+    """Return the tokenizer of a model.
 
     Raises:
-        ValueError: no model is given.
-        OSError: it cannot be found, with what was tried.
+        ValueError: No model is given.
+        OSError: It cannot be found. The message says where it was looked for.
     """
-    source = model.tokenizer or model.source
-    if source is None and model.type is not None:
-        raise ValueError("Give model.tokenizer, a folder or a repository, or model.train_tokenizer, a vocabulary size.")
+    source = config.tokenizer or config.model
+    if source is None and config.model_type is not None:
+        raise ValueError("There is no tokenizer: give tokenizer, a folder or a repository, or train_tokenizer, a size.")
     if source is None:
-        raise ValueError("No model: give model.source, a local folder or a repository on the Hub.")
+        raise ValueError("There is no model: give MODEL, a local folder or a repository on the Hub.")
     try:
-        return AutoTokenizer.from_pretrained(source, revision=model.revision or "main")
+        return AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
     except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise OSError(f"The tokenizer of {source!r} cannot be loaded ({first}). Give model.tokenizer.") from error
+        raise OSError(
+            f"The tokenizer of {source!r} cannot be loaded ({_first_line(error)}). Give another one by tokenizer."
+        ) from error
 
 
 def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
-    """A byte-level BPE tokenizer (as GPT-2's; Sennrich et al. 2016, arXiv:1508.07909) trained on texts.
+    """Train a byte-level BPE tokenizer (as GPT-2's; Sennrich et al. 2016, arXiv:1508.07909).
 
-    Its one special token `<|endoftext|>` begins, ends and pads. Any text can be encoded: all 256 bytes are tokens.
+    Its one special token `<|endoftext|>` begins, ends and pads. It encodes any text: all 256 bytes are tokens.
+
+    Args:
+        texts: Documents.
+        size: Number of tokens.
+        max_length: The tokenizer's `model_max_length`.
 
     Raises:
-        ValueError: fewer tokens than bytes.
+        ValueError: There are fewer tokens than bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    mark = "<|endoftext|>"
+    end_of_text = "<|endoftext|>"
     if size < 257:
-        raise ValueError(f"model.train_tokenizer must be at least 257 (256 bytes and one mark), got {size!r}.")
+        raise ValueError(f"train_tokenizer must be at least 257 (256 bytes and {end_of_text}), got {size!r}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[mark], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=mark, eos_token=mark, pad_token=mark, model_max_length=max_length
+        tokenizer_object=tokenizer,
+        bos_token=end_of_text,
+        eos_token=end_of_text,
+        pad_token=end_of_text,
+        model_max_length=max_length,
     )
 
 
-def load_model(model: ModelSettings, problem: Problem) -> Loaded:
-    """The model in float32 with a head for the problem; patched checkpoints come back patched.
+# --------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = None) -> LoadedModel:
+    """Load a model in float32 with a head for the task. A patched checkpoint comes back patched.
 
     A head that the checkpoint lacks is drawn from torch's generator.
 
+    Args:
+        config: Which model.
+        data: The data of the task.
+        source: A folder to load instead of `config.model`.
+
     Raises:
-        ValueError, OSError: it cannot be loaded, or lacks more than a head.
+        ValueError, OSError: The model cannot be loaded, or lacks more than a head.
     """
     import transformers
 
     from ..checkpoints import load_pretrained
 
-    changes = {**problem.config_changes(), **model.overrides}
-    auto: Any = getattr(transformers, problem.auto_class)
-    if model.type is not None:
-        return Loaded(_ready(auto.from_config(_fresh_config(model, problem, changes)), problem, model))
-    assert model.source is not None
+    auto: Any = getattr(transformers, data.auto_class)
+    overrides = {} if source is not None else config.config_overrides
+    changes = {**data.config_changes, **overrides}
+    if config.model_type is not None and source is None:
+        return LoadedModel(_checked(auto.from_config(_new_config(config, data, changes)), data, config))
+    name = source or str(config.model)
+    revision = (None if source else config.revision) or "main"
     try:
-        config = AutoConfig.from_pretrained(model.source, revision=model.revision or "main", **changes)
+        model_config = AutoConfig.from_pretrained(name, revision=revision, **changes)
     except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise OSError(f"The model {model.source!r} cannot be loaded ({first}).") from error
-    _check_overrides(config, changes, model)
-    _check_labels(model, problem)
-    if model.from_config:
-        return Loaded(_ready(auto.from_config(config), problem, model))
-    settings = {"revision": model.revision or "main", "dtype": torch.float32, "config": config}
+        raise OSError(f"The model {name!r} cannot be loaded ({_first_line(error)}).") from error
+    _check_overrides(model_config, overrides)
+    if config.from_config and source is None:
+        return LoadedModel(_checked(auto.from_config(model_config), data, config))
+    _check_labels(name, revision, data)
+    arguments = {"revision": revision, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
-        if getattr(config, CONFIG_FIELD, None) is not None:
-            return Loaded(_ready(load_pretrained(model.source, auto, **settings), problem, model))
-        loaded, info = auto.from_pretrained(model.source, output_loading_info=True, **settings)
+        if getattr(model_config, CONFIG_FIELD, None) is not None:
+            return LoadedModel(_checked(load_pretrained(name, auto, **arguments), data, config))
+        model, info = auto.from_pretrained(name, output_loading_info=True, **arguments)
     missing = sorted(info["missing_keys"])
-    prefix = f"{loaded.base_model_prefix}."
-    lost = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
-    if lost:
-        raise ValueError(f"{model.source!r} lacks weights of the model itself ({lost[0]}, …). Give a whole checkpoint.")
-    return Loaded(_ready(loaded, problem, model), missing)
+    body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
+    if body:
+        raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
+    return LoadedModel(_checked(model, data, config), missing)
 
 
-def _check_labels(model: ModelSettings, problem: Problem) -> None:
-    """A head that was trained with other labels, or in another order, would be scored as if it were wrong."""
-    assert model.source is not None
-    labels = getattr(problem, "labels", None)
-    own = AutoConfig.from_pretrained(model.source, revision=model.revision or "main")
-    trained = any("ForSequenceClassification" in name for name in own.architectures or ())
-    if labels is None or not trained or model.from_config:
+def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> None:
+    """Patch a model in place by name or by plan. Random features are drawn by the run's seed unless they have one.
+
+    Raises:
+        ValueError, NotImplementedError: As `patch_model`.
+    """
+    if config.plan is not None:
+        attention = LinearAttentionConfig.from_file(config.plan)
+    elif config.attention is not None:
+        options = dict(config.options)
+        entry = ATTENTIONS.get(config.attention)
+        if any(entry_field.name == "seed" for entry_field in fields(entry.options)):
+            options.setdefault("seed", config.seed)
+        attention = LinearAttentionConfig.parse(config.attention, config.layers, options)
+    else:
         return
-    names = [str(own.id2label[index]) for index in sorted(own.id2label)]
-    generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
-    if len(names) != len(labels) or not (
-        generic or [name.lower() for name in names] == [name.lower() for name in labels]
-    ):
-        raise ValueError(
-            f"{model.source!r} was trained with the labels {', '.join(names)}, in this order; the data has "
-            f"{', '.join(labels)}. Give data with the model's labels, or a model without a classification head."
-        )
+    if config.max_length is not None:
+        # The positions are extended already. Mechanisms that are built for a largest length are left.
+        attention = attention.with_default("max_length", config.max_length)
+    patch_model(model, attention)
 
 
-def _fresh_config(model: ModelSettings, problem: Problem, changes: dict[str, Any]) -> Any:
+def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
+    """Add LoRA adapters to a patched model; the learned parts of its mechanisms stay trainable.
+
+    Args:
+        model: The patched model.
+        config: Rank, alpha and target modules; by default all linear layers outside the head and the mechanisms.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+    require_packages("peft", extra="train", purpose="distill.lora_rank")
+    from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
+
+    targets = config.lora_target_modules or tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and f".{SUBMODULE}." not in f".{name}."
+        and name.startswith(model.base_model_prefix)
+    )
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, target_modules=list(targets)
+    )
+    adapted = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if f".{SUBMODULE}." in name:
+            parameter.requires_grad_(True)
+    return adapted
+
+
+def _new_config(config: TrainingRunConfig, data: TaskData, changes: dict[str, Any]) -> Any:
     """The config of a model type, with the tokenizer's vocabulary and special tokens."""
-    assert model.type is not None
-    if model.source is not None:
-        raise ValueError(f"Give model.type (now {model.type!r}) or model.source (now {model.source!r}), not both.")
-    tokenizer = problem.tokenizer
-    special = {
-        name: getattr(tokenizer, name)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if getattr(tokenizer, name) is not None
-    }
+    if config.model is not None:
+        raise ValueError(f"Give model_type (now {config.model_type!r}) or MODEL (now {config.model!r}), not both.")
+    tokenizer = data.tokenizer
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
     try:
-        config = AutoConfig.for_model(model.type)
+        model_config = AutoConfig.for_model(str(config.model_type))
     except ValueError as error:
-        raise ValueError(f"model.type: Transformers knows no model type {model.type!r}, such as 'gpt2'.") from error
-    _check_overrides(config, changes, model)
-    return AutoConfig.for_model(model.type, **{"vocab_size": len(tokenizer), **special, **changes})
-
-
-def _ready(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> PreTrainedModel:
-    """The model, checked, with positions for `max_length` tokens."""
-    _check_direction(loaded, problem, model)
-    limit = position_limit(loaded)
-    if model.max_length is not None and limit is not None and limit < model.max_length:
-        extend_positions(loaded, model.max_length, tokenizer=problem.tokenizer)
-        limit = model.max_length
-    if limit is not None and problem.longest > limit:
         raise ValueError(
-            f"The longest row has {problem.longest} tokens, and {type(loaded).__name__} has positions for {limit}. Cut "
-            f"the rows (data.max_length {limit}), or add positions (model.max_length {problem.longest})."
+            f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'."
+        ) from error
+    _check_overrides(model_config, config.config_overrides)
+    return AutoConfig.for_model(str(config.model_type), **{"vocab_size": len(tokenizer), **special, **changes})
+
+
+def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) -> PreTrainedModel:
+    """The model, with positions for `max_length` tokens; raises a ValueError if it does not fit the data."""
+    _check_direction(model, data)
+    limit = position_limit(model)
+    if config.max_length is not None and limit is not None and limit < config.max_length:
+        extend_positions(model, config.max_length, tokenizer=data.tokenizer)
+        limit = config.max_length
+    if limit is not None and data.longest > limit:
+        raise ValueError(
+            f"The longest row has {data.longest} tokens, and {type(model).__name__} has positions for {limit}. "
+            f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
         )
-    return loaded
+    return model
 
 
-def _check_direction(loaded: PreTrainedModel, problem: Problem, model: ModelSettings) -> None:
-    """A next-token loss on a model that sees the next token would fall to nothing, and say nothing."""
-    if not isinstance(problem, LanguageModel):
+def _check_direction(model: PreTrainedModel, data: TaskData) -> None:
+    """Raise a ValueError for a next-token loss on a model that sees the next token: it would fall to nothing."""
+    if data.task_type == "classification":
         return
-    causal = isinstance(problem, CausalLM)
+    causal = data.task_type == "causal-lm"
     try:
-        layers = self_attention(loaded)
+        layers = self_attention(model)
     except NotImplementedError:
         return
     if any(layer.causal is not causal for layer in layers):
-        kind = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
-        raise ValueError(f"The attention of {model.source!r} ({type(loaded).__name__}) is {kind}.")
+        remedy = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
+        raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without Transformers' bars and its report of a loaded checkpoint: what matters of that is checked here."""
-    bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
+def _check_labels(name: str, revision: str, data: TaskData) -> None:
+    """Raise a ValueError for a head that was trained with other labels, or with the same ones in another order."""
+    saved = AutoConfig.from_pretrained(name, revision=revision)
+    trained = any("ForSequenceClassification" in architecture for architecture in saved.architectures or ())
+    if data.labels is None or not trained:
+        return
+    names = [str(saved.id2label[index]) for index in sorted(saved.id2label)]
+    generic = all(label == f"LABEL_{index}" for index, label in enumerate(names))
+    same = generic or [label.lower() for label in names] == [label.lower() for label in data.labels]
+    if len(names) != len(data.labels) or not same:
+        raise ValueError(
+            f"{name!r} was trained with the labels {', '.join(names)}, in this order; the data has "
+            f"{', '.join(data.labels)}. Give data with the model's labels, or a model without a classification head."
+        )
 
 
-def _check_overrides(config: Any, changes: dict[str, Any], model: ModelSettings) -> None:
-    for name in model.overrides:
-        if name not in type(config)().to_dict() and name not in getattr(type(config), "attribute_map", {}):
-            raise ValueError(f"model.overrides: the config of {config.model_type!r} has no field {name!r}.")
+def _check_overrides(model_config: Any, overrides: dict[str, Any]) -> None:
+    known = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,241 +1,397 @@
-"""What all recipes share: a folder for the result, an accelerator, the record of finished stages."""
+"""A training run: its folder, its finished stages, and the stages of gradient steps by the trainers."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
 from rich.console import Console
+from rich.markup import escape
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 
-from .loop import Loop, Progress
-from .models import quiet_transformers
-from .objectives import Objective
-from .options import ConvertSettings, FinetuneSettings, RunSettings, TrainSettings
-from .problems import Problem
-from .saving import (
-    check_space,
-    check_writable,
-    clear_leftovers,
-    training_bytes,
-    whole_folder,
-    write_json,
-)
-from .settings import as_mapping, flat, flatten
-from .sharding import check_sharding, runs_on_cpu
-from .stream import BatchStream
-from .tracking import JsonLinesTracker, Reporter, installed_trackers, short
+from ..data.task_data import TaskData
+from ..utils.arguments import flatten, to_dict
+from ..utils.environment import json_safe
+from ..utils.files import atomic_folder, check_disk_space, check_writable, remove_partial_files, write_json
+from ..utils.formatting import near_matches
+from ..utils.json_lines import JsonLinesFile
+from ..utils.models import quiet_transformers
+from .arguments import FinetuningConfig
+from .callbacks import InterruptionCallback, JsonLinesCallback, PeriodicCheckpointCallback
+from .options import StageConfig, TrainingRunConfig, TransferConfig
+from .sharding import runs_on_cpu
+from .trainers import FinetuningTrainer
 
-SETTINGS_FILE = "settings.json"
+CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
-#: Settings that a resumed run may change: they do not touch the result.
-FREE_SETTINGS = (
-    "run.resume",
-    "run.overwrite",
-    "run.output",
-    "run.checkpoint_every",
-    "run.keep",
-    "run.trackers",
-    "run.workers",
-    "run.push_to_hub",
-    "run.private",
+
+#: Options that a resumed run may change, because they do not affect the result.
+FREE_OPTIONS = (
+    "resume",
+    "overwrite",
+    "output",
+    "save_steps",
+    "save_total_limit",
+    "report_to",
+    "dataloader_num_workers",
+    "hub_model_id",
+    "hub_private_repo",
 )
+
+#: Seconds between two lines of progress where there is no terminal.
+PROGRESS_SECONDS = 30.0
+
+#: Steps between two reports to log.jsonl and to the trackers.
+LOGGING_STEPS = 10
 
 
 class Run:
-    """One run of a recipe in its folder.
+    """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `checkpoints/`, `model/`.
 
-    The folder: `settings.json`, `state.json` (results of finished stages), `log.jsonl`, `checkpoints/`, `model/` (the
-    result, which appears whole).
+    Args:
+        config: The options.
+        console: Where the run reports its progress; by default stderr.
+
+    Raises:
+        ValueError: There is no output folder, or it holds another run or other files.
+        OSError: The folder cannot be written to.
     """
 
-    def __init__(
-        self,
-        settings: FinetuneSettings | ConvertSettings,
-        *,
-        train: TrainSettings,
-        console: Console | None = None,
-    ) -> None:
-        run = settings.run
-        if run.output is None:
-            raise ValueError("No folder for the result: give run.output.")
-        self.settings = settings
-        self.run_settings: RunSettings = run
-        self.folder = Path(run.output)
-        trackers = installed_trackers(run.trackers)
-        _check_folder(self.folder, settings)
-        self.log = JsonLinesTracker(self.folder / LOG_FILE, resume=run.resume)
-        # Accelerate remembers the precision of the first run in a process, and refuses another one in the next.
+    def __init__(self, config: TrainingRunConfig, console: Console | None = None) -> None:
+        if config.output is None:
+            raise ValueError("There is no folder for the result: give output.")
+        self.config = config
+        self.folder = Path(config.output)
+        self.console = console or Console(stderr=True)
+        self.trackers = installed_trackers(config.report_to)
+        _check_folder(self.folder, config)
+        # Accelerate remembers the precision of the first run in a process, and refuses another one.
         AcceleratorState._reset_state()
-        self.accelerator = Accelerator(
-            gradient_accumulation_steps=train.accumulation,
-            mixed_precision=run.precision,
-            cpu=runs_on_cpu(run.cpu) or None,
-            log_with=[*trackers, self.log],
-            project_config=ProjectConfiguration(project_dir=str(self.folder), logging_dir=str(self.folder / "logs")),
-        )
-        check_sharding(self.accelerator)
+        self.use_cpu = runs_on_cpu(config.device == "cpu")
+        self.process = PartialState(cpu=self.use_cpu)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         self._open_folder()
-        self.reporter = Reporter(self.accelerator, console)
-        self.accelerator.init_trackers("run", config={key: str(value) for key, value in flat(settings).items()})
-        self.state: dict[str, Any] = self._read_state()
+        path = self.folder / STATE_FILE
+        self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-    # ---------------------------------------------------------------------------------------------- the folder
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process writes the files."""
+        return bool(self.process.is_main_process)
 
     def _open_folder(self) -> None:
-        if self.accelerator.is_main_process:
-            if self.run_settings.overwrite and self.folder.is_dir():
+        if self.is_main_process:
+            if self.config.overwrite and self.folder.is_dir():
                 for path in self.folder.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             check_writable(self.folder)
-            for place in (self.folder, self.folder / "checkpoints"):
-                clear_leftovers(place)
-            if not _started(self.folder):
-                write_json(self.folder / SETTINGS_FILE, as_mapping(self.settings))
-        self.accelerator.wait_for_everyone()
+            for folder in (self.folder, self.folder / "checkpoints"):
+                remove_partial_files(folder)
+            if not _has_results(self.folder):
+                write_json(self.folder / CONFIG_FILE, to_dict(self.config))
+        self.process.wait_for_everyone()
 
-    def _read_state(self) -> dict[str, Any]:
-        path = self.folder / STATE_FILE
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def say(self, text: str) -> None:
+        """Report a line on the main process."""
+        if self.is_main_process:
+            self.console.print(escape(text), highlight=False, soft_wrap=True)
 
     def record(self, stage: str, result: Any) -> None:
-        """A stage is finished: its result is on disk, and is not computed again by a resumed run."""
-        self.state[stage] = result
-        if self.accelerator.is_main_process:
+        """Store the result of a finished stage, which a resumed run does not repeat."""
+        self.state[stage] = json_safe(result)
+        if self.is_main_process:
             write_json(self.folder / STATE_FILE, self.state)
-        self.accelerator.wait_for_everyone()
+        self.process.wait_for_everyone()
 
     # ---------------------------------------------------------------------------------------------- stages
 
-    def seed(self) -> None:
-        """Fresh heads and random features are the same in every run of the same seed."""
-        torch.manual_seed(self.run_settings.seed)
-
-    def metrics(self, stage: str, model: nn.Module, problem: Problem) -> dict[str, float]:
-        """Evaluate once, and remember."""
+    def measure(self, stage: str, model: PreTrainedModel, data: TaskData) -> dict[str, float]:
+        """Evaluate a model on the validation data once, and store its metrics."""
         if stage not in self.state:
-            model.to(self.accelerator.device).eval()
-            found = problem.evaluate(model, self.accelerator, self.evaluation_batch())
-            self.record(stage, found)
-            self.accelerator.log({"stage": stage, **found}, step=0)
-            self.reporter.say(f"{stage}: {short(found)}")
+            arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
+            with quiet_transformers():
+                trainer = FinetuningTrainer(model, arguments, **data.trainer_arguments())
+                trainer.remove_callback(PrinterCallback)
+                # The complete model is on each device: nothing is sharded for an evaluation.
+                trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
+                metrics = _evaluate(trainer, data)
+            trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            self.record(stage, metrics)
+            if self.is_main_process:
+                JsonLinesFile(self.folder / LOG_FILE).append(json_safe({"step": 0, "stage": stage, **metrics}))
+            self.say(f"{stage}: {format_metrics(metrics)}")
         return self.state[stage]
 
-    def evaluation_batch(self) -> int:
-        """Examples of one forward pass without gradients on one process."""
-        if self.run_settings.evaluation_batch_size is not None:
-            return self.run_settings.evaluation_batch_size
-        section: TrainSettings = getattr(self.settings, "distill", None) or self.settings.train  # type: ignore[union-attr]
-        return 2 * section.batch_size
+    def train(
+        self,
+        stage: str,
+        trainer_class: type[FinetuningTrainer],
+        model: nn.Module,
+        stage_config: StageConfig | TransferConfig,
+        data: TaskData,
+        **kwargs: Any,
+    ) -> FinetuningTrainer:
+        """Run one stage of gradient steps, from its last checkpoint if the run resumes.
 
-    def stream(self, problem: Problem, rows: Any, batch_size: int, accumulation: int = 1) -> BatchStream:
-        """This process's part of the training batches."""
-        from ..data.encode import row_lengths
+        Args:
+            stage: Name of the stage; its checkpoints are in `checkpoints/NAME`.
+            trainer_class: The trainer.
+            model: The model.
+            stage_config: The options of the stage.
+            data: The data of the task.
+            kwargs: Further arguments of the trainer, which replace those of `data`.
 
-        processes = self.accelerator.num_processes
-        return BatchStream(
-            rows,
-            problem.collate,
-            batch_size=batch_size,
-            seed=self.run_settings.seed,
-            process=self.accelerator.process_index,
-            processes=processes,
-            workers=self.run_settings.workers,
-            lengths=row_lengths(rows) if problem.data.group_by_length else None,
-            together=batch_size * processes * accumulation,
-        )
-
-    def stage(
-        self, name: str, model: nn.Module, objective: Objective, problem: Problem, train: TrainSettings
-    ) -> tuple[Progress, nn.Module]:
-        """One gradient stage over the training data, and the model with the best step's weights: the same object, or
-        another one where accelerate shards it."""
-        accelerator = self.accelerator
-        needed = training_bytes(model, self.run_settings.keep)
-        if accelerator.is_main_process:
-            check_space(self.folder, needed)
-        if self.run_settings.gradient_checkpointing:
+        Returns:
+            The trainer; its model has the weights of the best step.
+        """
+        folder = self.folder / "checkpoints" / stage
+        if self.is_main_process:
+            needed = checkpoint_bytes(model, self.config.save_total_limit)
+            check_disk_space(
+                self.folder,
+                needed,
+                "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit).",
+            )
+        if self.config.gradient_checkpointing and isinstance(stage_config, StageConfig):
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        batch = self.evaluation_batch()
-        loop = Loop(
-            name,
-            model,
-            objective,
-            self.stream(problem, problem.train, train.batch_size, train.accumulation),
-            accelerator=accelerator,
-            train=train,
-            run=self.run_settings,
-            folder=self.folder,
-            evaluate=lambda prepared: problem.evaluate(prepared, accelerator, batch),
-            goal=problem.goal,
-            reporter=self.reporter,
-            log=self.log,
-        )
-        progress = loop.run()
-        accelerator.free_memory()
-        return progress, loop.result.to(accelerator.device)
+        arguments = self.stage_arguments(trainer_class.config_class, stage_config, data, folder)
+        callbacks: list[TrainerCallback] = [
+            InterruptionCallback("Continue with the same options and --resume."),
+            JsonLinesCallback(self.folder / LOG_FILE, stage),
+            ProgressCallback(stage, self.say),
+        ]
+        if self.config.save_steps:
+            callbacks.append(PeriodicCheckpointCallback(self.config.save_steps))
+        if isinstance(stage_config, StageConfig) and stage_config.eval_steps:
+            callbacks.append(LastEvaluationCallback())
+            if stage_config.patience is not None:
+                callbacks.append(EarlyStoppingCallback(stage_config.patience))
+        with quiet_transformers():
+            options = {**data.trainer_arguments(), "train_dataset": data.train, "callbacks": callbacks, **kwargs}
+            trainer = trainer_class(model, args=arguments, **options)
+            trainer.remove_callback(PrinterCallback)
+            resume = trainer.last_checkpoint() if self.config.resume else None
+            if resume is not None:
+                self.say(f"{stage}: resumes from {Path(resume).name}")
+            trainer.train(resume_from_checkpoint=resume)
+        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        return trainer
 
-    def save(self, target: Path, model: PreTrainedModel, problem: Problem, card: str | None = None) -> None:
-        """Write a checkpoint with its tokenizer, whole, from the main process."""
-        if self.accelerator.is_main_process:
-            with whole_folder(target) as aside, quiet_transformers():
-                model.save_pretrained(aside)
-                problem.tokenizer.save_pretrained(aside)
+    def stage_arguments(
+        self,
+        config_class: type[FinetuningConfig],
+        stage: StageConfig | TransferConfig,
+        data: TaskData | None,
+        folder: Path,
+    ) -> FinetuningConfig:
+        """Return the training arguments of a stage.
+
+        Raises:
+            ValueError: `arguments` of the stage names an unknown field, or one that is an option of its own.
+        """
+        config = self.config
+        known = {entry.name for entry in fields(config_class)}
+        values = self._common_arguments(folder)
+        evaluates = bool(stage.eval_steps)
+        values.update(
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=stage.eval_steps if evaluates else None,
+            save_strategy="no",
+            save_total_limit=config.save_total_limit,
+        )
+        if data is not None and isinstance(stage, StageConfig) and evaluates:
+            values.update(
+                save_strategy="best",
+                load_best_model_at_end=True,
+                metric_for_best_model=data.metric,
+                greater_is_better=data.greater_is_better,
+            )
+        own = {entry.name: getattr(stage, entry.name) for entry in fields(stage) if entry.name in known}
+        values.update({name: value for name, value in own.items() if name != "eval_steps" and value is not None})
+        for name in stage.arguments:
+            if name not in known:
+                raise ValueError(f"arguments: TrainingArguments has no field {name!r}.{near_matches(name, known)}")
+            if name in values or hasattr(config, name):
+                raise ValueError(f"arguments: {name!r} is an option of its own, or set by this command. Leave it out.")
+        return config_class(**values, **stage.arguments)
+
+    def _common_arguments(self, folder: Path) -> dict[str, Any]:
+        """Training arguments of all stages."""
+        config = self.config
+        stage: Any = getattr(config, "distill", None) or getattr(config, "train", None)
+        batch = config.per_device_eval_batch_size or 2 * stage.per_device_train_batch_size
+        return {
+            "output_dir": str(folder),
+            "seed": config.seed,
+            "use_cpu": self.use_cpu,
+            "bf16": config.bf16,
+            "fp16": config.fp16,
+            "per_device_eval_batch_size": batch,
+            "dataloader_num_workers": config.dataloader_num_workers,
+            "train_sampling_strategy": "group_by_length" if config.data.group_by_length else "random",
+            "report_to": list(self.trackers),
+            "logging_steps": LOGGING_STEPS,
+            "logging_first_step": True,
+            "include_num_input_tokens_seen": "non_padding",
+            "disable_tqdm": not self.console.is_terminal,
+        }
+
+    # ---------------------------------------------------------------------------------------------- results
+
+    def save(self, target: Path, model: PreTrainedModel, data: TaskData, card: str | None = None) -> None:
+        """Write a checkpoint with its tokenizer and card, atomically, from the main process."""
+        if self.is_main_process:
+            with atomic_folder(target) as temporary, quiet_transformers():
+                model.save_pretrained(temporary)
+                data.tokenizer.save_pretrained(temporary)
                 if card is not None:
-                    (aside / "README.md").write_text(card, encoding="utf-8")
-        self.accelerator.wait_for_everyone()
+                    (temporary / "README.md").write_text(card, encoding="utf-8")
+        self.process.wait_for_everyone()
 
     def push(self, folder: Path) -> None:
-        """Upload the result, if a repository is given."""
-        repository = self.run_settings.push_to_hub
-        if repository is None or not self.accelerator.is_main_process:
+        """Upload a checkpoint if the config names a repository."""
+        repository = self.config.hub_model_id
+        if repository is None or not self.is_main_process:
             return
         from huggingface_hub import HfApi
 
         api = HfApi()
-        api.create_repo(repository, private=self.run_settings.private, exist_ok=True)
+        api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
-        self.reporter.say(f"Pushed to https://huggingface.co/{repository}")
-
-    def close(self) -> None:
-        """End the trackers, and the process group of a run with several processes."""
-        self.accelerator.end_training()
+        self.say(f"Pushed to https://huggingface.co/{repository}")
 
 
-def _check_folder(folder: Path, settings: FinetuneSettings | ConvertSettings) -> None:
-    """Refuse to mix two runs in one folder."""
-    run = settings.run
+class ProgressCallback(TrainerCallback):
+    """Reports each evaluation of a stage, and the loss now and then.
+
+    Args:
+        stage: Name of the stage.
+        say: Reports a line.
+    """
+
+    def __init__(self, stage: str, say: Callable[[str], None]) -> None:
+        self.stage = stage
+        self.say = say
+        self._last = time.monotonic()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Report the metrics."""
+        numbers = {
+            name.removeprefix("eval_"): value
+            for name, value in (metrics or {}).items()
+            if name.startswith("eval_") and not name.endswith(("runtime", "per_second"))
+        }
+        self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}: {format_metrics(numbers)}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Report the loss if the last report is a while ago."""
+        if "loss" in (logs or {}) and time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.4f}")
+
+
+class LastEvaluationCallback(TrainerCallback):
+    """Evaluates after the last step, too, where `eval_steps` does not divide the number of steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for an evaluation."""
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
+
+def _evaluate(trainer: Trainer, data: TaskData) -> dict[str, float]:
+    return data.own_metrics(trainer.evaluate())
+
+
+def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:
+    """Return what a stage did: `step`, `seconds`, `tokens`, `best_step`, and `evaluations` as (step, metrics)."""
+    state = trainer.state
+    evaluations: dict[int, dict[str, float]] = {}
+    for entry in state.log_history:
+        metrics = data.own_metrics({name: value for name, value in entry.items() if name.startswith("eval_")})
+        if metrics:
+            evaluations.setdefault(entry["step"], {}).update(metrics)
+    runtime = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
+    return {
+        "step": state.global_step,
+        "seconds": runtime,
+        "tokens": state.num_input_tokens_seen,
+        "best_step": state.best_global_step or getattr(trainer, "best_step", None),
+        "evaluations": [[step, metrics] for step, metrics in evaluations.items()],
+    }
+
+
+def best_metrics(progress: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the step whose weights a stage has kept; empty without evaluations."""
+    best = progress["best_step"] if progress["best_step"] is not None else progress["step"]
+    return next((metrics for step, metrics in progress["evaluations"] if step == best), {})
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Return metrics in one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the trackers that are installed.
+
+    Raises:
+        ValueError: Transformers has no tracker of a name.
+    """
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to: Transformers has no tracker {name!r}. It has {known}.")
+    available = get_available_reporting_integrations()
+    return tuple(name for name in names if name in available)
+
+
+def checkpoint_bytes(model: nn.Module, count: int) -> int:
+    """Return the bytes of `count` checkpoints, one more while the next is written, the best one and the result."""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+    return (count + 1) * (weights + 8 * trained) + 3 * weights
+
+
+def _check_folder(folder: Path, config: TrainingRunConfig) -> None:
+    """Raise an error rather than mix two runs in one folder."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"run.output {str(folder)!r} is a file. Give a folder.")
+        raise NotADirectoryError(f"output {str(folder)!r} is a file. Give a folder.")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    path = folder / SETTINGS_FILE
+    path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"run.output {str(folder)!r} holds files of something else. Give another folder.")
-    if run.overwrite or not _started(folder):
+        raise ValueError(f"output {str(folder)!r} holds files of something else. Give another folder.")
+    if config.overwrite or not _has_results(folder):
         return
-    if not run.resume:
+    if not config.resume:
         raise ValueError(
-            f"run.output {str(folder)!r} holds another run. Go on with it (run.resume true), replace it (run.overwrite "
-            "true), or give another folder."
+            f"output {str(folder)!r} holds another run. Continue it (--resume), replace it (--overwrite), or give "
+            "another folder."
         )
     before = flatten(json.loads(path.read_text(encoding="utf-8")))
-    now = flatten(json.loads(json.dumps(as_mapping(settings))))
-    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_SETTINGS)
+    now = flatten(json.loads(json.dumps(to_dict(config))))
+    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
     if changed:
-        told = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
-        raise ValueError(f"run.resume: the settings differ from those of {str(folder)!r} ({told}). Use the same ones.")
+        changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
+        raise ValueError(f"resume: the options differ from those of {str(folder)!r} ({changes}). Use the same ones.")
 
 
-def _started(folder: Path) -> bool:
+def _has_results(folder: Path) -> bool:
     """Whether a run got further than reading its data and its model."""
     return any((folder / name).exists() for name in (STATE_FILE, "checkpoints", "model"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..integration.attention import SUBMODULE, attention_modules
-from .optim import make_optimizer
-from .options import TrainSettings
 
 #: What wrappers put into the names of parameters.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -28,143 +26,6 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 ENGINE = "_zero_inference_engine"
 #: What DeepSpeed's configuration must leave to this training: (section, key that asks for it).
 LEFT_TO_TRAINING = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
-
-
-class Copies:
-    """A whole copy of the model on each device: one process, or data parallelism.
-
-    `model`: what is called in training; `peaks`: the learning rates of the optimizer's groups at their highest;
-    `result`: the plain model that the stage ends with.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: Any, train: TrainSettings) -> None:
-        self.accelerator = accelerator
-        self.train = train
-        self.result: nn.Module = self._place(model)
-        optimizer = make_optimizer(model, train)
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-
-    def _place(self, model: Any) -> nn.Module:
-        placed: nn.Module = model.to(self.accelerator.device)
-        return placed
-
-    def set_rate(self, factor: float) -> None:
-        """The next step's learning rates: `factor` of their peaks."""
-        for parameters, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            parameters["lr"] = peak * factor
-
-    def collecting(self, last: bool) -> AbstractContextManager[None]:
-        """Around a forward and backward pass: gradients meet those of other processes in the step's last one only."""
-        return nullcontext() if last else self.accelerator.no_sync(self.model)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, averaged over processes."""
-        # accelerate divides by its own number of accumulated passes.
-        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
-
-    def step(self) -> None:
-        """Clip the gradients, take an optimizer step, and forget them."""
-        if self.train.clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.train.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def whole_state(self) -> dict[str, Tensor]:
-        """The state dict with whole tensors. Every process must call it."""
-        state: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
-        return state
-
-    def last_state(self) -> dict[str, Tensor] | None:
-        """What to load into `result` after the last step; None: it holds it."""
-        return None
-
-    def release(self) -> None:
-        """Training has ended: take the wrapper off that runs forward passes in mixed precision. Others are compared
-        with the model that lies below."""
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-
-
-class Shards(Copies):
-    """Pieces of the model on each device; `result` is a whole copy on the CPU."""
-
-    def _place(self, model: Any) -> nn.Module:
-        self._configure(model)
-        return copy.deepcopy(model.to("cpu"))
-
-    def _configure(self, model: Any) -> None:
-        """Complete accelerate's configuration for this stage."""
-        raise NotImplementedError
-
-    def last_state(self) -> dict[str, Tensor] | None:
-        return self.whole_state()
-
-    def release(self) -> None:
-        """The model in pieces is not used any more."""
-
-
-class FullyShardedModel(Shards):
-    """FSDP2: weights, gradients and optimizer states are shards."""
-
-    def _configure(self, model: Any) -> None:
-        name_layers(self.accelerator, model)
-
-    def whole_state(self) -> dict[str, Tensor]:
-        from torch.distributed.tensor import DTensor
-
-        found = {}
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
-                found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        return found
-
-
-class ZeroModel(Shards):
-    """ZeRO of DeepSpeed (Rajbhandari et al. 2020, arXiv:1910.02054): optimizer states are shards (stage 1), and
-    gradients (2), and weights (3).
-
-    The weights stay in float32, and bf16 is autocast as without DeepSpeed: its own bf16 mode would round buffers, such
-    as random features, for good. A weight takes 16 bytes with its gradient and Adam's states in both.
-    """
-
-    def _configure(self, model: Any) -> None:
-        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        batch, passes = self.train.batch_size, self.train.accumulation
-        self.accelerator.gradient_accumulation_steps = passes
-        config.update(
-            train_micro_batch_size_per_gpu=batch,
-            gradient_accumulation_steps=passes,
-            train_batch_size=batch * passes * self.accelerator.num_processes,
-            gradient_clipping=self.train.clip or 0.0,
-        )
-
-    def collecting(self, last: bool) -> AbstractContextManager[None]:
-        self.model.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        self.model.backward(loss, scale_wrt_gas=False)
-
-    def step(self) -> None:
-        self.model.step()  # clips, and forgets the gradients
-
-    def whole_state(self) -> dict[str, Tensor]:
-        import deepspeed
-
-        found = {}
-        for name, tensor in self.model.module.state_dict(keep_vars=True).items():
-            # Outside stage 3 there is nothing to gather, and nothing is done.
-            with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-                found[name] = tensor.detach().to("cpu", copy=True)
-        return found
-
-
-def place(accelerator: Accelerator, model: nn.Module, train: TrainSettings) -> Copies:
-    """The model of a stage as accelerate is configured to spread it."""
-    kinds = {"FSDP": FullyShardedModel, "DEEPSPEED": ZeroModel}
-    return kinds.get(accelerator.distributed_type.value, Copies)(accelerator, model, train)
 
 
 def runs_on_cpu(wanted: bool) -> bool:

@@ -264,6 +264,13 @@ def exit_code(command: Callable[[], int], *, traceback: bool = False) -> int:
             raise
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2 if isinstance(error, UsageError) else 1
+    except RuntimeError as error:
+        code = getattr(error, "code", None)
+        if not isinstance(code, int):
+            raise
+        # Training was stopped by a signal, after a checkpoint.
+        sys.stderr.write(f"{error}\n")
+        return code
 
 
 def _parser(config_class: type, program: str) -> Any:

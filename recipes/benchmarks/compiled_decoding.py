@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hf_linear_attn import patch_model
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.speed import shared_copy
-from hf_linear_attn.training.saving import write_json
+from hf_linear_attn.utils.files import write_json
 from recipes.benchmarks.shapes import gpt2_small, small_decoder
 from recipes.benchmarks.turns import spread
 

@@ -16,16 +16,16 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from hf_linear_attn.training import convert as stages
-from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings, ModelSettings
-from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.files import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
@@ -44,45 +44,58 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 
 #: What is changed for each kind of run.
-VARIANTS: dict[str, dict[str, float]] = {"distilled": {}, "no distillation": {"logits": 0.0, "hidden": 0.0}}
+VARIANTS: dict[str, dict[str, float]] = {
+    "distilled": {},
+    "no distillation": {"logits_weight": 0.0, "hidden_weight": 0.0},
+}
 
 
-def variant_settings(
-    base: ConvertSettings, task: str, seed: int, mechanism: str | None, variant: str
-) -> ConvertSettings:
-    """One run's settings, without its folders. mechanism: a row's name, or that of a mechanism; None: the control."""
+def variant_config(base: ConvertConfig, task: str, seed: int, mechanism: str | None, variant: str) -> ConvertConfig:
+    """The options of one run, without its folders. mechanism: a row's name, or that of a mechanism; None: control."""
     attention, options = (None, {}) if mechanism is None else MECHANISMS.get(mechanism, (mechanism, {}))
     return replace(
         base,
-        model=replace(base.model, attention=attention, options={**base.model.options, **options}),
+        attention=attention,
+        options={**base.options, **options},
         data=replace(base.data, task=task),
         distill=replace(base.distill, **VARIANTS[variant]),
-        run=replace(base.run, seed=seed, control=mechanism is None),
+        seed=seed,
+        control=mechanism is None,
     )
 
 
-def run_teacher(base: ConvertSettings, model: str, task: str, seed: int, work: Path) -> Path:
+def run_teacher(base: ConvertConfig, model: str, task: str, seed: int, work: Path, folder_of_data: str | None) -> Path:
     """The exact model, fine-tuned on the task."""
     folder = work / "teacher"
     if not (folder / "results.json").exists():
-        settings = FinetuneSettings(
-            model=ModelSettings(source=model, attention=None),
-            data=replace(base.data, task=task),
-            train=base.teacher,
-            run=replace(base.run, seed=seed, output=str(folder), resume=folder.exists()),
+        shared = {entry.name: getattr(base, entry.name) for entry in fields(TrainingRunConfig)}
+        config = FinetuneConfig(
+            **{
+                **shared,
+                "model": model,
+                "attention": None,
+                "options": {},
+                "data": replace(base.data, task=task, folder=folder_of_data),
+                "seed": seed,
+                "output": str(folder),
+                "resume": folder.exists(),
+            },
+            train=StageConfig(**{entry.name: getattr(base.teacher, entry.name) for entry in fields(StageConfig)}),
         )
-        stages.finetune(settings, console=Console(stderr=True))
+        stages.finetune(config, console=Console(stderr=True))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return folder / "model"
 
 
-def run_row(settings: ConvertSettings, teacher: Path, folder: Path) -> dict[str, Any]:
+def run_row(config: ConvertConfig, teacher: Path, folder: Path, folder_of_data: str | None) -> dict[str, Any]:
     """Convert, and keep the numbers only."""
     chosen = replace(
-        settings,
-        model=replace(settings.model, source=str(teacher)),
-        teacher=replace(settings.teacher, epochs=0.0, steps=None),
-        run=replace(settings.run, output=str(folder), resume=folder.exists()),
+        config,
+        model=str(teacher),
+        data=replace(config.data, folder=folder_of_data),
+        teacher=replace(config.teacher, num_train_epochs=0.0, max_steps=None),
+        output=str(folder),
+        resume=folder.exists(),
     )
     began = time.perf_counter()
     results = stages.convert(chosen, console=Console(stderr=True))
@@ -94,20 +107,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
 
 
-def comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a row holds them: what rows must agree in to stand in one table."""
-    held = json.loads(json.dumps(settings))
-    held["teacher"] = None
-    for section, key in (("model", "source"), ("run", "output"), ("data", "folder"), ("run", "resume")):
-        held[section][key] = None
-    return held
+def comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """Options as a row has them: what rows must agree in to be in one table."""
+    options = json.loads(json.dumps(config))
+    options.update(teacher=None, model=None, output=None, resume=None)
+    options["data"]["folder"] = None
+    return options
 
 
-def is_done(rows: list[dict[str, Any]], key: dict[str, Any], settings: dict[str, Any]) -> bool:
+def is_done(rows: list[dict[str, Any]], key: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether a row is there already. Raises a ValueError if it was made with other settings."""
     for row in rows:
         if all(row[name] == value for name, value in key.items()):
-            if comparable(row["settings"]) != settings:
+            if comparable(row["settings"]) != config:
                 raise ValueError(f"The row {key} was made with other settings. Give another --out, or remove it.")
             return True
     return False
@@ -116,8 +128,8 @@ def is_done(rows: list[dict[str, Any]], key: dict[str, Any], settings: dict[str,
 def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """The row of a run: without paths and without the course of the training."""
     state = results["stages"]
-    settings = results["settings"]
-    settings["model"]["source"] = settings["run"]["output"] = settings["data"]["folder"] = None
+    config = results["config"]
+    config["model"] = config["output"] = config["data"]["folder"] = None
     kept = {stage: state[stage] for stage in ("teacher", "patched", "transferred", "distilled") if stage in state}
     return {
         **key,
@@ -126,7 +138,7 @@ def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(results["seconds"], 1),
         "learned_parameters": results["learned_parameters"],
         "data": results["data"],
-        "settings": settings,
+        "settings": config,
         "environment": results["environment"],
     }
 
@@ -144,10 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--config", default=str(HERE / "configs" / "glue-table.yaml"))
     arguments, rest = parser.parse_known_args(argv)
-    given = read_arguments(rest)
-    if arguments.folder is not None:
-        given["data.folder"] = arguments.folder
-    base = read_settings(ConvertSettings, arguments.config, given)
+    base = parse_config(ConvertConfig, ["--config", arguments.config, *rest], program="glue_table")
     # Each variant has a control of its own: the exact model through the same losses.
     mechanisms = (None, *arguments.mechanisms)
     wanted = [(mechanism, variant) for variant in arguments.variants for mechanism in mechanisms]
@@ -163,12 +172,12 @@ def main(argv: list[str] | None = None) -> int:
                     "variant": variant,
                 }
                 teacher_folder = arguments.work / name / task / f"seed{seed}"
-                settings = variant_settings(base, task, seed, mechanism, variant)
-                if is_done(read_rows(arguments.out), key, comparable(as_mapping(settings))):
+                config = variant_config(base, task, seed, mechanism, variant)
+                if is_done(read_rows(arguments.out), key, comparable(to_dict(config))):
                     continue
-                teacher = run_teacher(base, arguments.model, task, seed, teacher_folder)
+                teacher = run_teacher(base, arguments.model, task, seed, teacher_folder, arguments.folder)
                 folder = teacher_folder / f"{mechanism or 'softmax'}-{variant}"
-                row = row_of(key, run_row(settings, teacher, folder))
+                row = row_of(key, run_row(config, teacher, folder, arguments.folder))
                 write_json(arguments.out, {"format_version": 1, "rows": [*read_rows(arguments.out), row]})
                 shutil.rmtree(folder)
     return 0

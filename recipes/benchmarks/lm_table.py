@@ -24,13 +24,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import load_pretrained
+from hf_linear_attn.data.task_data import DEFAULT_MAX_LENGTH, load_splits
 from hf_linear_attn.data.text import token_documents
 from hf_linear_attn.evaluation.perplexity import measure_perplexity
 from hf_linear_attn.training.convert import convert
-from hf_linear_attn.training.options import ConvertSettings
-from hf_linear_attn.training.problems import own_data
-from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.files import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
@@ -49,22 +49,27 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 
 
-def variant_settings(base: ConvertSettings, variant: str, window: int, seed: int, folder: Path) -> ConvertSettings:
+def variant_config(base: ConvertConfig, variant: str, window: int, seed: int, folder: Path) -> ConvertConfig:
     """One variant's settings."""
     attention, options = VARIANTS[variant]
     if attention == "window":
         options = {**options, "window_size": window}
     return replace(
         base,
-        model=replace(base.model, attention=attention, options=options),
-        run=replace(base.run, seed=seed, output=str(folder), resume=folder.exists(), control=attention is None),
+        attention=attention,
+        options=options,
+        seed=seed,
+        output=str(folder),
+        resume=folder.exists(),
+        control=attention is None,
     )
 
 
-def documents(base: ConvertSettings, model: str, tokens: int, seed: int) -> list[list[int]]:
+def documents(base: ConvertConfig, model: str, tokens: int, seed: int) -> list[list[int]]:
     """Held-out documents of a run with this seed, as token ids, whole but the last."""
-    data = own_data(base.data, seed, base.data.text[:1])
-    return token_documents(AutoTokenizer.from_pretrained(model), data["validation"][base.data.text[0]], tokens)
+    column = base.data.text_columns[0]
+    data = load_splits(base.data, seed, (column,))
+    return token_documents(AutoTokenizer.from_pretrained(model), data["validation"][column], tokens)
 
 
 def perplexity(model: PreTrainedModel, held_out: list[list[int]], context: int) -> dict[str, Any]:
@@ -88,25 +93,25 @@ def check_head(path: Path, head: dict[str, Any]) -> None:
             )
 
 
-def run_variant(settings: ConvertSettings, held_out: list[list[int]], contexts: list[int]) -> dict[str, Any]:
+def run_variant(config: ConvertConfig, held_out: list[list[int]], contexts: list[int]) -> dict[str, Any]:
     """Convert, measure, and keep the numbers."""
     began = time.perf_counter()
-    folder = Path(str(settings.run.output))
-    results = convert(settings, console=Console(stderr=True))
-    exact = settings.model.attention is None
+    folder = Path(str(config.output))
+    results = convert(config, console=Console(stderr=True))
+    exact = config.attention is None
     load: Any = AutoModelForCausalLM.from_pretrained if exact else load_pretrained
     model = load(str(folder / "model"))
-    state, kept = results["stages"], results["settings"]
-    kept["model"]["source"] = kept["data"]["source"] = kept["run"]["output"] = None
+    state, options = results["stages"], results["config"]
+    options["model"] = options["data"]["dataset"] = options["output"] = None
     return {
         "stages": {name: state[name] for name in ("teacher", "patched", "transferred", "distilled") if name in state},
-        "steps": {"transfer": state.get("transfer", {}).get("steps", 0), "distill": state["distill"]["step"]},
+        "steps": {"transfer": state.get("transfer", {}).get("step", 0), "distill": state["distill"]["step"]},
         "perplexity": {str(context): perplexity(model, held_out, context) for context in contexts},
         "seconds": round(time.perf_counter() - began, 1),
         "learned_parameters": results["learned_parameters"],
         "parameters": results["parameters"],
         "data": results["data"],
-        "settings": kept,
+        "settings": options,
         "environment": results["environment"],
     }
 
@@ -125,10 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--config", default=str(HERE / "configs" / "lm-table.yaml"))
     arguments, rest = parser.parse_known_args(argv)
-    given = {**read_arguments(rest), "model.source": arguments.model, "data.source": arguments.text}
-    base = read_settings(ConvertSettings, arguments.config, given)
+    words = ["--config", arguments.config, "--model", arguments.model, "--data.dataset", arguments.text, *rest]
+    base = parse_config(ConvertConfig, words, program="lm_table")
     out = arguments.out or RESULTS / "lm" / f"{arguments.name}.json"
-    contexts = arguments.contexts or [base.data.max_length]
+    contexts = arguments.contexts or [base.data.max_length or DEFAULT_MAX_LENGTH]
     pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)
     for seed in arguments.seeds:
         held_out = documents(base, arguments.model, arguments.tokens, seed)
@@ -136,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
             "format_version": 1,
             "name": arguments.name,
             "window": arguments.window,
-            "settings": {**as_mapping(base.distill), "transfer_steps": base.transfer.steps},
+            "settings": {**to_dict(base.distill), "transfer_steps": base.transfer.max_steps},
         }
         check_head(out, head)
         head["pretrained"] = {str(context): perplexity(pretrained, held_out, context) for context in contexts}
@@ -144,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
             if any((row["variant"], row["seed"]) == (variant, seed) for row in read_rows(out)):
                 continue
             folder = arguments.work / f"seed{seed}" / variant.replace(" ", "-")
-            settings = variant_settings(base, variant, arguments.window, seed, folder)
-            row = {"variant": variant, "seed": seed, **run_variant(settings, held_out, contexts)}
+            config = variant_config(base, variant, arguments.window, seed, folder)
+            row = {"variant": variant, "seed": seed, **run_variant(config, held_out, contexts)}
             write_json(out, {**head, "rows": [*read_rows(out), row]})
             shutil.rmtree(folder)
     return 0

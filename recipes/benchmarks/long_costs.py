@@ -32,9 +32,9 @@ from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.resources import peak_memory
 from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.integration.positions import position_limit
-from hf_linear_attn.training.options import ConvertSettings
-from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import read_settings
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.arguments import parse_config
+from hf_linear_attn.utils.files import write_json
 
 from .long_data import read_scored
 from .long_table import EXACT, PARTS, Part
@@ -131,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = arguments.work / arguments.part
     lengths = arguments.lengths or LENGTHS[arguments.part]
     out = arguments.out or RESULTS / "long" / f"{arguments.part}-costs.json"
-    base = read_settings(ConvertSettings, str(HERE / "configs" / f"long-table-{arguments.part}.yaml"))
+    config = str(HERE / "configs" / f"long-table-{arguments.part}.yaml")
+    base = parse_config(ConvertConfig, ["--config", config], program="long_costs")
     rows = read_long(folder, LONG[arguments.part])
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     drawn = [tokenizer(row, verbose=False)["input_ids"] for row in rows[: arguments.inputs]]
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     short = folder / "seed0" / f"{EXACT}-short" / "model"
     exact = AutoModelForSequenceClassification.from_pretrained(short, attention_probs_dropout_prob=0.0)
     models = variants(exact, PARTS[arguments.part], max(*lengths, len(longest)))
-    bf16 = base.run.precision == "bf16"
+    bf16 = base.bf16
     held: dict[str, Any] = {
         "format_version": 1,
         "part": arguments.part,
@@ -149,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             "mean_tokens": statistics.mean(map(len, drawn)),
             "rounds": arguments.rounds,
             "variants": PARTS[arguments.part].variants,
-            "precision": base.run.precision,
+            "precision": "bf16" if bf16 else "no",
         },
         "parameters": sum(parameter.numel() for parameter in exact.parameters()),
         "environment": environment(CPU),

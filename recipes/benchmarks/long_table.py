@@ -36,9 +36,9 @@ from rich.console import Console
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.training import convert as stages
-from hf_linear_attn.training.options import ConvertSettings, FinetuneSettings, ModelSettings, TrainSettings
-from hf_linear_attn.training.saving import write_json
-from hf_linear_attn.training.settings import as_mapping, read_arguments, read_settings
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.files import write_json
 
 from .long_data import Row, read_scored, write_proteins, write_reviews
 
@@ -97,24 +97,30 @@ PARTS = {
 # Training
 
 
-def train_short(base: ConvertSettings, plan: Path | None, folder: Path, out: Path) -> Path:
+def train_short(base: ConvertConfig, plan: Path | None, folder: Path, out: Path) -> Path:
     """A model, exact or with a plan's mechanisms from the start, trained on short inputs."""
     if not (out / "results.json").exists():
-        settings = FinetuneSettings(
-            model=replace(base.model, tokenizer=str(folder / "tokenizer"), attention=None, plan=plan and str(plan)),
-            data=replace(base.data, source=str(folder / "short")),
-            train=only_training(base.teacher),
-            run=replace(base.run, output=str(out), resume=out.exists()),
+        config = finetune_config(
+            base,
+            base.teacher,
+            tokenizer=str(folder / "tokenizer"),
+            plan=plan and str(plan),
+            data=replace(base.data, dataset=str(folder / "short")),
+            output=str(out),
+            resume=out.exists(),
         )
-        stages.finetune(settings, console=Console(stderr=True))
+        stages.finetune(config, console=Console(stderr=True))
     return out / "model"
 
 
-def only_training(section: TrainSettings) -> TrainSettings:
-    return TrainSettings(**{field.name: getattr(section, field.name) for field in fields(TrainSettings)})
+def finetune_config(base: ConvertConfig, stage: StageConfig, **changes: Any) -> FinetuneConfig:
+    """The options of a fine-tuning with one stage of a conversion."""
+    shared = {entry.name: getattr(base, entry.name) for entry in fields(TrainingRunConfig)}
+    train = StageConfig(**{entry.name: getattr(stage, entry.name) for entry in fields(StageConfig)})
+    return FinetuneConfig(**{**shared, "attention": None, **changes}, train=train)
 
 
-def short_model(base: ConvertSettings, name: str, part: Part, folder: Path, place: Path) -> Path:
+def short_model(base: ConvertConfig, name: str, part: Part, folder: Path, place: Path) -> Path:
     """The model that goes on at each length. Pretrained: the exact one is trained, and converted by attention transfer
     on the same inputs. From random weights: there is nothing to convert."""
     layers, out = part.variants[name], place / f"{slug(name)}-short"
@@ -123,19 +129,22 @@ def short_model(base: ConvertSettings, name: str, part: Part, folder: Path, plac
         plan = place / f"{slug(name)}-plan.json"
         place.mkdir(parents=True, exist_ok=True)
         write_json(plan, layers)
-    if plan is None or base.model.type is not None:
+    if plan is None or base.model_type is not None:
         return train_short(base, plan, folder, out)
     teacher = train_short(base, None, folder, place / f"{EXACT}-short")
     if not (out / "results.json").exists():
-        settings = replace(
+        config = replace(
             base,
-            model=ModelSettings(source=str(teacher), attention=None, plan=str(plan)),
-            data=replace(base.data, source=str(folder / "short")),
-            teacher=replace(base.teacher, epochs=0.0, steps=None),
-            distill=replace(base.distill, epochs=0.0, steps=None),
-            run=replace(base.run, output=str(out), resume=out.exists()),
+            model=str(teacher),
+            attention=None,
+            plan=str(plan),
+            data=replace(base.data, dataset=str(folder / "short")),
+            teacher=replace(base.teacher, num_train_epochs=0.0, max_steps=None),
+            distill=replace(base.distill, num_train_epochs=0.0, max_steps=None),
+            output=str(out),
+            resume=out.exists(),
         )
-        stages.convert(settings, console=Console(stderr=True))
+        stages.convert(config, console=Console(stderr=True))
     return out / "model"
 
 
@@ -143,16 +152,21 @@ def slug(name: str) -> str:
     return name.replace(" + ", "-")
 
 
-def train_long(base: ConvertSettings, source: Path, folder: Path, length: int, out: Path) -> dict[str, Any]:
+def train_long(base: ConvertConfig, source: Path, folder: Path, length: int, out: Path) -> dict[str, Any]:
     """Go on at a length, and say how long it took."""
     began, used = time.perf_counter(), time.process_time()
-    settings = FinetuneSettings(
-        model=ModelSettings(source=str(source), attention=None, max_length=length),
-        data=replace(base.data, source=str(folder / "long"), max_length=length),
-        train=only_training(base.distill),
-        run=replace(base.run, output=str(out), overwrite=out.exists()),
+    config = finetune_config(
+        base,
+        base.distill,
+        model=str(source),
+        model_type=None,
+        config_overrides={},
+        max_length=length,
+        data=replace(base.data, dataset=str(folder / "long"), max_length=length),
+        output=str(out),
+        overwrite=out.exists(),
     )
-    results = stages.finetune(settings, console=Console(stderr=True))
+    results = stages.finetune(config, console=Console(stderr=True))
     return {
         "tokens": results["stages"]["train"]["tokens"],
         "truncated": results["data"]["train_truncated"],
@@ -255,17 +269,17 @@ def is_done(path: Path, key: Row) -> bool:
     return any(all(row[name] == value for name, value in key.items()) for row in read_rows(path))
 
 
-def stated(base: ConvertSettings) -> dict[str, Any]:
-    """Settings without paths."""
-    held = as_mapping(base)
-    for section, name in (("model", "source"), ("model", "tokenizer"), ("data", "source"), ("run", "output")):
-        held[section][name] = None
-    return held
+def stated(base: ConvertConfig) -> dict[str, Any]:
+    """Options without paths."""
+    options = to_dict(base)
+    options.update(model=None, tokenizer=None, output=None)
+    options["data"]["dataset"] = None
+    return options
 
 
-def measure(arguments: argparse.Namespace, base: ConvertSettings, key: Row, part: Part) -> None:
+def measure(arguments: argparse.Namespace, base: ConvertConfig, key: Row, part: Part) -> None:
     """One row: train at its length unless its model is there already, and score."""
-    seeded = replace(base, run=replace(base.run, seed=key["seed"]))
+    seeded = replace(base, seed=key["seed"])
     folder, place = arguments.work / arguments.part, arguments.work / arguments.part / f"seed{key['seed']}"
     out = place / f"{slug(key['variant'])}-{key['length']}-{key['steps']}"
     trained = out / "trained.json"
@@ -278,7 +292,7 @@ def measure(arguments: argparse.Namespace, base: ConvertSettings, key: Row, part
     row = {
         **key,
         "layers": part.variants[key["variant"]],
-        **score(model, folder, part, key["length"], key["pieces"], base.run.precision),
+        **score(model, folder, part, key["length"], key["pieces"], "bf16" if base.bf16 else "no"),
         "training": json.loads(trained.read_text(encoding="utf-8")),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "settings": stated(seeded),
@@ -309,13 +323,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--long", type=int, default=400, help="long reviews to go on with")
     parser.add_argument("--config", help="default: recipes/benchmarks/configs/long-table-PART.yaml")
     arguments, rest = parser.parse_known_args(argv)
-    given = read_arguments(rest)
     if arguments.model is not None:
-        given["model.source"] = arguments.model
+        rest = ["--model", arguments.model, *rest]
     part = PARTS[arguments.part]
     arguments.out = arguments.out or RESULTS / "long" / f"{arguments.part}.json"
     config = arguments.config or str(HERE / "configs" / f"long-table-{arguments.part}.yaml")
-    base = read_settings(ConvertSettings, config, given)
+    base = parse_config(ConvertConfig, ["--config", config, *rest], program="long_table")
     if not (arguments.work / arguments.part / "scored.csv").exists():
         part.write(arguments, arguments.work / arguments.part, base.data.max_length - 2)
     lengths = arguments.lengths or part.lengths
@@ -324,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
         jobs = [(name, min(lengths), True) for name in arguments.variants or [EXACT]]
     for seed in arguments.seeds:
         for name, length, pieces in jobs:
-            key = {"variant": name, "length": length, "steps": base.distill.steps, "seed": seed, "pieces": pieces}
+            key = {"variant": name, "length": length, "steps": base.distill.max_steps, "seed": seed, "pieces": pieces}
             if not is_done(arguments.out, key):
                 measure(arguments, base, key, part)
     return 0

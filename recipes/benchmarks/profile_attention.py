@@ -31,7 +31,7 @@ from hf_linear_attn.mechanisms.window import WindowAttention
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.ops.native.prepared_step import PreparedStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from hf_linear_attn.training.saving import write_json
+from hf_linear_attn.utils.files import write_json
 from recipes.benchmarks.decode import state_floor
 from recipes.benchmarks.limits import products
 from recipes.benchmarks.subjects import on_backend

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from hf_linear_attn.data.formats import FORMATS, split_articles
-from hf_linear_attn.data.sources import carve_validation, check_columns, load_source
+from hf_linear_attn.data.sources import check_columns, hold_out_validation, load_source
 from tests.data.made_up import SHARED, write
 
 ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
@@ -187,7 +187,7 @@ def test_empty_splits_are_told(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("wanted", "count"), [(0.1, 10), (7, 7), (0.0001, 1)])
 def test_carved_validation(wanted, count):
     whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
-    found, again, other = (carve_validation(whole, wanted, seed) for seed in (0, 0, 1))
+    found, again, other = (hold_out_validation(whole, wanted, seed) for seed in (0, 0, 1))
     held, kept = found["validation"]["n"][:], found["train"]["n"][:]
     assert len(held) == count
     assert sorted(held + kept) == list(range(100))
@@ -201,13 +201,13 @@ def test_validation_that_cannot_be_carved():
     whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1, 2]})})
     for wanted in (0, 2, -1):
         with pytest.raises(ValueError, match=f"{wanted} of 2 rows cannot be held out"):
-            carve_validation(whole, wanted, 0)
+            hold_out_validation(whole, wanted, 0)
     with pytest.raises(ValueError, match=r"share of the rows lies between 0 and 1, got 1.0"):
-        carve_validation(whole, 1.0, 0)
+        hold_out_validation(whole, 1.0, 0)
     with pytest.raises(TypeError, match="got True"):
-        carve_validation(whole, True, 0)
+        hold_out_validation(whole, True, 0)
     with pytest.raises(ValueError, match="the splits are train, validation"):
-        carve_validation(carve_validation(whole, 1, 0), 1, 0)
+        hold_out_validation(hold_out_validation(whole, 1, 0), 1, 0)
 
 
 def test_columns_are_checked():

@@ -12,7 +12,7 @@ from hf_linear_attn.data.sources import load_source
 from hf_linear_attn.data.tasks import load_task
 from hf_linear_attn.training.convert import convert
 from tests.faults.checks import Observed, error_message
-from tests.training.made_up import convert_settings, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, save_encoder, save_task
 
 
 def loaded(path: Path, data: bytes) -> str:
@@ -76,7 +76,7 @@ def test_training_on_a_bad_row(tmp_path: Path, observed: Observed) -> None:
     task = save_task(tmp_path / "task")
     with (task / "train.csv").open("a", encoding="utf-8") as file:
         file.write("no label here\n")
-    settings = convert_settings(save_encoder(tmp_path / "encoder"), task, tmp_path / "out")
+    settings = convert_config(save_encoder(tmp_path / "encoder"), task, tmp_path / "out")
     message = error_message(lambda: convert(settings), ValueError, "train.csv", "line 98")
     assert not list(tmp_path.glob("out/checkpoints/*")), "training had begun"
     observed(message)

@@ -15,10 +15,10 @@ import pytest
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
-from hf_linear_attn.training.loop import Loop
+from hf_linear_attn.training.trainers import FinetuningTrainer
 from tests.faults.checks import Observed, error_message, file_hashes
 from tests.helpers import BERT, logits, patched, token_ids
-from tests.training.made_up import convert_settings, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, save_encoder, save_task
 
 
 @contextlib.contextmanager
@@ -93,17 +93,17 @@ def command(*words: str) -> Callable[[], str]:
     expected="an error; the older checkpoint loads as before",
 )
 def test_saving_over_an_older_one(tmp_path: Path, observed: Observed) -> None:
-    from hf_linear_attn.training.saving import whole_folder
+    from hf_linear_attn.utils.files import atomic_folder
 
     target = tmp_path / "model"
     model = patched("hedgehog", BERT)
-    with whole_folder(target) as aside:
-        model.save_pretrained(aside)
+    with atomic_folder(target) as temporary:
+        model.save_pretrained(temporary)
     before, outputs = file_hashes(target), logits(model, token_ids())
 
     def save() -> None:
-        with largest_file(20_000), whole_folder(target) as aside:
-            patched("elu", BERT).save_pretrained(aside)
+        with largest_file(20_000), atomic_folder(target) as temporary:
+            patched("elu", BERT).save_pretrained(temporary)
 
     message = error_message(save, OSError, "File too large")
     assert file_hashes(target) == before
@@ -130,7 +130,7 @@ def test_patch_on_a_small_disk(tmp_path: Path, observed: Observed) -> None:
 @pytest.mark.fault(group="full disk", what="`plan` onto a disk of 64 KiB", expected="a message that says so")
 @pytest.mark.long
 def test_plan_on_a_small_disk(tmp_path: Path, observed: Observed) -> None:
-    from tests.training.made_up import save_decoder, save_text
+    from tests.training.tiny_runs import save_decoder, save_text
 
     save_decoder(tmp_path / "decoder")
     text = save_text(tmp_path / "text", 400)
@@ -163,25 +163,23 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
 )
 def test_checkpoint_on_a_full_disk(tmp_path: Path, observed: Observed) -> None:
     encoder, task = prepared(tmp_path)
-    convert(convert_settings(encoder, task, tmp_path / "whole"))
-    original = Loop.save_checkpoint
+    convert(convert_config(encoder, task, tmp_path / "whole"))
+    original = FinetuningTrainer._save_checkpoint
 
-    def save(self: Loop) -> None:
-        if self.name == "distill" and self.progress.step == 4:
+    def save(self: FinetuningTrainer, *args: object) -> None:
+        if Path(self.args.output_dir).name == "distill" and self.state.global_step == 4:
             with largest_file(20_000):
-                original(self)
-        original(self)
+                original(self, *args)
+        original(self, *args)
 
-    Loop.save_checkpoint = save  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FinetuningTrainer, "_save_checkpoint", save)
         message = error_message(
-            lambda: convert(convert_settings(encoder, task, tmp_path / "out")), OSError, "File too large"
+            lambda: convert(convert_config(encoder, task, tmp_path / "out")), Exception, "File too large"
         )
-    finally:
-        Loop.save_checkpoint = original  # type: ignore[method-assign]
-    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints" / "distill").glob("step-*"))
-    assert kept == ["step-00000002"], kept
-    convert(convert_settings(encoder, task, tmp_path / "out", run__resume=True))
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints" / "distill").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-3"], names
+    convert(convert_config(encoder, task, tmp_path / "out", resume=True))
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     observed(message)
 
@@ -194,7 +192,9 @@ def test_no_room_from_the_start(tmp_path: Path, observed: Observed) -> None:
     encoder, task = prepared(tmp_path)
     with mounted(tmp_path / "disk", "-o", "size=600k") as disk:
         observed(
-            error_message(lambda: convert(convert_settings(encoder, task, disk / "out")), OSError, "free", "run.keep")
+            error_message(
+                lambda: convert(convert_config(encoder, task, disk / "out")), OSError, "free", "save_total_limit"
+            )
         )
 
 
@@ -223,7 +223,7 @@ def test_patch_into_a_read_only_folder(tmp_path: Path, observed: Observed) -> No
 def test_train_into_a_read_only_folder(tmp_path: Path, observed: Observed) -> None:
     encoder, task = prepared(tmp_path)
     with read_only(tmp_path / "locked") as locked:
-        observed(error_message(lambda: convert(convert_settings(encoder, task, locked / "out")), OSError, str(locked)))
+        observed(error_message(lambda: convert(convert_config(encoder, task, locked / "out")), OSError, str(locked)))
 
 
 @pytest.mark.fault(group="read-only folder", what="loading a checkpoint from it", expected="works as from any other")

@@ -166,7 +166,7 @@ def test_escaping_index(tmp_path: Path, observed: Observed) -> None:
     expected="the old model or the new one, never a mixture",
 )
 def test_replaced_while_read(tmp_path: Path, observed: Observed) -> None:
-    from hf_linear_attn.training.saving import whole_folder
+    from hf_linear_attn.utils.files import atomic_folder
 
     target = tmp_path / "model"
     outputs = []
@@ -174,8 +174,8 @@ def test_replaced_while_read(tmp_path: Path, observed: Observed) -> None:
         torch.manual_seed(seed)
         model = patched("hedgehog", BERT)
         outputs.append(logits(model, token_ids()))
-        with whole_folder(target) as aside:
-            model.save_pretrained(aside)
+        with atomic_folder(target) as temporary:
+            model.save_pretrained(temporary)
             if seed:
                 assert torch.equal(logits(hla.load_pretrained(str(target)), token_ids()), outputs[0])
     assert torch.equal(logits(hla.load_pretrained(str(target)), token_ids()), outputs[1])

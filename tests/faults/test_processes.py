@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.checks import Observed
-from tests.test_recipes import SCRIPTS, words
-from tests.training.made_up import save_decoder, save_encoder, save_task, save_text
+from tests.test_recipes import SCRIPTS, arguments_of
+from tests.training.tiny_runs import save_decoder, save_encoder, save_task, save_text
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -58,11 +58,11 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes], nap: f
 
 def recipe_command(name: str, tmp_path: Path, out: Path, *more: str) -> list[str]:
     """The recipe with enough steps and checkpoints for a moment to matter."""
-    given = words(tmp_path, name, out)
+    given = arguments_of(tmp_path, name, out)
     for at, word in enumerate(given):
-        if word.endswith(".steps"):
+        if word.endswith(".max_steps"):
             given[at + 1] = STEPS
-    return [str(ROOT / "recipes" / f"{name}.py"), *given, "--run.checkpoint_every", EVERY, *more]
+    return [str(ROOT / "recipes" / f"{name}.py"), *given, "--save_steps", EVERY, *more]
 
 
 def inputs(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def reached(out: Path) -> str:
     state = out / "state.json"
     done = list(json.loads(state.read_text(encoding="utf-8"))) if state.is_file() else []
     steps = sorted(
-        (path.stat().st_mtime, f"{path.parent.name} {path.name}") for path in out.glob("checkpoints/*/step-*")
+        (path.stat().st_mtime, f"{path.parent.name} {path.name}") for path in out.glob("checkpoints/*/checkpoint-*")
     )
     return steps[-1][1] if steps else (f"after {done[-1]}" if done else "before the first checkpoint")
 
@@ -102,7 +102,7 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
     whole = tmp_path / "whole"
     began = time.monotonic()
     process = start(recipe_command(name, tmp_path, whole), tmp_path)
-    assert wait_for((whole / "settings.json").exists, process), (tmp_path / "output.txt").read_text(encoding="utf-8")
+    assert wait_for((whole / "run_config.json").exists, process), (tmp_path / "output.txt").read_text(encoding="utf-8")
     begin = time.monotonic() - began
     assert process.wait(PATIENCE) == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
     rest = time.monotonic() - began - begin
@@ -111,14 +111,14 @@ def test_killed_at_random(name: str, tmp_path: Path, observed: Observed) -> None
     for number in range(RUNS):
         out = tmp_path / f"out-{number}"
         for again in range(KILLS):
-            resume = ["--run.resume", "true"] if again else []
+            resume = ["--resume"] if again else []
             process = start(recipe_command(name, tmp_path, out, *resume), tmp_path)
-            wait_for((out / "settings.json").exists, process)
+            wait_for((out / "run_config.json").exists, process)
             time.sleep(begin * bool(again) + moments.uniform(0, rest))
             if process.poll() is None:
                 kill(process)
                 seen.append(reached(out))
-        finish(recipe_command(name, tmp_path, out, "--run.resume", "true"), tmp_path)
+        finish(recipe_command(name, tmp_path, out, "--resume"), tmp_path)
         assert weights(out) == weights(whole), f"other weights after kills at {seen}"
     observed(f"the same weights, bit for bit; killed at: {', '.join(seen)}")
 
@@ -141,17 +141,17 @@ def test_killed_while_saving(tmp_path: Path, observed: Observed) -> None:
 
         def half_written(stage: Path = stage) -> bool:
             """The second checkpoint is begun and has no name yet."""
-            return any(stage.glob("step-*")) and any(path.is_dir() for path in stage.glob(".step-*.part"))
+            return any(stage.glob("checkpoint-*")) and any(path.is_dir() for path in stage.glob(".checkpoint-*.part"))
 
         if not wait_for(half_written, process):
             process.wait()
             continue
         kill(process)
-        hits += any(stage.glob(".step-*.part"))
-        kept = sorted(stage.glob("step-*"))
+        hits += any(stage.glob(".checkpoint-*.part"))
+        kept = sorted(stage.glob("checkpoint-*"))
         assert kept, "no checkpoint is left"
-        assert all((path / "progress.json").is_file() for path in kept), kept
-        finish(recipe_command(name, tmp_path, out, "--run.resume", "true"), tmp_path)
+        assert all((path / "trainer_state.json").is_file() for path in kept), kept
+        finish(recipe_command(name, tmp_path, out, "--resume"), tmp_path)
         assert weights(out) == weights(tmp_path / "whole")
         assert not list(out.rglob("*.part")), "leftovers stay after the resumed run"
         if hits == 2:
@@ -162,17 +162,17 @@ def test_killed_while_saving(tmp_path: Path, observed: Observed) -> None:
 
 @pytest.mark.fault(
     group="kill -9",
-    what="`patch --force` while it replaces a checkpoint",
+    what="`patch --overwrite` while it replaces a checkpoint",
     expected="the old checkpoint or the new one, whole",
 )
 @pytest.mark.long
 def test_patch_killed_while_replacing(tmp_path: Path, observed: Observed) -> None:
     import hf_linear_attn as hla
-    from hf_linear_attn.training.saving import clear_leftovers
+    from hf_linear_attn.utils.files import remove_partial_files
 
     save_encoder(tmp_path / "source", head=True)
     target = tmp_path / "target"
-    command = ["-m", "hf_linear_attn", "patch", str(tmp_path / "source"), str(target), "--force", "--attention"]
+    command = ["-m", "hf_linear_attn", "patch", str(tmp_path / "source"), str(target), "--overwrite", "--attention"]
     finish([*command, "elu"], tmp_path)
     seen = []
     for moment in ("begun", "written", "begun"):
@@ -185,7 +185,7 @@ def test_patch_killed_while_replacing(tmp_path: Path, observed: Observed) -> Non
         wait_for(due, process)
         if process.poll() is None:
             kill(process)
-        clear_leftovers(tmp_path)
+        remove_partial_files(tmp_path)
         loaded = hla.load_pretrained(str(target))
         seen.append(hla.patch_report(loaded).layers[0].attention)
     assert set(seen) <= {"elu", "hedgehog"}, seen
@@ -248,7 +248,9 @@ def test_a_worker_dies(tmp_path: Path, observed: Observed) -> None:
     out = tmp_path / "out"
     process = start(two_processes(tmp_path, out), tmp_path)
     stage = out / "checkpoints" / "distill"
-    assert wait_for(lambda: any(stage.glob("step-*")), process), (tmp_path / "output.txt").read_text(encoding="utf-8")
+    assert wait_for(lambda: any(stage.glob("checkpoint-*")), process), (tmp_path / "output.txt").read_text(
+        encoding="utf-8"
+    )
     alive = workers(process)
     assert len(alive) == 2, alive
     began = time.monotonic()
@@ -259,7 +261,7 @@ def test_a_worker_dies(tmp_path: Path, observed: Observed) -> None:
     assert code != 0
     assert "exitcode: -9" in output.replace(" ", "").replace("exitcode:-9", "exitcode: -9"), output[-800:]
     assert not any(Path(f"/proc/{number}").exists() for number in alive), "a worker is still there"
-    finish(two_processes(tmp_path, out, "--run.resume", "true"), tmp_path)
+    finish(two_processes(tmp_path, out, "--resume"), tmp_path)
     assert weights(out) == weights(tmp_path / "whole")
     observed(
         f"the other process was gone after {seconds:.0f} s, exit code {code}, `exitcode: -9` told; the same weights"

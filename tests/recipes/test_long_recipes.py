@@ -10,7 +10,7 @@ from sklearn.metrics import matthews_corrcoef
 
 from recipes.benchmarks import long_costs, long_data, long_table
 from tests.helpers import WORDS
-from tests.training.made_up import save_encoder
+from tests.training.tiny_runs import save_encoder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from recipes.benchmarks import stream_book
-from tests.training.made_up import save_decoder
+from tests.training.tiny_runs import save_decoder
 
 
 @pytest.fixture(scope="module")

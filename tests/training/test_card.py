@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import yaml
 
+from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.patching import patch_report
 from hf_linear_attn.training.card import metric_rows, model_card, recovered, results_table, speed_table
-from hf_linear_attn.training.options import ConvertSettings, DataSettings, FinetuneSettings, ModelSettings, RunSettings
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
 from tests.helpers import BERT, patched
 
 
@@ -18,7 +19,7 @@ def facts(metric="accuracy", higher=True, layers=()):
         "class": "BertForSequenceClassification",
         "layers": list(layers),
         "data": {"train_rows": 12345, "validation_rows": 67},
-        "goal": {"metric": metric, "higher_is_better": higher},
+        "goal": {"metric": metric, "greater_is_better": higher},
         "processes": 2,
         "environment": {
             "versions": {"torch": "2.1", "transformers": "5.0"},
@@ -68,8 +69,8 @@ STATE = {
     ],
 )
 def test_recovered(metric, higher, teacher, student, expected):
-    found = recovered(facts(metric, higher), {"teacher": {metric: teacher}, "distilled": {metric: student}})
-    assert found == (expected if expected is None else pytest.approx(expected))
+    share = recovered(facts(metric, higher), {"teacher": {metric: teacher}, "distilled": {metric: student}})
+    assert share == (expected if expected is None else pytest.approx(expected))
 
 
 def test_recovered_takes_the_last_stage_with_metrics():
@@ -118,11 +119,12 @@ def test_table_of_speed():
         assert speed_table(state) == []
 
 
-def settings(model="owner/name", **data):
-    return ConvertSettings(
-        model=ModelSettings(source=model, options={"num_features": 8}),
-        data=DataSettings(**(data or {"task": "sst2"})),
-        run=RunSettings(output="/home/somebody/secret/out"),
+def config(model="owner/name", **data):
+    return ConvertConfig(
+        model=model,
+        options={"num_features": 8},
+        data=DataConfig(**(data or {"task": "sst2"})),
+        output="/home/somebody/secret/out",
     )
 
 
@@ -134,7 +136,7 @@ def header(card):
 
 
 def test_card_of_a_conversion():
-    card = model_card(settings(), facts(layers=layers()), STATE)
+    card = model_card(config(), facts(layers=layers()), STATE)
     assert header(card) == {
         "library_name": "transformers",
         "tags": ["hf-linear-attn", "linear-attention"],
@@ -142,20 +144,20 @@ def test_card_of_a_conversion():
         "datasets": ["nyu-mll/glue"],
     }
     assert "# name with hedgehog attention\n" in card
-    for title in ("Quality", "Speed", "Layers", "Settings", "Data and versions"):
+    for title in ("Quality", "Speed", "Layers", "Options", "Data and versions"):
         assert card.count(f"\n## {title}\n\n") == 1
     assert "on cpu (a chip)" in card
     assert "| 1 | hedgehog |" in card
     assert "load_pretrained(" in card
-    assert '"model.options.num_features": 8' in card
+    assert '"options.num_features": 8' in card
     assert "train rows: 12,345, validation rows: 67. torch 2.1, transformers 5.0. 2 process(es)." in card
     assert card.endswith("\n")
     assert not card.endswith("\n\n\n")
 
 
 def test_card_of_a_fine_tuned_exact_model():
-    made = FinetuneSettings(model=replace(settings().model, attention=None), data=DataSettings(task="sst2"))
-    card = model_card(made, facts(), {"trained": {"accuracy": 0.9}})
+    tuned = FinetuneConfig(model="owner/name", data=DataConfig(task="sst2"))
+    card = model_card(tuned, facts(), {"trained": {"accuracy": 0.9}})
     assert header(card)["tags"] == ["hf-linear-attn"]
     assert "# name with exact attention" in card
     assert "| after fine-tuning | 0.9000 |" in card
@@ -165,7 +167,7 @@ def test_card_of_a_fine_tuned_exact_model():
 
 @pytest.mark.parametrize("state", [{}, {"teacher": {}, "distilled": {}}, {"speed": {"skipped": "too long"}}])
 def test_card_without_numbers(state):
-    card = model_card(settings(), facts(layers=layers()), state)
+    card = model_card(config(), facts(layers=layers()), state)
     assert "## Quality" not in card
     assert "## Speed" not in card
 
@@ -173,28 +175,28 @@ def test_card_without_numbers(state):
 def test_nothing_of_this_disk(tmp_path):
     source, data = tmp_path / "tuned bert", tmp_path / "rows.csv"
     for name in (str(source), f"{source}/"):
-        card = model_card(settings(name, source=str(data), text=("a",)), facts(layers=layers()), STATE)
+        card = model_card(config(name, dataset=str(data), text_columns=("a",)), facts(layers=layers()), STATE)
         assert str(tmp_path) not in card
         assert "somebody" not in card
         assert header(card) == {"library_name": "transformers", "tags": ["hf-linear-attn", "linear-attention"]}
         assert "# tuned bert with hedgehog attention" in card
         assert "from `tuned bert` on `rows.csv`" in card
-        assert '"model.source": "tuned bert"' in card
-        assert '"run.output": "out"' in card
+        assert '"model": "tuned bert"' in card
+        assert '"output": "out"' in card
 
 
 @pytest.mark.parametrize(
     "source", ["./here", "../there", "~/models/bert", "~nobody/bert", "a/b/c", "", "räder", "a: b"]
 )
 def test_the_header_names_repositories_only(source):
-    card = model_card(settings(source, source=source or "x/y z"), facts(), {})
+    card = model_card(config(source, dataset=source or "x/y z"), facts(), {})
     assert not {"base_model", "datasets"} & set(header(card))
 
 
 def test_a_folder_here_is_no_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bert").mkdir()
-    assert "base_model" not in header(model_card(settings("bert"), facts(), {}))
-    found = header(model_card(settings("bert-base-uncased", source="owner/rows"), facts(), {}))
-    assert found["base_model"] == "bert-base-uncased"
-    assert found["datasets"] == ["owner/rows"]
+    assert "base_model" not in header(model_card(config("bert"), facts(), {}))
+    fields = header(model_card(config("bert-base-uncased", dataset="owner/rows"), facts(), {}))
+    assert fields["base_model"] == "bert-base-uncased"
+    assert fields["datasets"] == ["owner/rows"]

@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.convert import convert, finetune
-from tests.training.made_up import (
-    convert_settings,
-    finetune_settings,
-    lines,
+from tests.training.tiny_runs import (
+    convert_config,
+    finetune_config,
+    log_rows,
     quiet,
     save_decoder,
     save_encoder,
@@ -30,13 +30,13 @@ from tests.training.made_up import (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("training")
-    save_encoder(place / "encoder")
-    save_decoder(place / "decoder")
-    save_task(place / "task")
-    save_task(place / "scores", scores=True)
-    save_text(place / "text")
-    return place
+    root = tmp_path_factory.mktemp("training")
+    save_encoder(root / "encoder")
+    save_decoder(root / "decoder")
+    save_task(root / "task")
+    save_task(root / "scores", scores=True)
+    save_text(root / "text")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,16 @@ def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """One conversion that learns its task, its results, and what it said."""
     out = tmp_path_factory.mktemp("converted") / "out"
     screen = io.StringIO()
-    settings = convert_settings(
+    config = convert_config(
         folder / "encoder",
         folder / "task",
         out,
-        teacher__steps=60,
-        distill__steps=40,
-        run__speed_lengths=[16, 32],
-        run__trackers=["tensorboard"],
+        teacher__max_steps=60,
+        distill__max_steps=40,
+        speed_lengths=[16, 32],
+        report_to=["tensorboard"],
     )
-    return out, convert(settings, console=Console(file=screen, width=200)), screen.getvalue()
+    return out, convert(config, console=Console(file=screen, width=200)), screen.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str])
         assert f"{results['stages'][stage]['accuracy']:.4f}" in card
     assert "| 16 |" in card
     assert "load_pretrained" in card
-    assert '"distill.lr": 0.003' in card
+    assert '"distill.learning_rate": 0.003' in card
     assert f"Result: {out / 'model'}" in screen
     assert json.loads((out / "results.json").read_text(encoding="utf-8"))["stages"] == json.loads(
         json.dumps(results["stages"])
@@ -106,25 +106,25 @@ def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str])
 
 def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
-    assert [line["step"] for line in lines(out, "distill") if "train/loss" in line] == [1, 10, 20, 30, 40]
-    assert {"train/loss", "train/task", "train/logits", "train/hidden", "lr", "tokens_per_second"} <= set(
-        lines(out, "distill")[0]
-    )
-    assert lines(out, "transfer")
-    assert list((out / "logs").rglob("events.out.tfevents.*"))
+    assert [row["step"] for row in log_rows(out, "distill") if "loss" in row] == [1, 10, 20, 30, 40]
+    assert {"loss", "task_loss", "logits_loss", "hidden_loss", "learning_rate"} <= set(log_rows(out, "distill")[0])
+    assert log_rows(out, "transfer")
+    assert list((out / "checkpoints" / "distill").rglob("events.out.tfevents.*"))
 
 
-def test_only_what_is_wanted_stays_of_the_checkpoints(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_only_the_requested_checkpoints_remain(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
     for stage in ("teacher", "distill"):
-        assert len(list((out / "checkpoints" / stage).glob("step-*"))) == 2
+        assert len(list((out / "checkpoints" / stage).glob("checkpoint-*"))) == 2
     assert not list(out.rglob("*.part"))
     assert not list(out.rglob("*.old"))
 
 
 def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: Path) -> None:
     results = convert(
-        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", distill__epochs=0, distill__steps=None),
+        convert_config(
+            folder / "encoder", folder / "task", tmp_path / "out", distill__num_train_epochs=0, distill__max_steps=None
+        ),
         console=quiet(),
     )
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
@@ -138,7 +138,7 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
 
 def test_control_goes_through_the_same_steps_with_exact_attention(folder: Path, tmp_path: Path) -> None:
     results = convert(
-        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", run__control=True), console=quiet()
+        convert_config(folder / "encoder", folder / "task", tmp_path / "out", control=True), console=quiet()
     )
     assert results["layers"] == []
     assert "patched" not in results["stages"]
@@ -152,7 +152,7 @@ def test_fine_tuned_models_need_no_teacher_stage(
 ) -> None:
     out, results, _ = converted
     again = convert(
-        convert_settings(out / "teacher", folder / "task", tmp_path / "out", teacher__steps=None), console=quiet()
+        convert_config(out / "teacher", folder / "task", tmp_path / "out", teacher__max_steps=None), console=quiet()
     )
     assert again["stages"]["teacher"] == results["stages"]["teacher"]
     assert not (tmp_path / "out" / "teacher").exists()
@@ -161,7 +161,7 @@ def test_fine_tuned_models_need_no_teacher_stage(
 @pytest.mark.parametrize("attention", ["elu", "linformer", "window"])
 def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
     results = convert(
-        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", model__attention=attention),
+        convert_config(folder / "encoder", folder / "task", tmp_path / "out", attention=attention),
         console=quiet(),
     )
     assert ("transferred" in results["stages"]) is (attention != "elu")
@@ -170,12 +170,12 @@ def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
 
 def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
     results = convert(
-        convert_settings(
+        convert_config(
             folder / "encoder",
             folder / "scores",
             tmp_path / "out",
-            teacher__steps=60,
-            distill__steps=30,
+            teacher__max_steps=60,
+            distill__max_steps=30,
             data__metrics=["spearmanr", "pearson"],
         ),
         console=quiet(),
@@ -187,16 +187,16 @@ def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
 
 def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     results = convert(
-        convert_settings(
+        convert_config(
             folder / "decoder",
             folder / "text" / "text.txt",
             tmp_path / "out",
-            kind="causal-lm",
-            data__text=["text"],
-            model__attention="window",
-            model__options={"window_size": 4},
-            distill__steps=12,
-            teacher__steps=None,
+            task_type="causal-lm",
+            data__text_columns=["text"],
+            attention="window",
+            options={"window_size": 4},
+            distill__max_steps=12,
+            teacher__max_steps=None,
         ),
         console=quiet(),
     )
@@ -208,7 +208,7 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "options", "told"),
+    ("attention", "options", "message"),
     [
         ("window", {}, "Inputs of up to 64 tokens are attended to exactly; of 96 training inputs 0 are longer."),
         ("window", {"window_size": 2}, None),
@@ -216,60 +216,61 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_data_that_train_little_of_the_mechanism(
-    attention: str, options: dict[str, int], told: str | None, folder: Path, tmp_path: Path
+    attention: str, options: dict[str, int], message: str | None, folder: Path, tmp_path: Path
 ) -> None:
     screen = io.StringIO()
-    settings = finetune_settings(
+    config = finetune_config(
         folder / "encoder",
         folder / "task",
         tmp_path / "out",
-        model__attention=attention,
-        model__options=options,
-        train__steps=1,
+        attention=attention,
+        options=options,
+        train__max_steps=1,
     )
-    found = finetune(settings, console=Console(file=screen, width=400))["beyond_exact"]
+    counts = finetune(config, console=Console(file=screen, width=400))["beyond_exact"]
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
-    assert ("narrow what is exact" in screen.getvalue()) is (told is not None)
-    if told is not None:
-        assert told in screen.getvalue()
-        assert told in card
+    assert ("narrow what is exact" in screen.getvalue()) is (message is not None)
+    if message is not None:
+        assert message in screen.getvalue()
+        assert message in card
     if options:
-        assert found["longer"] == found["inputs"]
+        assert counts["longer"] == counts["inputs"]
     if attention == "linformer":
-        assert found is None
+        assert counts is None
         assert "attended to exactly" not in card
 
 
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
     results = finetune(
-        finetune_settings(
+        finetune_config(
             folder / "encoder",
             folder / "text" / "text.txt",
             tmp_path / "out",
-            kind="masked-lm",
-            data__text=["text"],
-            model__attention="hedgehog",
-            train__steps=20,
+            task_type="masked-lm",
+            data__text_columns=["text"],
+            attention="hedgehog",
+            train__max_steps=80,
+            train__eval_steps=0.25,
         ),
         console=quiet(),
     )
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
     assert f"{results['stages']['trained']['loss']:.4f}" in card
-    first, last = (metrics["loss"] for _, metrics in results["stages"]["train"]["evaluations"])
+    first, *_, last = (metrics["loss"] for _, metrics in results["stages"]["train"]["evaluations"])
     assert last < first
     assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.architectures == ["BertForMaskedLM"]
 
 
 def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
     results = finetune(
-        finetune_settings(
+        finetune_config(
             folder / "decoder",
             folder / "text" / "text.txt",
             tmp_path / "out",
-            kind="causal-lm",
-            data__text=["text"],
-            model__from_config=True,
-            model__overrides={"n_layer": 1},
+            task_type="causal-lm",
+            data__text_columns=["text"],
+            from_config=True,
+            config_overrides={"n_layer": 1},
         ),
         console=quiet(),
     )
@@ -283,57 +284,71 @@ def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "error", "message"),
     [
-        ({"model__attention": "hedgehogs"}, ValueError, "Did you mean 'hedgehog'"),
-        ({"model__attention": "linformer-causal"}, NotImplementedError, "Use 'linformer'"),
-        ({"model__options": {"feature_dims": 3}}, ValueError, "feature_dim"),
-        ({"model__source": "nowhere/at-all"}, OSError, "nowhere/at-all"),
-        ({"model__source": None}, ValueError, "model.source"),
-        ({"model__overrides": {"n_layers_": 2}}, ValueError, "'n_layers_'"),
-        ({"teacher__steps": None}, ValueError, r"teacher\.epochs 3"),
-        ({"data__text": ["sentense"]}, ValueError, "sentence"),
-        ({"data__source": "nowhere.csv"}, OSError, "nowhere.csv"),
-        ({"data__source": None}, ValueError, r"data\.task"),
-        ({"data__label": "lable"}, ValueError, "label"),
-        ({"run__output": None}, ValueError, r"run\.output"),
-        ({"run__trackers": ["tensorbord"]}, ValueError, "tensorboard"),
+        ({"attention": "hedgehogs"}, ValueError, "Did you mean 'hedgehog'"),
+        ({"attention": "linformer-causal"}, NotImplementedError, "Use 'linformer'"),
+        ({"options": {"feature_dims": 3}}, ValueError, "feature_dim"),
+        ({"model": "nowhere/at-all"}, OSError, "nowhere/at-all"),
+        ({"model": None}, ValueError, "There is no model"),
+        ({"config_overrides": {"n_layers_": 2}}, ValueError, "'n_layers_'"),
+        ({"teacher__max_steps": None}, ValueError, r"teacher\.num_train_epochs 3"),
+        ({"data__text_columns": ["sentense"]}, ValueError, "sentence"),
+        ({"data__dataset": "nowhere.csv"}, OSError, "nowhere.csv"),
+        ({"data__dataset": None}, ValueError, r"data\.task"),
+        ({"data__label_column": "lable"}, ValueError, "label"),
+        ({"output": None}, ValueError, "give output"),
+        ({"report_to": ["tensorbord"]}, ValueError, "tensorboard"),
         (
-            {"kind": "causal-lm", "data__text": ["sentence"]},
+            {"task_type": "causal-lm", "data__text_columns": ["sentence"]},
             ValueError,
             "masked-lm",
         ),
     ],
 )
-def test_bad_settings_are_told_before_training(
-    changes: dict[str, Any], error: type[Exception], words: str, folder: Path, tmp_path: Path
+def test_bad_options_are_errors_before_training(
+    changes: dict[str, Any], error: type[Exception], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    settings = convert_settings(folder / "encoder", folder / "task", tmp_path / "out", **changes)
-    with pytest.raises(error, match=words):
-        convert(settings, console=quiet())
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", **changes)
+    with pytest.raises(error, match=message):
+        convert(config, console=quiet())
     assert not (tmp_path / "out" / "checkpoints").exists()
-    if "run__output" not in changes:
-        # The folder is not taken: a corrected call needs no other one.
+
+
+def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: Path) -> None:
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    with pytest.raises(ValueError, match="hedgehogs"):
+        convert(convert_config(*paths, attention="hedgehogs"), console=quiet())
+    steps = {"teacher__max_steps": 1, "transfer__max_steps": 1, "distill__max_steps": 1}
+    assert convert(convert_config(*paths, **steps), console=quiet())["stages"]["distilled"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimm": "adafactor"}, "has no field 'optimm'. Did you mean 'optim'"),
+        ({"seed": 3}, "'seed' is an option of its own"),
+    ],
+)
+def test_further_training_arguments(arguments: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         convert(
-            convert_settings(
-                folder / "encoder",
-                folder / "task",
-                tmp_path / "out",
-                teacher__steps=1,
-                transfer__steps=1,
-                distill__steps=1,
-            ),
+            convert_config(folder / "encoder", folder / "task", tmp_path / "out", distill__arguments=arguments),
             console=quiet(),
         )
+    config = finetune_config(
+        folder / "encoder", folder / "task", tmp_path / "tuned", train__arguments={"optim": "sgd", "adam_beta1": 0.5}
+    )
+    assert finetune(config, console=quiet())["stages"]["trained"]
 
 
 def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
     out, _, _ = converted
     before = weights(out)
-    with pytest.raises(ValueError, match=r"holds another run.*run\.resume.*run\.overwrite"):
-        convert(convert_settings(folder / "encoder", folder / "task", out), console=quiet())
-    with pytest.raises(ValueError, match=r"distill\.steps was 40, now 6"):
-        convert(convert_settings(folder / "encoder", folder / "task", out, run__resume=True), console=quiet())
+    with pytest.raises(ValueError, match=r"holds another run.*--resume.*--overwrite"):
+        convert(convert_config(folder / "encoder", folder / "task", out), console=quiet())
+    with pytest.raises(ValueError, match=r"distill\.max_steps was 40, now 6"):
+        convert(convert_config(folder / "encoder", folder / "task", out, resume=True), console=quiet())
     assert weights(out) == before
 
 
@@ -342,7 +357,7 @@ def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="something else"):
             convert(
-                convert_settings(folder / "encoder", folder / "task", tmp_path, run__overwrite=overwrite),
+                convert_config(folder / "encoder", folder / "task", tmp_path, overwrite=overwrite),
                 console=quiet(),
             )
     assert (tmp_path / "letter.txt").read_text(encoding="utf-8") == "dear"
@@ -353,17 +368,15 @@ def test_a_patched_model_is_not_a_teacher(
 ) -> None:
     out, _, _ = converted
     with pytest.raises(ValueError, match="patched already"):
-        convert(convert_settings(out / "model", folder / "task", tmp_path / "out"), console=quiet())
+        convert(convert_config(out / "model", folder / "task", tmp_path / "out"), console=quiet())
 
 
-def test_no_room_on_the_disk_is_told_before_training(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_before_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))
-    with pytest.raises(OSError, match=r"GB free.*run\.keep"):
-        convert(convert_settings(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
+    with pytest.raises(OSError, match=r"GB free.*save_total_limit"):
+        convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
@@ -381,14 +394,14 @@ def test_the_result_is_pushed(folder: Path, tmp_path: Path, monkeypatch: pytest.
             calls.append(("create", {"name": name, **settings}))
 
         def upload_folder(self, **settings: Any) -> None:
-            held = {path.name for path in Path(settings["folder_path"]).iterdir()}
-            calls.append(("upload", {"repo_id": settings["repo_id"], "files": held}))
+            names = {path.name for path in Path(settings["folder_path"]).iterdir()}
+            calls.append(("upload", {"repo_id": settings["repo_id"], "files": names}))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    settings = convert_settings(
-        folder / "encoder", folder / "task", tmp_path / "out", run__push_to_hub="me/linear", run__private=True
+    config = convert_config(
+        folder / "encoder", folder / "task", tmp_path / "out", hub_model_id="me/linear", hub_private_repo=True
     )
-    convert(settings, console=quiet())
+    convert(config, console=quiet())
     assert [name for name, _ in calls] == ["create", "upload"]
     assert calls[0][1] == {"name": "me/linear", "private": True, "exist_ok": True}
     assert calls[1][1]["repo_id"] == "me/linear"

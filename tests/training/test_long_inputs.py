@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.training.convert import convert, finetune
-from tests.training.made_up import convert_settings, finetune_settings, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, finetune_config, save_encoder, save_task
 
 LONG = 120  # the tiny encoder takes 96 tokens
 
@@ -22,10 +22,10 @@ LONG = 120  # the tiny encoder takes 96 tokens
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny encoder, and a task whose word that counts stands behind 100 others."""
-    place = tmp_path_factory.mktemp("long")
-    save_encoder(place / "encoder")
-    save_task(place / "task", rows=32, validation=8)
-    for path in (place / "task").glob("*.csv"):
+    root = tmp_path_factory.mktemp("long")
+    save_encoder(root / "encoder")
+    save_task(root / "task", rows=32, validation=8)
+    for path in (root / "task").glob("*.csv"):
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for row in rows:
                 padding = " ".join([row["sentence"].split()[0]] * 100)
                 writer.writerow({"sentence": f"{padding} {row['sentence']}", "label": row["label"]})
-    return place
+    return root
 
 
 def quiet() -> Console:
@@ -43,11 +43,9 @@ def quiet() -> Console:
 
 @pytest.mark.parametrize("attention", ["hedgehog", "linformer"])
 def test_teacher_and_student_take_long_inputs(folder: Path, tmp_path: Path, attention: str) -> None:
-    changes = {"model__attention": attention, "model__max_length": LONG, "data__max_length": LONG}
-    steps = {"teacher__steps": 2, "transfer__steps": 2, "distill__steps": 2}
-    convert(
-        convert_settings(folder / "encoder", folder / "task", tmp_path / "out", **changes, **steps), console=quiet()
-    )
+    changes = {"attention": attention, "max_length": LONG, "data__max_length": LONG}
+    steps = {"teacher__max_steps": 2, "transfer__max_steps": 2, "distill__max_steps": 2}
+    convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out", **changes, **steps), console=quiet())
     teacher = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "teacher")
     student = hla.load_pretrained(str(tmp_path / "out" / "model"))
     for model in (teacher, student):
@@ -62,34 +60,34 @@ def test_teacher_and_student_take_long_inputs(folder: Path, tmp_path: Path, atte
 
 
 def test_the_exact_baseline_takes_them_too(folder: Path, tmp_path: Path) -> None:
-    settings = finetune_settings(
+    config = finetune_config(
         folder / "encoder",
         folder / "task",
         tmp_path / "out",
-        model__max_length=LONG,
+        max_length=LONG,
         data__max_length=LONG,
-        train__steps=2,
+        train__max_steps=2,
     )
-    finetune(settings, console=quiet())
+    finetune(config, console=quiet())
     assert position_limit(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")) == LONG
 
 
 def test_a_model_that_takes_more_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
-    settings = finetune_settings(
+    config = finetune_config(
         folder / "encoder",
         folder / "task",
         tmp_path / "out",
-        model__max_length=50,
-        model__attention="hedgehog",
+        max_length=50,
+        attention="hedgehog",
         data__max_length=50,
-        train__steps=2,
+        train__max_steps=2,
     )
-    finetune(settings, console=quiet())
+    finetune(config, console=quiet())
     assert position_limit(hla.load_pretrained(str(tmp_path / "out" / "model"))) == 96
 
 
-def test_rows_without_positions_are_told_before_training(folder: Path, tmp_path: Path) -> None:
-    settings = finetune_settings(folder / "encoder", folder / "task", tmp_path / "out", data__max_length=LONG)
+def test_rows_without_positions_are_an_error_before_training(folder: Path, tmp_path: Path) -> None:
+    config = finetune_config(folder / "encoder", folder / "task", tmp_path / "out", data__max_length=LONG)
     with pytest.raises(ValueError, match=r"longest row has 1\d\d tokens, .* has positions for 96\. "):
-        finetune(settings, console=quiet())
+        finetune(config, console=quiet())
     assert not list((tmp_path / "out").rglob("*.safetensors"))

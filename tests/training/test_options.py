@@ -1,86 +1,89 @@
-"""Every setting has a help text, shows in the help with its default, and refuses what makes no sense."""
+"""Every option has a help text and its default in the help, and bad values are errors that name the option."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
 import pytest
 
+from hf_linear_attn.cli import main
+from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.training.options import (
-    ConvertSettings,
-    DataSettings,
-    DistillSettings,
-    FinetuneSettings,
-    ModelSettings,
-    RunSettings,
-    TeacherSettings,
-    TrainSettings,
-    TransferSettings,
+    ConvertConfig,
+    DistillConfig,
+    FinetuneConfig,
+    StageConfig,
+    TeacherConfig,
+    TransferConfig,
 )
-from hf_linear_attn.training.settings import describe
 
-SECTIONS = (ModelSettings, DataSettings, TrainSettings, TeacherSettings, TransferSettings, DistillSettings, RunSettings)
+SECTIONS = (DataConfig, StageConfig, TeacherConfig, TransferConfig, DistillConfig)
 
 
-@pytest.mark.parametrize("cls", [*SECTIONS, FinetuneSettings, ConvertSettings])
-def test_every_setting_has_a_help_text(cls):
-    hints = get_type_hints(cls)
-    for entry in fields(cls):
+@pytest.mark.parametrize("config_class", [*SECTIONS, FinetuneConfig, ConvertConfig])
+def test_every_option_has_a_help_text(config_class):
+    hints = get_type_hints(config_class)
+    for entry in fields(config_class):
         if not is_dataclass(hints[entry.name]):
             assert len(entry.metadata["help"]) > 8, entry.name
             assert not entry.metadata["help"].endswith("."), entry.name
 
 
-@pytest.mark.parametrize("cls", [FinetuneSettings, ConvertSettings])
-def test_help_lists_every_setting_with_its_default(cls):
-    parser = argparse.ArgumentParser(prog="x")
-    describe(parser, cls)
-    shown = " ".join(parser.format_help().split())
-    assert "--kind {classification,causal-lm,masked-lm}" in shown
-    defaults = cls()
-    for section in fields(cls)[1:]:
-        for entry in fields(getattr(defaults, section.name)):
-            assert f"--{section.name}.{entry.name} " in shown
-    assert ("(default: window)" in shown) is (cls is ConvertSettings)
-    assert "(default: None)" not in shown
-    assert "(default: 512,2048)" in shown
-    assert vars(parser.parse_args([])) == {}
+@pytest.mark.parametrize(("verb", "config_class"), [("finetune", FinetuneConfig), ("convert", ConvertConfig)])
+def test_help_lists_every_option_with_its_default(verb, config_class, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([verb, "--help", "all"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    defaults = config_class()
+    for entry in fields(config_class):
+        value = getattr(defaults, entry.name)
+        names = [f"{entry.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [entry.name]
+        for name in names:
+            assert f"--{name} " in text
+    assert ("(default: window)" in text) is (verb == "convert")
+    assert "--task_type {classification,causal-lm,masked-lm}" in text
+    assert "(default: None)" not in text
+    assert "(default: 512,2048)" in text
+    assert main([verb, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert short.count("\n  --") <= 30
+    assert "--help all" in short
 
 
 @pytest.mark.parametrize(
-    ("cls", "values", "message"),
+    ("config_class", "values", "message"),
     [
-        (DataSettings, {"max_length": 0}, "data.max_length must be positive, got 0"),
-        (ModelSettings, {"max_length": 0}, "^model.max_length must be positive, got 0"),
-        (ModelSettings, {"max_length": 9, "type": "bert"}, r"model.overrides \{max_position_embeddings: 9\}"),
-        (ModelSettings, {"max_length": 9, "from_config": True}, "extends positions that were trained"),
-        (DataSettings, {"max_train": -1}, "data.max_train must be positive"),
-        (DataSettings, {"validation_share": 1.0}, "data.validation_share must lie between 0 and 1, got 1.0"),
-        (DataSettings, {"mask_probability": 0.0}, "data.mask_probability must lie between 0 and 1"),
-        (DataSettings, {"task": "rte", "source": "x"}, "Give data.task or data.source, not both"),
-        (TrainSettings, {"lr": 0.0}, "^train.lr must be positive, got 0.0"),
-        (TrainSettings, {"lr": float("nan")}, "^train.lr must be positive, got nan"),
-        (TrainSettings, {"epochs": float("nan")}, "^train.epochs must not be negative, got nan"),
-        (TrainSettings, {"warmup": 1.0}, r"^train.warmup must lie in \[0, 1\), got 1.0"),
-        (TrainSettings, {"steps": 0}, "^train.steps must be positive"),
-        # A section names itself, not the one that it is made from.
-        (TeacherSettings, {"lr": -1.0}, "^teacher.lr must be positive, got -1.0"),
-        (TeacherSettings, {"warmup": -0.1}, "^teacher.warmup must lie in"),
-        (DistillSettings, {"lr": -1.0}, "^distill.lr must be positive"),
-        (DistillSettings, {"epochs": -1.0}, "^distill.epochs must not be negative"),
-        (DistillSettings, {"temperature": 0.0}, "^distill.temperature must be positive"),
-        (DistillSettings, {"logits": 0.0, "task": 0.0, "hidden": 0.0}, "there is no loss to minimise"),
-        (TransferSettings, {"steps": -1}, "^transfer.steps must not be negative"),
-        (TransferSettings, {"batch_size": 0}, "^transfer.batch_size must be positive"),
-        (RunSettings, {"keep": 0}, "^run.keep must be positive"),
-        (RunSettings, {"seed": -1}, "^run.seed must not be negative"),
-        (RunSettings, {"speed_lengths": (512, 0)}, r"^run.speed_lengths must be positive, got \(512, 0\)"),
-        (RunSettings, {"resume": True, "overwrite": True}, "exclude each other"),
-        (FinetuneSettings, {"train": TrainSettings(epochs=0)}, "there is nothing to train"),
+        (DataConfig, {"max_length": 0}, "data.max_length must be positive, got 0"),
+        (DataConfig, {"max_train_samples": -1}, "data.max_train_samples must be positive"),
+        (DataConfig, {"validation_size": 1.0}, "data.validation_size must lie between 0 and 1, got 1.0"),
+        (DataConfig, {"mlm_probability": 0.0}, "data.mlm_probability must lie between 0 and 1"),
+        (DataConfig, {"task": "rte", "dataset": "x"}, "give only one of them"),
+        (DataConfig, {"folder": "x"}, "give data.task, too"),
+        (StageConfig, {"learning_rate": 0.0}, "^train.learning_rate must be positive, got 0.0"),
+        (StageConfig, {"learning_rate": float("nan")}, "^train.learning_rate must be positive, got nan"),
+        (StageConfig, {"num_train_epochs": float("nan")}, "^train.num_train_epochs must not be negative, got nan"),
+        (StageConfig, {"warmup_steps": -0.1}, "^train.warmup_steps must not be negative, got -0.1"),
+        (StageConfig, {"max_steps": 0}, "^train.max_steps must be positive"),
+        (TeacherConfig, {"learning_rate": -1.0}, "^teacher.learning_rate must be positive, got -1.0"),
+        (DistillConfig, {"learning_rate": -1.0}, "^distill.learning_rate must be positive"),
+        (DistillConfig, {"temperature": 0.0}, "^distill.temperature must be positive"),
+        (DistillConfig, {"logits_weight": 0.0, "task_weight": 0.0, "hidden_weight": 0.0}, "no loss to minimise"),
+        (TransferConfig, {"max_steps": -1}, "^transfer.max_steps must not be negative"),
+        (TransferConfig, {"per_device_train_batch_size": 0}, "^transfer.per_device_train_batch_size must be positive"),
+        (ConvertConfig, {"max_length": 0}, "^max_length must be positive, got 0"),
+        (ConvertConfig, {"max_length": 9, "model_type": "bert"}, r"config_overrides \{max_position_embeddings: 9\}"),
+        (ConvertConfig, {"max_length": 9, "from_config": True}, "extends positions that were trained"),
+        (ConvertConfig, {"save_total_limit": 0}, "^save_total_limit must be positive"),
+        (ConvertConfig, {"seed": -1}, "^seed must not be negative"),
+        (ConvertConfig, {"speed_lengths": (512, 0)}, r"^speed_lengths must be positive, got \(512, 0\)"),
+        (ConvertConfig, {"resume": True, "overwrite": True}, "exclude each other"),
+        (ConvertConfig, {"bf16": True, "fp16": True}, "exclude each other"),
+        (ConvertConfig, {"plan": "p.json", "layers": (0,)}, "plan says what every layer gets"),
+        (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
+        (FinetuneConfig, {"control": True, "attention": "elu"}, "control trains the exact model"),
     ],
 )
-def test_refused(cls, values, message):
+def test_bad_values_name_the_option(config_class, values, message):
     with pytest.raises(ValueError, match=message):
-        cls(**values)
+        config_class(**values)

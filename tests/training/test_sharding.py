@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.training.sharding import check_sharding
-from tests.training.made_up import lines, save_decoder, save_encoder, save_task, save_text
 from tests.training.test_two_processes import ROOT, complaint, settings_file, start
+from tests.training.tiny_runs import log_rows, save_decoder, save_encoder, save_task, save_text
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
 KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
@@ -48,7 +48,7 @@ def sharding(kind: str) -> dict[str, str]:
 
 def start_sharded(kind: str, settings: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {**sharding(kind), **environment}
-    return start(settings, 2, *flags, "--run.cpu", "false", module="tests.training.sharded_worker", **given)
+    return start(settings, 2, *flags, "--device", "auto", module="tests.training.sharded_worker", **given)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,7 @@ def kind(request: pytest.FixtureRequest, folder: Path) -> str:
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
 def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: str) -> None:
     copies, sharded = (
-        [line["train/loss"] for line in lines(folder / name, stage) if "train/loss" in line]
-        for name in ("copies", kind)
+        [line["loss"] for line in log_rows(folder / name, stage) if "loss" in line] for name in ("copies", kind)
     )
     assert len(copies) >= 2
     assert sharded == pytest.approx(copies, rel=1e-3)
@@ -109,7 +108,7 @@ def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
         del state[stage]
     path.write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(folder / kind / "model")
-    done = start_sharded(kind, folder / f"{kind}.yaml", "--run.resume", "true")
+    done = start_sharded(kind, folder / f"{kind}.yaml", "--resume")
     assert done.returncode == 0, complaint(done)
     assert "distill: goes on after step 4 of 6" in done.stderr
     assert (folder / kind / "model" / "model.safetensors").read_bytes() == before
@@ -125,13 +124,13 @@ def test_adapters(folder: Path, kind: str) -> None:
 def decoder_loss(folder: Path, name: str, run: Callable[[Path], subprocess.CompletedProcess[str]]) -> float:
     """The last loss of a decoder with tied weights, checkpointed activations and accumulated gradients."""
     changes = {
-        "kind": "causal-lm",
-        "model__source": str(save_decoder(folder / "decoder")),
-        "model__attention": "window",
-        "data__source": str(save_text(folder / "text")),
-        "data__text": ["text"],
-        "distill__accumulation": 2,
-        "run__gradient_checkpointing": True,
+        "task_type": "causal-lm",
+        "model": str(save_decoder(folder / "decoder")),
+        "attention": "window",
+        "data__dataset": str(save_text(folder / "text")),
+        "data__text_columns": ["text"],
+        "distill__gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
     }
     done = run(settings_file(folder, name, 4, **changes))
     assert done.returncode == 0, complaint(done)
@@ -158,7 +157,7 @@ def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     """The random features of favor+ are a buffer, which bfloat16 would round for good. Two matrices are large enough
     for ZeRO-3 to hand them around in pieces."""
     wide = save_encoder(folder / "wide", hidden_dropout_prob=0.0, intermediate_size=4096)
-    changes = {"model__source": str(wide), "model__attention": "favor+", "run__precision": "bf16"}
+    changes = {"model": str(wide), "attention": "favor+", "bf16": True}
     for name, run in (("half-copies", partial(start, processes=2)), ("half-zero3", partial(start_sharded, "zero3"))):
         done = run(settings_file(folder, name, 4, **changes))
         assert done.returncode == 0, complaint(done)
@@ -166,7 +165,7 @@ def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
         load_file(str(folder / name / "model" / "model.safetensors")) for name in ("half-copies", "half-zero3")
     )
     losses = [
-        [line["train/loss"] for line in lines(folder / name, "distill") if "train/loss" in line]
+        [line["loss"] for line in log_rows(folder / name, "distill") if "loss" in line]
         for name in ("half-copies", "half-zero3")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

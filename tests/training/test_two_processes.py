@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-from hf_linear_attn.training.settings import as_mapping
-from tests.training.made_up import convert_settings, lines, save_encoder, save_task
+from hf_linear_attn.utils.arguments import to_dict
+from tests.training.tiny_runs import convert_config, log_rows, save_encoder, save_task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,11 +41,17 @@ def complaint(done: subprocess.CompletedProcess[str]) -> str:
 
 def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> Path:
     """Batches of one process."""
-    sizes = {f"{stage}__batch_size": batch_size for stage in ("teacher", "transfer", "distill")}
-    changes = {"run__evaluation_batch_size": 5, "teacher__lr": 3e-4, "distill__lr": 3e-4, **sizes, **changes}
-    settings = convert_settings(folder / "encoder", folder / "task", folder / name, **changes)
+    sizes = {f"{stage}__per_device_train_batch_size": batch_size for stage in ("teacher", "transfer", "distill")}
+    changes = {
+        "per_device_eval_batch_size": 5,
+        "teacher__learning_rate": 3e-4,
+        "distill__learning_rate": 3e-4,
+        **sizes,
+        **changes,
+    }
+    settings = convert_config(folder / "encoder", folder / "task", folder / name, **changes)
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(as_mapping(settings)), encoding="utf-8")
+    path.write_text(yaml.safe_dump(to_dict(settings)), encoding="utf-8")
     return path
 
 
@@ -71,9 +77,7 @@ def test_two_processes_were_used(folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
 def test_losses_are_those_of_one_process(stage: str, folder: Path) -> None:
-    one, two = (
-        [line["train/loss"] for line in lines(folder / name, stage) if "train/loss" in line] for name in ("one", "two")
-    )
+    one, two = ([line["loss"] for line in log_rows(folder / name, stage) if "loss" in line] for name in ("one", "two"))
     assert len(one) >= 2
     # The students begin from attention transfers that differ a little (see below).
     assert two == pytest.approx(one, rel=1e-4 if stage == "teacher" else 2e-3)
@@ -81,7 +85,7 @@ def test_losses_are_those_of_one_process(stage: str, folder: Path) -> None:
 
 def test_transfer_goes_the_same_way(folder: Path) -> None:
     """Looser: the teachers differ by rounding, which Adam makes more of, and a mean of means is not quite the mean."""
-    one, two = (results(folder, name)["stages"]["transfer"]["held_out"] for name in ("one", "two"))
+    one, two = (results(folder, name)["stages"]["transfer"]["evaluations"] for name in ("one", "two"))
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=0.1)
     assert two[-1][1] < 0.9 * two[0][1]
@@ -106,21 +110,21 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
         del state[stage]
     state_path.write_text(json.dumps(state), encoding="utf-8")
     shutil.rmtree(folder / "two" / "model")
-    done = start(folder / "two.yaml", 2, "--run.resume", "true")
+    done = start(folder / "two.yaml", 2, "--resume")
     assert done.returncode == 0, complaint(done)
-    assert "distill: goes on after step 4 of 6" in done.stderr
+    assert "distill: resumes from checkpoint-4" in done.stderr
     assert (folder / "two" / "model" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would take the GPUs")
 def test_processes_find_each_other_without_a_gpu(folder: Path) -> None:
-    done = start(settings_file(folder, "unasked", 4, run__cpu=False), 2)
+    done = start(settings_file(folder, "unasked", 4, device="auto"), 2)
     assert done.returncode == 0, complaint(done)
     assert results(folder, "unasked")["processes"] == 2
 
 
 def test_a_mistake_is_told_and_ends_all_processes(folder: Path) -> None:
-    path = settings_file(folder, "bad", 4, model__attention="hedgehogs")
+    path = settings_file(folder, "bad", 4, attention="hedgehogs")
     done = start(path, 2)
     assert done.returncode != 0
     assert "Did you mean 'hedgehog'" in done.stderr

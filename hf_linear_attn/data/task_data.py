@@ -1,0 +1,345 @@
+"""The data of a task as a Trainer takes it: encoded rows, a collator, metrics; and what its model's head needs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
+
+from ..utils.extras import require_packages
+from .config import DataConfig
+from .encode import Encoded, encode_blocks, encode_documents, encode_pairs, row_lengths
+from .metrics import METRICS, TaskMetrics
+from .sources import check_columns, hold_out_validation, load_source
+from .tasks import get_task, load_task
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+#: Longest input, or block of a language model, where `data.max_length` is not given.
+DEFAULT_MAX_LENGTH = 128
+
+#: Label of a token that is not to be predicted.
+IGNORED = -100
+
+AUTO_CLASSES = {
+    "classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+}
+
+
+@dataclass
+class TaskData:
+    """The encoded data of a task.
+
+    Attributes:
+        task_type: A key of `AUTO_CLASSES`.
+        tokenizer: The model's tokenizer.
+        train: Encoded training rows.
+        validation: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
+        collator: The data collator.
+        metric: The metric that decides which step is best.
+        greater_is_better: Its direction.
+        metric_names: All metrics of a classification task.
+        labels: Names of the classes in order; None for scores and for language models.
+        facts: Numbers of rows and tokens.
+        longest: Tokens of the longest row.
+    """
+
+    task_type: str
+    tokenizer: Any
+    train: Dataset
+    validation: dict[str, Dataset]
+    collator: Callable[[list[Any]], dict[str, Tensor]]
+    metric: str
+    greater_is_better: bool
+    metric_names: tuple[str, ...] = ()
+    labels: tuple[str, ...] | None = None
+    facts: dict[str, int] = field(default_factory=dict)
+    longest: int = 0
+
+    @property
+    def auto_class(self) -> str:
+        """Name of the auto class that has a head for the task."""
+        return AUTO_CLASSES[self.task_type]
+
+    @property
+    def config_changes(self) -> dict[str, Any]:
+        """What a new head needs in the model's config."""
+        if self.task_type != "classification":
+            return {}
+        pad = self.tokenizer.pad_token_id
+        padding = {} if pad is None else {"pad_token_id": pad}
+        if self.labels is None:
+            return {"num_labels": 1, "problem_type": "regression", **padding}
+        return {
+            "problem_type": "single_label_classification",
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: index for index, label in enumerate(self.labels)},
+            **padding,
+        }
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the arguments of a Trainer that evaluates on this data."""
+        single = len(self.validation) == 1
+        return {
+            "eval_dataset": next(iter(self.validation.values())) if single else self.validation,
+            "data_collator": self.collator,
+            "processing_class": self.tokenizer,
+            "compute_metrics": self.compute_metrics,
+            "preprocess_logits_for_metrics": self.reduce_logits,
+        }
+
+    def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
+        """Reduce the logits of a batch to what its metrics need, before they are gathered.
+
+        Args:
+            logits: `[B, C]`, or `[B, L, C]` of a language model; the first of a tuple of outputs.
+            labels: `[B]` or `[B, L]`.
+
+        Returns:
+            Predicted classes or scores `[B]`; of a language model the summed loss and the number of targets of each
+            row, `[B, 2]`.
+        """
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if self.task_type == "classification":
+            return logits.squeeze(-1).float() if self.labels is None else logits.argmax(dim=-1)
+        if self.task_type == "causal-lm":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        # One row at a time, because the logits in float32 would take twice the memory of those in bfloat16.
+        losses = [
+            functional.cross_entropy(row.float(), targets, reduction="sum")
+            for row, targets in zip(logits, labels, strict=True)
+        ]
+        return torch.stack([torch.stack(losses), (labels != IGNORED).sum(1).float()], dim=1)
+
+    def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Return the metrics of a validation set: the task's, or loss and perplexity over all predicted tokens.
+
+        Raises:
+            ValueError: There is no token to predict.
+        """
+        if self.task_type == "classification":
+            return TaskMetrics(self.metric_names).compute(
+                predictions=prediction.predictions, references=prediction.label_ids
+            )
+        loss, count = prediction.predictions.astype("float64").sum(axis=0)
+        if not count:
+            raise ValueError("The validation data has no token to predict.")
+        return {"loss": float(loss / count), "perplexity": math.exp(min(loss / count, 700.0))}
+
+    def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the task's metrics of what `Trainer.evaluate` returns, without the prefix `eval_`."""
+        names = self.metric_names or ("loss", "perplexity")
+        values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        return {name: value for name, value in values.items() if name.endswith(names)}
+
+
+class BlockCollator:
+    """Data collator for blocks of equal length, which predict every next token."""
+
+    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+class MaskingCollator(DataCollatorForLanguageModeling):
+    """`DataCollatorForLanguageModeling` that masks at least one token of a batch: a mean over no token is NaN."""
+
+    def torch_mask_tokens(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Mask tokens until there is a masked one (see `DataCollatorForLanguageModeling`)."""
+        original = inputs.clone()
+        for _ in range(100):
+            masked, labels = super().torch_mask_tokens(original.clone(), *args, **kwargs)
+            if bool((labels != IGNORED).any()):
+                return masked, labels
+        raise ValueError(
+            "A batch holds nothing but special tokens and padding: there is nothing to mask. Check the text, or raise "
+            "data.mlm_probability."
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
+    """Load and encode the data of a task.
+
+    Args:
+        task_type: A key of `AUTO_CLASSES`.
+        tokenizer: The model's tokenizer. A tokenizer without a padding token gets one for classification.
+        data: Which data.
+        seed: Of the training rows that are drawn, and of the validation rows that are held out.
+
+    Raises:
+        ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
+        ImportError: The extra `train` is not installed.
+    """
+    require_packages("datasets", "sklearn", "scipy", extra="train", purpose="Training")
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    if data.task is None and data.dataset is None:
+        raise ValueError("There is no data: give data.task (a known task) or data.dataset (your own data).")
+    return {"classification": _classification, "causal-lm": _causal_lm, "masked-lm": _masked_lm}[task_type](
+        tokenizer, data, seed
+    )
+
+
+def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
+    label = "label"
+    if data.task is not None:
+        task = get_task(data.task)
+        splits = load_task(data.task, folder=data.folder, revision=data.revision)
+        columns, labels, names = task.columns, task.labels, data.metrics or (task.main_metric, *task.metrics)
+    else:
+        splits, label = load_splits(data, seed, (*data.text_columns, data.label_column)), data.label_column
+        columns, labels = data.text_columns, _class_names(splits, label)
+        names = data.metrics or (("accuracy",) if labels is not None else ("pearson", "spearmanr"))
+        if labels is not None:
+            splits = _with_class_numbers(splits, label, labels)
+    names = tuple(dict.fromkeys(names))
+    TaskMetrics(names)  # an unknown name is an error now, and not after the first pass over the data
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    first = next((name for name in splits if name.startswith("validation")), "validation")
+    prefix = first.removeprefix("validation").lstrip("_")
+    max_length = data.max_length or DEFAULT_MAX_LENGTH
+    task_data = TaskData(
+        "classification",
+        tokenizer,
+        train=splits["train"],
+        validation={},
+        collator=DataCollatorWithPadding(tokenizer),
+        metric=f"{prefix}_{names[0]}" if prefix else names[0],
+        greater_is_better=METRICS.get(names[0]).higher_is_better if names[0] in METRICS else True,
+        metric_names=names,
+        labels=labels,
+    )
+    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, columns, max_length, label=label))
+    return task_data
+
+
+def _causal_lm(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
+    splits = load_splits(data, seed, data.text_columns[:1])
+    column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
+    with_eos = tokenizer.eos_token_id is not None
+    task_data = TaskData("causal-lm", tokenizer, splits["train"], {}, BlockCollator(), "loss", False)
+    _encode(task_data, splits, data, seed, lambda rows: encode_blocks(rows, tokenizer, column, length, eos=with_eos))
+    return task_data
+
+
+def _masked_lm(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no mask token: masked-lm needs the tokenizer of a masked LM.")
+    splits = load_splits(data, seed, data.text_columns[:1])
+    column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
+    collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
+    task_data = TaskData("masked-lm", tokenizer, splits["train"], {}, collator, "loss", False)
+    _encode(task_data, splits, data, seed, lambda rows: encode_documents(rows, tokenizer, column, length))
+    return task_data
+
+
+def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetDict:
+    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none.
+
+    Args:
+        data: Which data.
+        seed: Of the rows that are held out.
+        columns: Columns that the data set must have.
+
+    Raises:
+        ValueError: There is no split `train`, or a column is missing.
+        OSError: The data is missing or unreadable.
+    """
+    if data.dataset is None:
+        task = get_task(str(data.task))
+        if tuple(columns) != tuple(task.columns[: len(columns)]):
+            raise ValueError(
+                f"data.text_columns is {', '.join(columns)!r}; task {task.name!r} has {', '.join(task.columns)!r}. "
+                "Set it."
+            )
+        splits = load_task(task.name, folder=data.folder, revision=data.revision)
+    else:
+        splits = load_source(data.dataset, config=data.dataset_config, revision=data.revision)
+    if "train" not in splits:
+        raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
+    check_columns(splits, columns, None)
+    if not any(name.startswith("validation") for name in splits):
+        splits = hold_out_validation(splits, data.validation_size, seed)
+    return splits
+
+
+def _class_names(splits: DatasetDict, label: str) -> tuple[str, ...] | None:
+    """The names of the classes; None for scores (floating-point labels)."""
+    feature = splits["train"].features[label]
+    if hasattr(feature, "names"):
+        return tuple(feature.names)
+    if str(getattr(feature, "dtype", "")).startswith("float"):
+        return None
+    return tuple(str(value) for value in sorted(set(splits["train"][label])))
+
+
+def _with_class_numbers(splits: DatasetDict, label: str, labels: Sequence[str]) -> DatasetDict:
+    """The splits with class numbers for labels. Raises a ValueError for one that is not in the training data."""
+    if hasattr(splits["train"].features[label], "names"):
+        return splits
+    numbers = {name: index for index, name in enumerate(labels)}
+
+    def number(row: dict[str, Any]) -> dict[str, Any]:
+        value = str(row[label])
+        if value not in numbers:
+            raise ValueError(f"The label {value!r} does not occur in the training data ({', '.join(numbers)}).")
+        return {"__label": numbers[value]}
+
+    return splits.map(number, remove_columns=[label], keep_in_memory=True).rename_column("__label", label)
+
+
+def _encode(
+    task_data: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]
+) -> None:
+    """Encode the splits, cut to the requested number of rows (of a causal language model: of blocks)."""
+    blocks = task_data.task_type == "causal-lm"
+    train, limit = splits["train"], data.max_train_samples
+    if not blocks and limit is not None and limit < len(train):
+        train = train.select(_draw(len(train), limit, seed))
+    encoded = encode(train)
+    rows = encoded.dataset
+    if blocks and limit is not None and limit < len(rows):
+        rows = rows.select(_draw(len(rows), limit, seed))
+    task_data.train = rows
+    facts = {"train_rows": len(rows), "train_tokens": encoded.tokens, "train_truncated": encoded.truncated}
+    names = [name for name in splits if name.startswith("validation")]
+    for name in names:
+        split, limit = splits[name], data.max_eval_samples
+        if not blocks and limit is not None and limit < len(split):
+            # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
+            split = split.select(sorted(_draw(len(split), limit, 0)))
+        rows = encode(split).dataset
+        if blocks and limit is not None:
+            rows = rows.select(range(min(len(rows), limit)))
+        # Rows of similar length need less padding.
+        lengths = row_lengths(rows)
+        rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
+        task_data.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
+        facts[f"{name}_rows"] = len(rows)
+    task_data.facts = facts
+    every = (task_data.train, *task_data.validation.values())
+    if not all(len(rows) for rows in every):
+        raise ValueError(f"The data gives {facts}: there is nothing to train or to evaluate on.")
+    task_data.longest = max(max(row_lengths(rows)) for rows in every)
+
+
+def _draw(count: int, size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator)[:size].tolist()

@@ -1,0 +1,235 @@
+"""Configs from YAML and from flags: types, precedence, messages, and back to YAML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from hf_linear_attn.utils.arguments import (
+    UsageError,
+    check_not_negative,
+    check_positive,
+    exit_code,
+    flatten,
+    option,
+    parse_config,
+    to_dict,
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str = option("n", "a name")
+    title: str | None = option(None, "a title")
+    count: int = option(1, "a count")
+    most: int | None = option(7, "at most")
+    rate: float = option(0.5, "a rate, 100 %")
+    limit: float | None = option(None, "a limit")
+    quick: bool = option(False, "quick")
+    mode: Literal["a", "b"] = option("a", "a mode")
+    lengths: tuple[int, ...] = option((1, 2), "lengths")
+    words: tuple[str, ...] | None = option(None, "words")
+    options: dict[str, Any] = option(factory=dict, help="options")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str | None = option(None, "the model", common=True)
+    part: Section = option(factory=Section)
+    other: Section = option(factory=lambda: Section(count=5))
+
+    def __post_init__(self) -> None:
+        check_positive("part.", self.part, "count")
+        check_not_negative("part.", self.part, "rate")
+
+
+@dataclass(frozen=True)
+class Required:
+    model: str = option(help="the model")
+    seed: int = option(help="where it begins")
+
+
+def parse(*arguments: str, config_class: type = Config) -> Any:
+    return parse_config(config_class, arguments, program="command", positionals=("model",))
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "options.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+VALUES = [
+    ("name", "plain", "plain"),
+    ("title", "null", None),
+    ("title", "made up", "made up"),
+    ("count", "3", 3),
+    ("most", "null", None),
+    ("rate", "1e-3", 1e-3),
+    ("rate", "3", 3.0),
+    ("limit", "-2.5", -2.5),
+    ("limit", "null", None),
+    ("quick", "true", True),
+    ("mode", "b", "b"),
+    ("lengths", "[]", ()),
+    ("lengths", "[4, -5]", (4, -5)),
+    ("words", "null", None),
+    ("words", "[my column]", ("my column",)),
+    ("options", "{}", {}),
+    ("options", "{seed: 1, deep: {a: [1, 2]}}", {"seed": 1, "deep": {"a": [1, 2]}}),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), VALUES)
+def test_every_type_from_file_and_flag(tmp_path, name, text, expected):
+    file = yaml_file(tmp_path, f"part:\n  {name}: {text}\n")
+    for config in (parse("--config", file), parse(f"--part.{name}", text)):
+        value = getattr(config.part, name)
+        assert value == expected
+        assert type(value) is type(expected)
+
+
+def test_forms_of_flags():
+    assert parse("--part.lengths", "4", "-5").part.lengths == (4, -5)
+    assert parse("--part.lengths", "4,5", "--part.lengths=6").part.lengths == (4, 5, 6)
+    assert parse("--part.quick", "--part.count=2").part == Section(quick=True, count=2)
+    assert parse("--part.quick", "false").part.quick is False
+    assert parse("m", "--part.name", "x=y").part.name == "x=y"
+    assert parse("--part.name", "z", "m").model == "m"
+    assert parse("--part.options.num-features", "3", "--part.options.kind", "b").part.options == {
+        "num_features": 3,
+        "kind": "b",
+    }
+    assert parse("--part.options", "{a: 1}", "--part.options.b", "2").part.options == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("count", "1.5", "--part.count must be a whole number, got '1.5'"),
+        ("count", "true", "--part.count must be a whole number"),
+        ("count", "[1]", "--part.count must be a whole number"),
+        ("most", "many", "--part.most must be a whole number, got 'many'"),
+        ("rate", "fast", "--part.rate must be a finite number, got 'fast'"),
+        ("rate", ".nan", "--part.rate must be a finite number"),
+        ("rate", ".inf", "--part.rate must be a finite number"),
+        ("quick", "maybe", "--part.quick must be true or false"),
+        ("mode", "c", "--part.mode must be one of 'a', 'b', got 'c'"),
+        ("lengths", "[1, x]", "--part.lengths must be a list, each entry a whole number"),
+        ("options", "5", "--part.options must be a mapping"),
+    ],
+)
+def test_bad_values_name_the_option(tmp_path, name, text, message):
+    with pytest.raises(UsageError) as caught:
+        parse("--config", yaml_file(tmp_path, f"part: {{{name}: {text}}}\n"))
+    assert message.split(", got")[0] in str(caught.value)
+    with pytest.raises(UsageError):
+        parse(f"--part.{name}={text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("part: {name: 1.10}", "--part.name must be text, got '1.1'"),
+        ("part: {count: null}", "part.count must be a whole number, got null"),
+        ("part: {cuont: 1}", r"unknown option 'part.cuont'. Did you mean 'part.count'"),
+        ("count: 1", r"unknown option 'count'. Did you mean 'part.count' or 'other.count'"),
+        ("prat: {}", "unknown option 'prat'"),
+        ("part: 5", "'part' is a section. Give its options by name, got 5"),
+        ("- a", "must hold options such as 'data:', not a list"),
+        ("a: [1", "is not YAML"),
+        ("part: {count: !!python/object/apply:os.getcwd []}", "is not YAML"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(UsageError) as caught:
+        parse("--config", yaml_file(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--part.cuont", "1"], "unknown option --part.cuont. Did you mean '--part.count'"),
+        (["--prat.count", "1"], "unknown option --prat.count. Did you mean '--part.count'"),
+        (["--part.count"], "--part.count needs a value"),
+        (["a", "b"], "unexpected argument 'b'"),
+        (["--config", "none.yaml"], "there is no file 'none.yaml'"),
+    ],
+)
+def test_bad_flags(arguments, message):
+    with pytest.raises(UsageError) as caught:
+        parse(*arguments)
+    assert message in str(caught.value)
+
+
+def test_required_options():
+    assert parse("m", "--seed", "3", config_class=Required) == Required("m", 3)
+    with pytest.raises(UsageError, match="MODEL is missing"):
+        parse("--seed", "3", config_class=Required)
+    with pytest.raises(UsageError, match="--seed is missing"):
+        parse("m", config_class=Required)
+
+
+def test_flags_override_files_which_override_defaults(tmp_path):
+    file = yaml_file(tmp_path, "part:\n  count: 3\n  rate: 2\n  options: {a: 1, b: 2}\nother:\n")
+    config = parse("--part.count", "4", "--part.options.b", "5", "--config", file, "--other.name", "x")
+    assert config.part == Section(count=4, rate=2.0, options={"a": 1, "b": 5})
+    # A section keeps the defaults that its parent chose.
+    assert config.other == Section(name="x", count=5)
+    assert parse("--config", file).other == Section(count=5)
+
+
+def test_configs_check_themselves():
+    with pytest.raises(ValueError, match=r"^part.count must be positive, got -1"):
+        parse("--part.count", "-1")
+
+
+@pytest.mark.parametrize(
+    "config", [Config(), Config("m", Section(title="t", lengths=(), options={"a": {"b": 1e-3}}, words=("a b", "c")))]
+)
+def test_round_trip_through_yaml_and_json(tmp_path, config):
+    file = yaml_file(tmp_path, yaml.safe_dump(json.loads(json.dumps(to_dict(config))), sort_keys=False))
+    assert parse("--config", file) == config
+
+
+def test_flatten():
+    flat = flatten(to_dict(Config(part=Section(options={"deep": {"a": (3,)}}))))
+    assert flat["part.options.deep.a"] == [3]
+    assert flat["other.options"] == {}
+    assert flat["other.count"] == 5
+
+
+def test_print_config_and_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--part.count", "4", "--print_config")
+    assert stopped.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["part"]["count"] == 4
+    for arguments in (["--help"], ["--help", "all"], ["--help_all"]):
+        with pytest.raises(SystemExit):
+            parse(*arguments)
+    texts = " ".join(capsys.readouterr().out.split())
+    assert "a rate, 100 % (default: 0.5)" in texts
+    assert "--other.count INT a count (default: 5)" in texts
+    assert "show the 22 other options" in texts
+
+
+def test_exit_codes(capsys):
+    def fail(error):
+        raise error
+
+    assert exit_code(lambda: 3) == 3
+    assert exit_code(lambda: fail(ValueError("two\nlines"))) == 1
+    assert capsys.readouterr().err == "error: two lines\n"
+    assert exit_code(lambda: fail(UsageError("x"))) == 2
+    assert exit_code(lambda: fail(NotImplementedError("x"))) == 1
+    assert exit_code(lambda: fail(KeyboardInterrupt())) == 130
+    with pytest.raises(ValueError, match="x"):
+        exit_code(lambda: fail(ValueError("x")), traceback=True)
+    with pytest.raises(RuntimeError):
+        exit_code(lambda: fail(RuntimeError("a defect")))
