@@ -107,6 +107,7 @@ def test_small_settings_run(name: str, folder: Path, tmp_path: Path) -> None:
     assert (out / "model" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glue", "pretrain"])
 def test_scripts_run_as_they_are(name: str, folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "recipes" / f"{name}.py"), *arguments_of(folder, name, tmp_path / "out")]
