@@ -31,9 +31,9 @@ PASSAGE = (
     "moved his sacks to the upper floor."
 )
 #: For attention transfer: paragraphs of Python's own reference manual, which every installation holds.
-TRAINING_ROWS, BATCH_SIZE, MAX_LENGTH = 256, 16, 64
+TRAINING_ROWS, BATCH_SIZE, MAX_LENGTH = 256, 8, 48
 LAYER, HEAD = 0, 4
-TRANSFER_STEPS = 120
+TRANSFER_STEPS = 60
 #: Title, mechanism, options, and whether its parameters are trained first.
 PANELS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("elu", "elu", {}, False),

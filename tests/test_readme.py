@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_linear_attn as hla
 from hf_linear_attn.cli import VERBS, parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
 from tests.helpers import entries, serves
@@ -124,11 +125,23 @@ def test_links_and_images_exist(path: Path) -> None:
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-def test_layout_names_what_is_there() -> None:
-    (layout,) = [match["body"] for match in BLOCK.finditer(TEXT) if match["body"].startswith("hf_linear_attn/")]
-    for line in layout.splitlines():
-        names = re.match(r"\s*([\w/.]+(?:, [\w.]+)*)", line)
-        assert names is not None
-        for name in names[1].split(", "):
-            folder = ROOT / "hf_linear_attn" if line.startswith(" ") else ROOT
-            assert (folder / name).exists(), name
+def test_headings_that_links_jump_to_exist() -> None:
+    for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+            linked = (path.parent / target) if target else path
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{path.name}: {target}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(re.findall(r": (\w+\.md)$", navigation, re.MULTILINE))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in hla.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", text)]
+    assert not missing, f"docs/api.md lacks {', '.join(missing)}"
