@@ -14,7 +14,7 @@ from ..feature_maps.base import AttentionShape
 from ..feature_maps.favor_plus import LAYER_SEED_STRIDE, gaussian_features
 from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype, mask_tokens
-from ..ops.fused import GatedCall
+from ..ops.fused import GatedCall, KernelizedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention, visible
 
@@ -85,10 +85,10 @@ class RandomFeatureAttention(LinearAttention):
         inputs.refuse_bidirectional_state()
         tensors = (inputs.query, inputs.key, inputs.value, self._features)
         settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": inputs.mask, "signed": True}
-        if not inputs.causal:
-            return kernelized.bidirectional(*tensors, self._features, **settings), None
-        if not self.gated:
-            return kernelized.causal(*tensors, self._features, **settings, state=inputs.state)
+        if not (self.gated and inputs.causal):
+            settings |= {"fused": None, "causal": inputs.causal, "state": inputs.state, "return_state": inputs.causal}
+            call = KernelizedCall(*tensors, self._features, **settings)
+            return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
 
         def gated_keys(x: Tensor, start: int) -> gated.GatedKeys:
             return self._gated_keys(x, inputs.scaling)

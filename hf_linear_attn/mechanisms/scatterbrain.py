@@ -12,6 +12,7 @@ from ..feature_maps.base import AttentionShape
 from ..feature_maps.favor_plus import LAYER_SEED_STRIDE
 from ..ops import banded, buckets, windowed
 from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.fused import WindowedCall
 from ..ops.kernelized import dense_weights
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention, visible
@@ -99,25 +100,32 @@ class ScatterbrainAttention(LinearAttention):
         scaling, causal = inputs.scaling, inputs.causal
         if state is None and inputs.first_call:
             self.feature_map.begin_forward()
-        tensors = (query, key, value, *self._feature_functions(scaling))
-        window, hashing = self.options.window_size, self._hashing()
-        settings: dict[str, Any] = {"window": window, "scaling": scaling, "mask": mask, "normalise": hashing is None}
-        settings["log_mix"] = torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device)
-        state_after: State | None = None
+        call = WindowedCall(
+            query,
+            key,
+            value,
+            *self._feature_functions(scaling),
+            fused=None,
+            num_features=self.feature_map.num_features,
+            causal=causal,
+            window=self.options.window_size,
+            scaling=scaling,
+            log_mix=torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device),
+            mask=mask,
+            state=state,
+        )
+        hashing, after = self._hashing(), None
         if causal:
-            band = None if state is None else {k: tensor for k, tensor in state.items() if not k.startswith("bucket_")}
-            accumulator, state_after = windowed.causal_accumulator(*tensors, **settings, state=band)
+            accumulator, after = windowed.causal_accumulator(call, normalise=hashing is None)
         else:
-            accumulator = banded.banded_accumulator(*tensors, **settings)
+            accumulator = banded.banded_accumulator(call, normalise=hashing is None)
         if hashing is None:
-            return accumulator.values, state_after
+            return accumulator.values, after
         if query.shape[2] == 0:
             return value.new_zeros(*query.shape[:3], value.shape[-1]), state
-        accumulator, bucket_state = buckets.add_buckets(
-            accumulator, *tensors, hashing, window=window, scaling=scaling, causal=causal, mask=mask, state=state
-        )
+        accumulator, stored = buckets.add_buckets(accumulator, call, hashing)
         out = mask_tokens(accumulator.normalised(), mask).to(value.dtype)
-        return out, None if state_after is None else {**state_after, **bucket_state}
+        return out, None if after is None else {**after, **stored}
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

@@ -1,13 +1,12 @@
-"""Which code computes kernelized attention, alone or beside a window: plain torch, or fused kernels.
+"""Backends of kernelized attention, with or without a window: torch operations, or fused kernels.
 
     torch    blocks of torch operations; everything, everywhere
     native   C++ kernels for the CPU, compiled on first use (see `ops.native`)
     triton   GPU kernels, where Triton is installed (see `ops.triton`)
     fla      the kernels of flash-linear-attention, by name only (see `ops.fla_backend`)
 
-`auto` takes the first backend, in order of speed, that serves the call. All of them compute the same function, and pass
-the same tests; results differ by rounding. A backend is an object with `name`, `refuses` and `run`: `register_backend`
-takes more.
+`auto` selects the first backend, in order of speed, that supports the call. All backends compute the same function and
+pass the same tests; results differ by rounding. `register_backend` adds more.
 """
 
 from __future__ import annotations
@@ -16,34 +15,36 @@ import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from . import banded, gated, kernelized, windowed
 from .common import State
 from .fla_backend import FlaBackend
-from .fused import AttentionCall, GatedCall, WindowedCall
+from .fused import AttentionCall, GatedCall, KernelizedCall
 from .native.backend import NativeBackend
 from .triton.backend import TritonBackend
 from .window_step import is_decoding_step, windowed_step
 
-#: The backend to start with, instead of `auto`.
+#: Environment variable with the name of the backend to start with, instead of `auto`.
 BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
 
 
 class Backend(Protocol):
+    """An implementation of attention calls."""
+
     name: str
 
     def unsupported_reason(self, call: AttentionCall) -> str | None:
-        """Why this backend cannot serve the call; None where it can."""
+        """Return why this backend cannot compute the call, or None if it can."""
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
-        """The output `[B, H, L, e]` in the dtype of value, and the state after the last token (causal form)."""
+        """Return the output `[B, H, L, e]` in the dtype of value, and the state after the last token (causal form)."""
 
 
 class TorchBackend:
-    """The forms of `ops.kernelized`, `ops.windowed`, `ops.banded` and `ops.gated`."""
+    """The forms of `ops.kernelized`, `ops.windowed`, `ops.banded` and `ops.gated`: every call on every device."""
 
     name = "torch"
 
@@ -52,47 +53,36 @@ class TorchBackend:
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         if isinstance(call, GatedCall):
-            return gated.gated_causal(
-                *call[:5],
-                num_features=call.num_features,
-                mask=call.mask,
-                state=call.state,
-                per_feature=call.per_feature,
-                signed=call.signed,
-            )
-        given = (call.query, call.key, call.value, call.query_features, call.key_features)
-        settings: dict[str, Any] = {"mask": call.mask}
-        if isinstance(call, WindowedCall):
-            settings |= {"window": call.window, "scaling": call.scaling, "log_mix": call.mix_rows()}
-            if call.state is not None and call.causal and is_decoding_step(call.query, call.mask, call.state):
-                del settings["mask"], settings["window"]
-                return windowed_step(*given, **settings, state=call.state)
-            if call.causal:
-                return windowed.windowed_causal(*given, **settings, state=call.state)
-            return banded.windowed_bidirectional(*given, **settings), None
-        settings |= {"num_features": call.num_features, "signed": call.signed}
-        if call.causal:
-            return kernelized.causal(*given, **settings, state=call.state, return_state=call.return_state)
-        return kernelized.bidirectional(*given, **settings), None
+            return gated.gated_causal(call)
+        if isinstance(call, KernelizedCall):
+            return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
+        if not call.causal:
+            return banded.windowed_bidirectional(call), None
+        if is_decoding_step(call.query, call.mask, call.state):
+            return windowed_step(call)
+        return windowed.windowed_causal(call)
 
 
-#: All backends, the fastest first. What stands behind `torch`, which refuses nothing, is used by name only.
+#: All backends, the fastest first. Backends behind `torch`, which supports every call, are used by name only.
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (NativeBackend(), TritonBackend(), TorchBackend(), FlaBackend())
 }
-_chosen = "auto"
+_selected = "auto"
 
 
 def list_backends() -> list[str]:
-    """Names of the backends, in the order in which `auto` asks them."""
+    """Return the names of the backends, in the order in which `auto` tries them."""
     return list(_BACKENDS)
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a backend; `auto` asks it first.
+    """Add a backend, which `auto` tries first.
+
+    Args:
+        backend: An object with `name`, `unsupported_reason` and `run` (see `Backend`).
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is taken.
     """
     global _BACKENDS
     if backend.name == "auto" or backend.name in _BACKENDS:
@@ -101,31 +91,32 @@ def register_backend(backend: Backend) -> None:
 
 
 def set_backend(name: str) -> None:
-    """Use one backend for every call from now on, or `auto`.
+    """Use one backend for every call from now on.
 
-    With a named backend a call that it cannot serve is an error, never a silent change.
+    Args:
+        name: A name of `list_backends`, or `auto`. A call that a named backend does not support is an error.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: The name is unknown.
     """
-    global _chosen
-    _chosen = _checked(name)
+    global _selected
+    _selected = _validated(name)
 
 
 def get_backend() -> str:
-    """The name given to `set_backend`, `auto` at first (or the value of `HF_LINEAR_ATTN_BACKEND`)."""
-    return _chosen
+    """Return the name set by `set_backend`; at first `auto`, or the value of `HF_LINEAR_ATTN_BACKEND`."""
+    return _selected
 
 
 def selection() -> object:
-    """What `select_backend` goes by besides the call; equal as long as nobody has set or registered a backend."""
-    return _chosen, _BACKENDS
+    """Return what `select_backend` depends on besides the call; it is equal until a backend is set or registered."""
+    return _selected, _BACKENDS
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """`set_backend` for a while."""
-    before = _chosen
+    """Use one backend inside a `with` statement; see `set_backend`."""
+    before = _selected
     set_backend(name)
     try:
         yield
@@ -133,7 +124,7 @@ def use_backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
-def _checked(name: str) -> str:
+def _validated(name: str) -> str:
     names = ["auto", *_BACKENDS]
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=1)
@@ -143,24 +134,24 @@ def _checked(name: str) -> str:
 
 
 def select_backend(call: AttentionCall) -> Backend:
-    """The backend that serves a call.
+    """Return the backend that computes a call.
 
     Raises:
-        NotImplementedError: the backend that was asked for by name cannot.
+        NotImplementedError: The backend set by name does not support the call.
     """
-    if _chosen == "auto":
+    if _selected == "auto":
         return next(backend for backend in _BACKENDS.values() if backend.unsupported_reason(call) is None)
-    backend = _BACKENDS[_chosen]
+    backend = _BACKENDS[_selected]
     reason = backend.unsupported_reason(call)
     if reason is not None:
         raise NotImplementedError(
-            f"The backend {_chosen!r} cannot compute this attention: {reason}. Use set_backend('auto')."
+            f"The backend {_selected!r} cannot compute this attention: {reason}. Use set_backend('auto')."
         )
     return backend
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, State | None]:
-    """Compute a call with the backend in use."""
+    """Compute a call with the selected backend: the output `[B, H, L, e]` and the state (see `Backend.run`)."""
     return select_backend(call).run(call)
 
 

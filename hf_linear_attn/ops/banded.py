@@ -1,9 +1,9 @@
 """The bidirectional form of `ops.windowed`: exact weights at distances below `window`, kernelized attention beyond.
 
-The sequence is cut into blocks of c >= window tokens, so that the band of a block lies within itself and its two
+The sequence is split into blocks of c >= window tokens, so that the band of a block lies within itself and its two
 neighbours. In a neighbour the keys of the band and those beyond it are complementary triangles, and the triangles of
 the two neighbours do not overlap either: one c x c matrix holds the exact weights of both. Everything farther comes
-from running sums over blocks. These are added up from both ends and never subtracted, so that no digits cancel.
+from running states over blocks. These are added up from both ends and never subtracted, so that no digits cancel.
 """
 
 from __future__ import annotations
@@ -15,60 +15,61 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common import FeatureFunction, Features, compute_dtype, finite_or_zero, mask_tokens
-from .windowed import FLOOR, Rows, Sums, blocked_keys, by_row, make_rows, pad_tokens, rows_of, with_ones
+from .fused import WindowedCall
+from .windowed import FLOOR, Accumulator, QueryRows, blocked_keys, make_query_rows, pad_tokens, slice_rows, with_ones
 
-#: Smallest block: a narrower band lies in blocks of this many tokens.
+#: Smallest block: narrower bands have blocks of this many tokens.
 MIN_BLOCK = 32
 
 #: Elements of one c x c matrix of weights over all heads and blocks that are handled at once (2 MB in float32).
 GROUP_ELEMENTS = 1 << 19
 
-#: Fewest blocks handled at once: the features of the two blocks beside a group are computed once more.
+#: Smallest number of blocks handled at once: the features of the two blocks next to a group are computed again.
 MIN_GROUP = 4
 
 
-class _Far(NamedTuple):
-    """Sums over blocks of keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]`, log_scale `[…]`."""
+class _FarState(NamedTuple):
+    """The state of blocks of keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]`, log_scale `[…]`."""
 
-    sums: Tensor
+    kv: Tensor
     log_scale: Tensor | None
 
-    def block(self, index: int) -> _Far:
-        return _Far(self.sums[index], None if self.log_scale is None else self.log_scale[index])
+    def block(self, index: int) -> _FarState:
+        return _FarState(self.kv[index], None if self.log_scale is None else self.log_scale[index])
 
 
 class _Blocks(NamedTuple):
     """n blocks of keys, the blocks first (slices of them then need no copy for a batched product): `[k, bias]`
-    `[n, B, G, c, d + 1]`, features, `[v, 1]`, and the sums of each block."""
+    `[n, B, G, c, d + 1]`, features, `[v, 1]`, and the state of each block."""
 
     key: Tensor
     features: Features
     value: Tensor
-    far: _Far
+    far: _FarState
 
 
-def _add(first: _Far, second: _Far) -> _Far:
-    """Both sums relative to the larger of their scales."""
+def _add(first: _FarState, second: _FarState) -> _FarState:
+    """Add two states, relative to the larger of their scales."""
     if first.log_scale is None or second.log_scale is None:
-        return _Far(first.sums + second.sums, None)
+        return _FarState(first.kv + second.kv, None)
     top = torch.maximum(first.log_scale, second.log_scale)
     floor = finite_or_zero(top)
-    kept, added = (
+    decay, added_decay = (
         (part.log_scale - floor).exp()[..., None, None] for part in (first, second) if part.log_scale is not None
     )
-    return _Far(first.sums * kept + second.sums * added, top)
+    return _FarState(first.kv * decay + second.kv * added_decay, top)
 
 
-def _sum_blocks(features: Features, value: Tensor) -> _Far:
+def _block_states(features: Features, value: Tensor) -> _FarState:
     values, log_scale = features
     top = None
     if log_scale is not None:
         top = log_scale.detach().amax(dim=-1)
         values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
-    return _Far(values.transpose(-1, -2) @ value, top)
+    return _FarState(values.transpose(-1, -2) @ value, top)
 
 
-class _Keys:
+class _KeyBlocks:
     """Keys and values, padded to whole blocks and by one more on either side; blocks are made where they are needed."""
 
     def __init__(
@@ -85,10 +86,10 @@ class _Keys:
         self.key_features = key_features
 
     def blocks(self, start: int, stop: int) -> _Blocks:
-        """Blocks `start … stop - 1`, where block -1 and block `count` hold nothing."""
+        """Return blocks `start … stop - 1`; block -1 and block `count` are empty."""
         tokens = slice((start + 1) * self.size, (stop + 1) * self.size)
         valid = self.valid[:, tokens]
-        select = valid if self.masked else None  # what pads the sequence is zero already
+        select = valid if self.masked else None  # the padding of the sequence is zero already
         key = mask_tokens(self.key[:, :, tokens].to(self.dtype), select)
         value = mask_tokens(self.value[:, :, tokens].to(self.dtype), select)
         values, log_scale = self.key_features(key, start * self.size)
@@ -96,39 +97,39 @@ class _Keys:
         values = values * valid.to(values.dtype)[:, None, :, None]
         if log_scale is not None:
             log_scale = mask_tokens(log_scale, valid, float("-inf"))
-        cut = Features(self._cut(values), None if log_scale is None else self._cut(log_scale))
-        block_value = self._cut(with_ones(value))
-        return _Blocks(self._cut(blocked_keys(key, valid)), cut, block_value, _sum_blocks(cut, block_value))
+        split = Features(self._split(values), None if log_scale is None else self._split(log_scale))
+        block_value = self._split(with_ones(value))
+        return _Blocks(self._split(blocked_keys(key, valid)), split, block_value, _block_states(split, block_value))
 
-    def _cut(self, tensor: Tensor) -> Tensor:
+    def _split(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(2, (-1, self.size)).movedim(2, 0).contiguous()
 
-    def empty(self) -> _Far:
-        """The sums of no blocks. They have the shape and scale of those of any block, such as the one before all."""
+    def empty(self) -> _FarState:
+        """Return the state of no keys, with the shape and scale of the state of any block."""
         return self.blocks(-1, 0).far.block(0)
 
 
-def _running(blocks: _Far, start: _Far, order: range) -> list[_Far]:
-    """Running sums: `start`, then with block after block of `order` added."""
+def _running(blocks: _FarState, start: _FarState, order: range) -> list[_FarState]:
+    """Return the running states: `start`, then with block after block of `order` added."""
     running = [start]
     for index in order:
         running.append(_add(running[-1], blocks.block(index)))
     return running
 
 
-def _stack(parts: list[_Far]) -> _Far:
+def _stack(parts: list[_FarState]) -> _FarState:
     scales = [part.log_scale for part in parts if part.log_scale is not None]
-    return _Far(torch.stack([part.sums for part in parts]), torch.stack(scales) if scales else None)
+    return _FarState(torch.stack([part.kv for part in parts]), torch.stack(scales) if scales else None)
 
 
-def _block_rows(rows: Rows, count: int) -> Rows:
-    """Rows `[B, G, R, n·c, …]` as blocks `[n, B, G, R·c, …]`."""
+def _block_rows(rows: QueryRows, count: int) -> QueryRows:
+    """QueryRows `[B, G, R, n·c, …]` as blocks `[n, B, G, R·c, …]`."""
 
-    def cut(tensor: Tensor) -> Tensor:
+    def split(tensor: Tensor) -> Tensor:
         return tensor.unflatten(3, (count, -1)).movedim(3, 0).flatten(3, 4).contiguous()
 
     scale = rows.features.log_scale
-    return Rows(cut(rows.query), Features(cut(rows.features.values), None if scale is None else cut(scale)))
+    return QueryRows(split(rows.query), Features(split(rows.features.values), None if scale is None else split(scale)))
 
 
 def _unblock(tensor: Tensor, repeats: int) -> Tensor:
@@ -177,20 +178,20 @@ def _scaled(weights: Tensor, rows: Features, keys: Features, top: Tensor) -> Ten
     return weights * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
 
 
-def _row_scale(rows: Features, parts: list[tuple[Features, Tensor | None]], far: _Far) -> Tensor | None:
-    """Largest log scale of a kernelized weight in each row; parts: keys, and 1 where they are in the band."""
+def _row_scale(rows: Features, parts: list[tuple[Features, Tensor | None]], far: _FarState) -> Tensor | None:
+    """Return each row's largest log scale of a kernelized weight; parts: keys, and 1 where they are in the band."""
     if rows.log_scale is None or far.log_scale is None:
         return None
     scale = far.log_scale.unsqueeze(-1).expand(rows.log_scale.shape)
     for keys, inside in parts:
         if inside is not None and keys.log_scale is not None:
-            held = keys.log_scale.detach().unsqueeze(-2).masked_fill(inside.bool(), float("-inf"))
-            scale = torch.maximum(scale, held.amax(dim=-1))
+            outside = keys.log_scale.detach().unsqueeze(-2).masked_fill(inside.bool(), float("-inf"))
+            scale = torch.maximum(scale, outside.amax(dim=-1))
     return rows.log_scale.detach() + scale
 
 
-def _attend(rows: Rows, keys: _Blocks, far: _Far, band: _Band) -> Sums:
-    """n blocks of rows against n + 2 blocks of keys and the far sums `[n, B, G, m, e + 1]`."""
+def _attend(rows: QueryRows, keys: _Blocks, far: _FarState, band: _Band) -> Accumulator:
+    """Attend from n blocks of rows to n + 2 blocks of keys and the far state `[n, B, G, m, e + 1]`."""
     count = rows.query.shape[0]
     features, (key_values, key_scale) = rows.features, keys.features
 
@@ -212,37 +213,28 @@ def _attend(rows: Rows, keys: _Blocks, far: _Far, band: _Band) -> Sums:
             exact = torch.lerp(_scaled(estimate, features, part(shift), top), exact, inside)
         return exact @ keys.value[shift : shift + count]
 
-    total = features.values @ far.sums
+    total = features.values @ far.kv
     if features.log_scale is not None and far.log_scale is not None:
         total = total * torch.exp(features.log_scale + far.log_scale.unsqueeze(-1) - top).unsqueeze(-1)
     total = total + read(beside, 0, band.before) + read(inner, 1, band.own) + read(beside, 2, band.after)
-    return Sums(total, top)
+    return Accumulator(total, top)
 
 
-def banded_accumulator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    *,
-    window: int,
-    scaling: float,
-    log_mix: Tensor,
-    mask: Tensor | None = None,
-    normalise: bool = False,
-) -> Sums:
-    """Sums `[B, H, L, …]` of the bidirectional form. With `normalise`, `values` are the outputs `[B, H, L, e]` in the
-    dtype of `value`."""
+def banded_accumulator(call: WindowedCall, *, normalise: bool = False) -> Accumulator:
+    """Compute the bidirectional form before normalisation, `[B, H, L, …]`.
+
+    With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`.
+    """
+    query, key, value, window = call.query, call.key, call.value, call.window
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
     if length == 0:
         empty = value.new_zeros(batch, heads, 0, value.shape[-1])
-        return Sums(empty if normalise else with_ones(empty.to(compute_dtype(query))), empty[..., 0])
+        return Accumulator(empty if normalise else with_ones(empty.to(compute_dtype(query))), empty[..., 0])
     size = min(max(window, MIN_BLOCK), length)
-    keys = _Keys(key, value, mask, key_features, size)
-    padded = pad_tokens(mask_tokens(query, mask), 0, keys.count * size - length)
-    log_mix = by_row(log_mix)
+    keys = _KeyBlocks(key, value, call.mask, call.key_features, size)
+    padded = pad_tokens(mask_tokens(query, call.mask), 0, keys.count * size - length)
+    log_mix = call.log_mixing_weights()
     if log_mix.shape[2] > 1:
         log_mix = functional.pad(log_mix, (0, keys.count * size - length))
     band = _band(min(window, size), size, heads // groups, torch.empty(0, dtype=keys.dtype, device=key.device))
@@ -251,7 +243,7 @@ def banded_accumulator(
     starts = list(range(0, keys.count, step))
     carried = keys.empty()
     values, scales = [], []
-    for start, later in zip(starts, _sums_behind(keys, starts, step, carried), strict=True):
+    for start, later in zip(starts, _suffix_states(keys, starts, step, carried), strict=True):
         count = min(step, keys.count - start)
         blocks = keys.blocks(start - 1, start + count + 1)
         ahead = _running(blocks.far, carried, range(count))
@@ -259,18 +251,18 @@ def banded_accumulator(
         carried = ahead[-1]
         far = _stack([_add(first, second) for first, second in zip(ahead, behind, strict=False)])
         block = padded[:, :, start * size : (start + count) * size]
-        mix = rows_of(log_mix, start * size, (start + count) * size)
-        rows = make_rows(block, query_features, start * size, groups, scaling, mix)
-        sums = _attend(_block_rows(rows, count), blocks, far, band)
-        out = sums.normalised().to(value.dtype) if normalise else sums.values
+        mix = slice_rows(log_mix, start * size, (start + count) * size)
+        rows = make_query_rows(block, call.query_features, start * size, groups, call.scaling, mix)
+        accumulator = _attend(_block_rows(rows, count), blocks, far, band)
+        out = accumulator.normalised().to(value.dtype) if normalise else accumulator.values
         values.append(_unblock(out, heads // groups))
-        scales.append(_unblock(sums.log_scale.unsqueeze(-1), heads // groups))
-    return Sums(torch.cat(values, dim=2)[:, :, :length], torch.cat(scales, dim=2)[:, :, :length, 0])
+        scales.append(_unblock(accumulator.log_scale.unsqueeze(-1), heads // groups))
+    return Accumulator(torch.cat(values, dim=2)[:, :, :length], torch.cat(scales, dim=2)[:, :, :length, 0])
 
 
-def _sums_behind(keys: _Keys, starts: list[int], step: int, nothing: _Far) -> list[_Far]:
-    """For each group of blocks, the sums over all blocks after the one that follows it."""
-    behind = [nothing]
+def _suffix_states(keys: _KeyBlocks, starts: list[int], step: int, empty: _FarState) -> list[_FarState]:
+    """Return, for each group of blocks, the state of all blocks after the one that follows it."""
+    behind = [empty]
     for start in reversed(starts[1:]):
         # Block `start` is the neighbour of the group that ends before it; the next ones lie behind that group.
         count = min(step, keys.count - start)
@@ -279,31 +271,13 @@ def _sums_behind(keys: _Keys, starts: list[int], step: int, nothing: _Far) -> li
     return behind[::-1]
 
 
-def windowed_bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    *,
-    window: int,
-    scaling: float,
-    log_mix: Tensor,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Bidirectional form: query and keys of one length L; output `[B, H, L, e]` in the dtype of `value`.
+def windowed_bidirectional(call: WindowedCall) -> Tensor:
+    """Compute the bidirectional form, with query and keys of one length L.
 
-    Time O(L·(window + m)·d); temporaries O(group·(window + m)) for a group of blocks, and the sums at each group's end.
+    Time O(L·(window + m)·d); temporaries O(group·(window + m)) for a group of blocks, and the state at each group's
+    end.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    return banded_accumulator(
-        query,
-        key,
-        value,
-        query_features,
-        key_features,
-        window=window,
-        scaling=scaling,
-        log_mix=log_mix,
-        mask=mask,
-        normalise=True,
-    ).values
+    return banded_accumulator(call, normalise=True).values

@@ -1,14 +1,14 @@
-"""Hash buckets: a few exact weights per query beside a band, in place of their estimates (Chen et al. 2021).
+"""Hash buckets: a few exact weights per query beside a band, in position of their estimates (Chen et al. 2021).
 
 Random projections put queries and keys into buckets, `h(x) = argmax [x R, -x R]`, so that vectors of similar direction
 meet. A query takes at most `capacity` keys of its bucket, so that time and memory stay linear:
-    causal          the last ones at or before it
-    bidirectional   the nearest ones by rank: half of them at or before it, the others after
-A pair that several rounds of hashing find, or that lies in the band too, counts once.
+    causal          the last keys at or before it
+    bidirectional   the nearest keys by rank: half of them at or before it, the others after
+A pair that several rounds of hashing select, or that lies in the band too, counts once.
 
-The decoding state holds the last `capacity` keys and values of every bucket and round, all a later query can ask for:
+The decoding state consists of the last `capacity` keys and values of every bucket and round:
     `bucket_ring_key` `[B, G, rounds, buckets, capacity, d]`, `bucket_ring_value` `[…, e]`,
-    `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's number among the real ones; -1: empty),
+    `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty),
     `bucket_count` `[B]` (real tokens so far)
 """
 
@@ -19,14 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import FeatureFunction, State, compute_dtype, mask_tokens
-from .windowed import Rows, Sums, make_rows, with_ones
+from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens
+from .fused import WindowedCall
+from .windowed import Accumulator, QueryRows, make_query_rows, with_ones
 
 #: Elements of the gathered keys, values and features of one block of queries (16 MB in float32).
 GATHER_ELEMENTS = 1 << 22
 
-#: Sorts tokens by bucket, then by place: places stay below it.
-PLACES = 1 << 40
+#: Sorts tokens by bucket, then by position: positions stay below it.
+MAX_POSITION = 1 << 40
 
 
 class Hashing(NamedTuple):
@@ -40,22 +41,22 @@ class Hashing(NamedTuple):
         return 2 * self.directions.shape[-1]
 
     def bucket(self, x: Tensor, round_: int) -> Tensor:
-        """Bucket of each vector: `[B, H, L, d] -> [B, H, L]`."""
-        side = x.to(compute_dtype(x)) @ self.directions[round_].to(compute_dtype(x))
-        return torch.cat([side, -side], dim=-1).argmax(dim=-1)
+        """Return the bucket of each vector: `[B, H, L, d] -> [B, H, L]`."""
+        projected = x.to(compute_dtype(x)) @ self.directions[round_].to(compute_dtype(x))
+        return torch.cat([projected, -projected], dim=-1).argmax(dim=-1)
 
 
 class _Pool(NamedTuple):
-    """Keys of one round of hashing, stored ones and new ones, and how they lie when sorted by bucket and place."""
+    """Stored and new keys of one round of hashing, with their order when sorted by bucket and position."""
 
     key: Tensor  # [B, G, N, d]
     value: Tensor  # [B, G, N, e]
-    place: Tensor  # [B, G, N]
+    position: Tensor  # [B, G, N]
     order: Tensor  # [B, G, N]
     code: Tensor  # [B, G, N], sorted
 
     def take(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Tokens index `[B, G, n, C]` of `[B, G, N, …]`."""
+        """Gather tokens index `[B, G, n, C]` of `[B, G, N, …]`."""
         flat = index.flatten(2)
         if tensor.dim() == 3:
             return tensor.gather(2, flat).view(index.shape)
@@ -63,28 +64,34 @@ class _Pool(NamedTuple):
         return taken.view(*index.shape, tensor.shape[-1])
 
 
-class _Found(NamedTuple):
-    """Keys found by one round for a block of queries: which `[B, G, n, C]`, their places, and which of them count."""
+class _Matches(NamedTuple):
+    """Keys that one round selects for a block of queries: index `[B, G, n, C]`, position, and which are valid."""
 
-    token: Tensor
-    place: Tensor
-    counts: Tensor
+    index: Tensor
+    position: Tensor
+    valid: Tensor
 
 
-def token_places(mask: Tensor | None, batch: int, length: int, state: State | None, device: torch.device) -> Tensor:
-    """Number of each token among the real ones of its row, `[B, L]`."""
+def token_positions(mask: Tensor | None, batch: int, length: int, state: State | None, device: torch.device) -> Tensor:
+    """Return the position of each token among the real ones of its row, `[B, L]`."""
     if mask is None:
-        places = torch.arange(length, device=device).expand(batch, length)
+        positions = torch.arange(length, device=device).expand(batch, length)
     else:
-        places = mask.long().cumsum(dim=1) - 1
-    return places if state is None else places + state["bucket_count"].unsqueeze(1)
+        positions = mask.long().cumsum(dim=1) - 1
+    return positions if state is None else positions + state["bucket_count"].unsqueeze(1)
 
 
 def make_pool(
-    key: Tensor, value: Tensor, places: Tensor, mask: Tensor | None, hashing: Hashing, round_: int, state: State | None
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    hashing: Hashing,
+    round_: int,
+    state: State | None,
 ) -> _Pool:
-    """Sort stored and new keys `[B, G, L, d]` by bucket and place; padding and empty places go to the end."""
-    place = places.unsqueeze(1).expand(key.shape[:3])
+    """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end."""
+    position = positions.unsqueeze(1).expand(key.shape[:3])
     bucket = hashing.bucket(key, round_)
     if mask is not None:
         bucket = bucket.masked_fill(~mask.unsqueeze(1), hashing.buckets)
@@ -92,40 +99,40 @@ def make_pool(
         stored = state["bucket_ring_place"][:, :, round_]
         numbers = torch.arange(hashing.buckets, device=key.device).view(1, 1, -1, 1).expand(stored.shape)
         bucket = torch.cat([numbers.masked_fill(stored < 0, hashing.buckets).flatten(2), bucket], dim=2)
-        place = torch.cat([stored.flatten(2), place], dim=2)
+        position = torch.cat([stored.flatten(2), position], dim=2)
         key = torch.cat([state["bucket_ring_key"][:, :, round_].flatten(2, 3).to(key.dtype), key], dim=2)
         value = torch.cat([state["bucket_ring_value"][:, :, round_].flatten(2, 3).to(value.dtype), value], dim=2)
-    code, order = (bucket * PLACES + place.clamp_min(0)).sort(dim=-1)
-    return _Pool(key, value, place, order, code)
+    code, order = (bucket * MAX_POSITION + position.clamp_min(0)).sort(dim=-1)
+    return _Pool(key, value, position, order, code)
 
 
-def _find(pool: _Pool, bucket: Tensor, place: Tensor, capacity: int, causal: bool) -> _Found:
-    """The keys that queries take from their buckets: bucket, place `[B, G, n]`."""
-    first = torch.searchsorted(pool.code, bucket * PLACES)
-    upto = torch.searchsorted(pool.code, bucket * PLACES + place, right=True)
+def _select(pool: _Pool, bucket: Tensor, position: Tensor, capacity: int, causal: bool) -> _Matches:
+    """Select the keys that queries take from their buckets: bucket, position `[B, G, n]`."""
+    first = torch.searchsorted(pool.code, bucket * MAX_POSITION)
+    end_causal = torch.searchsorted(pool.code, bucket * MAX_POSITION + position, right=True)
     if causal:
-        end = upto
-        low = torch.maximum(first, upto - capacity)
+        end = end_causal
+        low = torch.maximum(first, end_causal - capacity)
     else:
-        end = torch.searchsorted(pool.code, (bucket + 1) * PLACES)
-        low = torch.maximum(first, torch.minimum(upto - (capacity + 1) // 2, end - capacity))
-    chosen = low.unsqueeze(-1) + torch.arange(capacity, device=place.device)
+        end = torch.searchsorted(pool.code, (bucket + 1) * MAX_POSITION)
+        low = torch.maximum(first, torch.minimum(end_causal - (capacity + 1) // 2, end - capacity))
+    chosen = low.unsqueeze(-1) + torch.arange(capacity, device=position.device)
     index = pool.take(pool.order, chosen.clamp(max=pool.order.shape[-1] - 1))
-    return _Found(index, pool.take(pool.place, index), chosen < end.unsqueeze(-1))
+    return _Matches(index, pool.take(pool.position, index), chosen < end.unsqueeze(-1))
 
 
-def find_all(
-    pools: list[_Pool], query: Tensor, place: Tensor, hashing: Hashing, window: int, causal: bool
-) -> list[_Found]:
-    """What every round finds for queries `[B, G, n, d]` at places `[B, G, n]`, each pair outside the band once."""
-    rounds: list[_Found] = []
+def select_keys(
+    pools: list[_Pool], query: Tensor, position: Tensor, hashing: Hashing, window: int, causal: bool
+) -> list[_Matches]:
+    """Select keys in every round for queries `[B, G, n, d]` at positions `[B, G, n]`, each far pair once."""
+    rounds: list[_Matches] = []
     for round_, pool in enumerate(pools):
-        found = _find(pool, hashing.bucket(query, round_), place, hashing.capacity, causal)
-        counts = found.counts & ((place.unsqueeze(-1) - found.place).abs() >= window)
+        matches = _select(pool, hashing.bucket(query, round_), position, hashing.capacity, causal)
+        valid = matches.valid & ((position.unsqueeze(-1) - matches.position).abs() >= window)
         for earlier in rounds:
-            same = (found.place.unsqueeze(-1) == earlier.place.unsqueeze(-2)) & earlier.counts.unsqueeze(-2)
-            counts = counts & ~same.any(dim=-1)
-        rounds.append(_Found(found.token, found.place, counts))
+            same = (matches.position.unsqueeze(-1) == earlier.position.unsqueeze(-2)) & earlier.valid.unsqueeze(-2)
+            valid = valid & ~same.any(dim=-1)
+        rounds.append(matches._replace(valid=valid))
     return rounds
 
 
@@ -135,95 +142,92 @@ def _dot(rows: Tensor, gathered: Tensor) -> Tensor:
 
 
 def _correct(
-    rows: Rows, base: Sums, found: list[_Found], pools: list[_Pool], key_features: FeatureFunction, dtype: torch.dtype
-) -> Sums:
+    rows: QueryRows,
+    base: Accumulator,
+    matches: list[_Matches],
+    pools: list[_Pool],
+    key_features: FeatureFunction,
+    dtype: torch.dtype,
+) -> Accumulator:
     """Replace estimates by exact weights: rows `[B, G, n, …]`, base sums `[B, G, n, …]`."""
     logits, estimates, values = [], [], []
-    for here, pool in zip(found, pools, strict=True):
-        key = pool.take(pool.key, here.token).to(dtype)
+    for match, pool in zip(matches, pools, strict=True):
+        key = pool.take(pool.key, match.index).to(dtype)
         exact = _dot(rows.query[..., :-1], key)
-        logits.append(exact.masked_fill(~here.counts, float("-inf")))
+        logits.append(exact.masked_fill(~match.valid, float("-inf")))
         features = key_features(key.flatten(2, 3), 0)
-        estimate = _dot(rows.features.values, features.values.view(*here.token.shape, -1))
+        estimate = _dot(rows.features.values, features.values.view(*match.index.shape, -1))
         assert features.log_scale is not None
         assert rows.features.log_scale is not None
-        # At most 0 where it counts: the band's scale covers every estimate. The clamp is for the others.
-        gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(here.token.shape)
-        estimates.append((estimate * gap.clamp(max=0.0).exp()).masked_fill(~here.counts, 0.0))
+        # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.
+        gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(match.index.shape)
+        estimates.append((estimate * gap.clamp(max=0.0).exp()).masked_fill(~match.valid, 0.0))
         values.append(
-            with_ones(pool.take(pool.value, here.token).to(dtype).flatten(2, 3)).unflatten(2, here.token.shape[2:])
+            with_ones(pool.take(pool.value, match.index).to(dtype).flatten(2, 3)).unflatten(2, match.index.shape[2:])
         )
     logit, estimate, value = torch.cat(logits, dim=-1), torch.cat(estimates, dim=-1), torch.cat(values, dim=3)
     top = torch.maximum(base.log_scale, logit.detach().amax(dim=-1))
     decay = torch.exp(base.log_scale - top).unsqueeze(-1)
     weights = torch.exp(logit - top.unsqueeze(-1)) - estimate * decay
-    return Sums(base.values * decay + (weights.unsqueeze(-2) @ value).squeeze(-2), top)
+    return Accumulator(base.values * decay + (weights.unsqueeze(-2) @ value).squeeze(-2), top)
 
 
-def add_buckets(
-    base: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    hashing: Hashing,
-    *,
-    window: int,
-    scaling: float,
-    causal: bool,
-    mask: Tensor | None = None,
-    state: State | None = None,
-) -> tuple[Sums, State]:
-    """Exact weights for the pairs found by hashing, on top of the sums `[B, H, L, …]` of a band (see `ops.windowed`).
+def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tuple[Accumulator, State]:
+    """Replace estimates by exact weights for the pairs that hashing selects.
 
-    The maps must carry a log scale. Returns the new sums and the part of the state that belongs to the buckets. Time
-    O(L·rounds·capacity·(m·d + e)) and a sort; gathered keys, values and features are bounded by `GATHER_ELEMENTS`.
+    Time O(L·rounds·capacity·(m·d + e)) and a sort; gathered keys, values and features are bounded by `GATHER_ELEMENTS`.
+
+    Args:
+        base: The accumulator `[B, H, L, …]` of the band (`ops.windowed` or `ops.banded`).
+        call: The call of the band; its feature maps must return a log scale, and its state that of the buckets too.
+        hashing: Directions and capacity of the buckets.
+
+    Returns:
+        The new accumulator, and the part of the state that belongs to the buckets.
     """
-    dtype = compute_dtype(query)
-    batch, heads, length, _ = query.shape
-    groups = key.shape[1]
-    query, key, value = (mask_tokens(x, mask) for x in (query, key, value))
-    places = token_places(mask, batch, length, state, key.device)
+    mask, state, dtype = call.mask, call.state, compute_dtype(call.query)
+    batch, heads, length, _ = call.query.shape
+    groups = call.key.shape[1]
+    query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
+    positions = token_positions(mask, batch, length, state, key.device)
     rounds = range(hashing.directions.shape[0])
-    pools = [make_pool(key, value, places, mask, hashing, round_, state) for round_ in rounds]
-    after = _store(pools, hashing, places, mask, state)
+    pools = [make_pool(key, value, positions, mask, hashing, round_, state) for round_ in rounds]
+    after = _store(pools, hashing, positions, mask, state)
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
     width = len(rounds) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
     values, scales = [base.values[:, :, :0]], [base.log_scale[:, :, :0]]
     for start in range(0, length, max(step, 1)):
         now = slice(start, min(start + max(step, 1), length))
-        made = make_rows(query[:, :, now], query_features, start, groups, scaling, zero_mix)
-        rows = Rows(made.query.flatten(2, 3), made.features._replace(values=made.features.values.flatten(2, 3)))
-        if made.features.log_scale is not None:
-            rows = rows._replace(features=rows.features._replace(log_scale=made.features.log_scale.flatten(2, 3)))
-        place = places[:, None, None, now].expand(made.query.shape[:-1]).flatten(2)
+        grouped = make_query_rows(query[:, :, now], call.query_features, start, groups, call.scaling, zero_mix)
+        features = Features(*(None if x is None else x.flatten(2, 3) for x in grouped.features))
+        rows = QueryRows(grouped.query.flatten(2, 3), features)
+        position = positions[:, None, None, now].expand(grouped.query.shape[:-1]).flatten(2)
         hashed = query[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3)
-        found = find_all(pools, hashed, place, hashing, window, causal)
-        part = Sums(*(held[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3) for held in base))
-        sums = _correct(rows, part, found, pools, key_features, dtype)
-        values.append(sums.values.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-        scales.append(sums.log_scale.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-    return Sums(torch.cat(values, dim=2), torch.cat(scales, dim=2)), after
+        matches = select_keys(pools, hashed, position, hashing, call.window, call.causal)
+        part = Accumulator(*(x[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3) for x in base))
+        corrected = _correct(rows, part, matches, pools, call.key_features, dtype)
+        values.append(corrected.values.unflatten(2, (heads // groups, -1)).flatten(1, 2))
+        scales.append(corrected.log_scale.unflatten(2, (heads // groups, -1)).flatten(1, 2))
+    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), after
 
 
-def _store(pools: list[_Pool], hashing: Hashing, places: Tensor, mask: Tensor | None, state: State | None) -> State:
-    """The last `capacity` keys and values of every bucket."""
+def _store(pools: list[_Pool], hashing: Hashing, positions: Tensor, mask: Tensor | None, state: State | None) -> State:
+    """Return the state: the last `capacity` keys and values of every bucket."""
     keys, values, stored = [], [], []
     batch, groups = pools[0].key.shape[:2]
-    numbers = torch.arange(hashing.buckets + 1, device=places.device) * PLACES
+    numbers = torch.arange(hashing.buckets + 1, device=positions.device) * MAX_POSITION
     for pool in pools:
         borders = torch.searchsorted(pool.code, numbers.expand(batch, groups, -1).contiguous())
-        back = torch.arange(-hashing.capacity, 0, device=places.device)
-        chosen = borders[:, :, 1:].unsqueeze(-1) + back
-        held = chosen >= borders[:, :, :-1].unsqueeze(-1)
+        offsets = torch.arange(-hashing.capacity, 0, device=positions.device)
+        chosen = borders[:, :, 1:].unsqueeze(-1) + offsets
+        valid = chosen >= borders[:, :, :-1].unsqueeze(-1)
         size = pool.order.shape[-1]
         index = pool.take(pool.order, chosen.clamp(0, max(size - 1, 0)))
-        keys.append(pool.take(pool.key, index).masked_fill(~held.unsqueeze(-1), 0.0))
-        values.append(pool.take(pool.value, index).masked_fill(~held.unsqueeze(-1), 0.0))
-        stored.append(pool.take(pool.place, index).masked_fill(~held, -1))
-    new = mask.sum(dim=1) if mask is not None else torch.full((batch,), places.shape[1], device=places.device)
+        keys.append(pool.take(pool.key, index).masked_fill(~valid.unsqueeze(-1), 0.0))
+        values.append(pool.take(pool.value, index).masked_fill(~valid.unsqueeze(-1), 0.0))
+        stored.append(pool.take(pool.position, index).masked_fill(~valid, -1))
+    new = mask.sum(dim=1) if mask is not None else torch.full((batch,), positions.shape[1], device=positions.device)
     return {
         "bucket_ring_key": torch.stack(keys, dim=2),
         "bucket_ring_value": torch.stack(values, dim=2),
@@ -235,17 +239,17 @@ def _store(pools: list[_Pool], hashing: Hashing, places: Tensor, mask: Tensor | 
 def bucket_pairs(
     query: Tensor, key: Tensor, hashing: Hashing, *, window: int, causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """Which pairs the buckets add to the band, `[B, H, L, S]`, for study. O(L·S) memory."""
+    """Return which pairs the buckets add to the band, `[B, H, L, S]`, for analysis. O(L·S) memory."""
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
     dtype = compute_dtype(query)
     query, key = (mask_tokens(x, mask).to(dtype) for x in (query, key))
-    places = token_places(mask, batch, length, None, key.device)
+    positions = token_positions(mask, batch, length, None, key.device)
     rounds = range(hashing.directions.shape[0])
-    pools = [make_pool(key, key, places, mask, hashing, round_, None) for round_ in rounds]
-    place = places[:, None, None, :].expand(batch, groups, heads // groups, length).flatten(2)
+    pools = [make_pool(key, key, positions, mask, hashing, round_, None) for round_ in rounds]
+    position = positions[:, None, None, :].expand(batch, groups, heads // groups, length).flatten(2)
     folded = query.reshape(batch, groups, -1, query.shape[-1])
     pairs = torch.zeros(batch, groups, folded.shape[2], length, dtype=torch.bool, device=key.device)
-    for found in find_all(pools, folded, place, hashing, window, causal):
-        pairs |= torch.zeros_like(pairs, dtype=torch.int8).scatter_add_(3, found.token, found.counts.to(torch.int8)) > 0
+    for match in select_keys(pools, folded, position, hashing, window, causal):
+        pairs |= torch.zeros_like(pairs, dtype=torch.int8).scatter_add_(3, match.index, match.valid.to(torch.int8)) > 0
     return pairs.view(batch, heads, length, length)

@@ -1,4 +1,4 @@
-"""Constants and small helpers shared by the operations."""
+"""Constants, states, features and helpers that all operations share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG2_E = 1 / math.log(2)
 #: Block lengths are multiples of this.
 BLOCK_QUANTUM = 128
 
-#: Where accelerate puts the hook of a module: `pre_forward` brings its tensors, `post_forward` takes them away.
+#: Attribute of a module that holds accelerate's hook: `pre_forward` loads its tensors, `post_forward` offloads them.
 ACCELERATE_HOOK = "_hf_hook"
 
 State = dict[str, Tensor]
@@ -65,16 +65,16 @@ class Features(NamedTuple):
 
 
 FeatureFunction = Callable[[Tensor, int], Features]
-"""Maps a block of queries or keys `[B, H, l, d]` that begins at position `start` of the sequence to its features."""
+"""Maps a block of queries or keys `[B, H, l, d]`, which begins at position `start` of the sequence, to its features."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of features, sums and states: float32, or float64 for float64 inputs."""
+    """Return the dtype of features and states: float32, or float64 for float64 inputs."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def block_length(batch: int, heads: int, width: int, length: int) -> int:
-    """Number of tokens whose features fit into `BLOCK_ELEMENTS`. While compiling, all of them: the compiler fuses."""
+    """Return how many tokens' features fit into `BLOCK_ELEMENTS`; all of them under torch.compile, which fuses."""
     if torch.compiler.is_compiling():
         return max(length, 1)
     tokens = BLOCK_ELEMENTS // max(batch * heads * width, 1)
@@ -82,48 +82,53 @@ def block_length(batch: int, heads: int, width: int, length: int) -> int:
 
 
 class OutputBlocks:
-    """Collects an output `[B, H, L, e]` block by block: written in place where no gradient is recorded.
+    """Collects an output `[B, H, L, e]` block by block, written in place where no gradient is recorded.
 
-    In memory it then lies as `[B, L, H, e]`, the order in which a model goes on with it.
+    Its memory layout is then `[B, L, H, e]`, the order in which a model uses it.
     """
 
     def __init__(self, batch: int, heads: int, length: int, width: int, like: Tensor) -> None:
-        self.parts: list[Tensor] = []
-        self.whole: Tensor | None = None
+        self.blocks: list[Tensor] = []
+        self.buffer: Tensor | None = None
         self.filled = 0
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.whole = like.new_empty(batch, length, heads, width).transpose(1, 2)
+            self.buffer = like.new_empty(batch, length, heads, width).transpose(1, 2)
         self.empty = like.new_empty(batch, heads, 0, width)
 
     def add(self, block: Tensor) -> None:
-        if self.whole is None:
-            self.parts.append(block.to(self.empty.dtype))
+        """Append the output `[B, H, l, e]` of the next l tokens."""
+        if self.buffer is None:
+            self.blocks.append(block.to(self.empty.dtype))
             return
-        self.whole[:, :, self.filled : self.filled + block.shape[2]] = block
+        self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
         self.filled += block.shape[2]
 
     def add_quotient(self, numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> None:
-        """`add(divide(numerator, denominator))` in one pass where that can be; numerator `[B, H, l, e]`."""
-        if self.whole is None or signed or self.whole.dtype != numerator.dtype:
+        """Append `divide(numerator, denominator)`, in one pass where possible; numerator `[B, H, l, e]`."""
+        if self.buffer is None or signed or self.buffer.dtype != numerator.dtype:
             return self.add(divide(numerator, denominator, signed=signed))
-        room = self.whole[:, :, self.filled : self.filled + numerator.shape[2]]
-        torch.div(numerator, denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1), out=room)
+        target = self.buffer[:, :, self.filled : self.filled + numerator.shape[2]]
+        torch.div(numerator, denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1), out=target)
         self.filled += numerator.shape[2]
         return None
 
-    def joined(self) -> Tensor:
-        if self.whole is not None:
-            return self.whole
-        if len(self.parts) == 1:
-            return self.parts[0]
-        return torch.cat(self.parts, dim=2) if self.parts else self.empty
+    def result(self) -> Tensor:
+        """Return all blocks as one tensor."""
+        return self.buffer if self.buffer is not None else concatenate(self.blocks, self.empty)
+
+
+def concatenate(blocks: list[Tensor], empty: Tensor) -> Tensor:
+    """Join blocks `[B, H, l, e]` along the sequence; one block is returned as it is, and `empty` for none."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat(blocks, dim=2) if blocks else empty
 
 
 def exponential(x: Tensor) -> Tensor:
-    """e^x. May overwrite x, which must be the caller's own.
+    """Compute e^x. It may overwrite x, to which no one else may hold a reference.
 
-    Without a gradient a CPU takes 2^(x log₂ e), in torch three times as fast as its e^x. The relative error grows by
-    |x| roundings, and so stays below one rounding of 1 for negative x.
+    Without a gradient a CPU computes 2^(x log₂ e), which is three times as fast in torch as e^x. The relative error
+    grows by |x| roundings, and so stays below one rounding of 1 for negative x.
     """
     recorded = torch.is_grad_enabled() and x.requires_grad
     if recorded or x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -132,7 +137,10 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tensor:
-    """Write `value` at masked tokens of `[B, H, L, …]`. A select, not a product: NaN in padding does not spread."""
+    """Write `value` at masked tokens of `[B, H, L, …]`; mask `[B | 1, L]`, True for tokens.
+
+    This is a selection and not a product, so that NaN in padding does not spread.
+    """
     if mask is None:
         return tensor
     shape = (mask.shape[0], 1, mask.shape[1]) + (1,) * (tensor.dim() - 3)
@@ -145,7 +153,7 @@ def finite_or_zero(log_scale: Tensor) -> Tensor:
 
 
 def divide(numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> Tensor:
-    """`numerator / denominator[..., None]` with the floor `DENOMINATOR_EPS`, or `SIGNED_NORMALISER_EPS` if `signed`."""
+    """Divide `[…, e]` by `[…]` with the floor `DENOMINATOR_EPS`, or guarded by `SIGNED_NORMALISER_EPS` if `signed`."""
     if signed:
         inverse = denominator / denominator.square().clamp_min(SIGNED_NORMALISER_EPS**2)
         return numerator * inverse.unsqueeze(-1)
@@ -153,6 +161,6 @@ def divide(numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> T
 
 
 def group_heads(tensor: Tensor, groups: int) -> Tensor:
-    """`[B, H, L, m] -> [B, G, R, L, m]` with `H = G·R`: the R query heads that share a key-value head."""
+    """View `[B, H, L, m]` as `[B, G, R, L, m]` with `H = G·R`: the R query heads that share a key-value head."""
     batch, heads, length, width = tensor.shape
     return tensor.view(batch, groups, heads // groups, length, width)

@@ -4,7 +4,7 @@
 
 Every feature has a normaliser of its own, which in the causal form grows from token to token. Shapes: `B` batch, `H`
 query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value size. q and k arrive
-scaled. All sums are kept in float32 (float64 for float64 inputs).
+scaled. All sums are float32 (float64 for float64 inputs).
 
 The state holds, with c the running maximum of each feature over the keys so far:
     `kv`        `[B, G, d, e]`   Σ_j exp(k_j - c) v_jᵀ
@@ -23,13 +23,14 @@ from .common import (
     State,
     block_length,
     compute_dtype,
+    concatenate,
     finite_or_zero,
     group_heads,
     mask_tokens,
 )
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
-#: explicit for every pair of tokens and feature, since a maximum of the whole chunk would look ahead.
+#: explicit for every pair of tokens and feature, because the maximum of a chunk would depend on later tokens.
 CHUNK = 128
 PIECE = 8
 
@@ -50,9 +51,9 @@ def _no_keys(batch: int, groups: int, width: int, value: Tensor, dtype: torch.dt
 
 
 def _add_keys(state: State, logits: Tensor, value: Tensor) -> State:
-    """Add keys `[B, G, l, d]` (masked: `-inf`) and values `[B, G, l, e]` (masked: 0) to the sums.
+    """Add keys `[B, G, l, d]` (masked: `-inf`) and values `[B, G, l, e]` (masked: 0) to the state.
 
-    The sums divided by each other do not depend on c, so no gradient flows through it.
+    The ratio of the sums does not depend on c, so no gradient flows through it.
     """
     top = torch.maximum(logits.detach().amax(dim=2), state["log_scale"])
     base = finite_or_zero(top)
@@ -66,9 +67,17 @@ def _add_keys(state: State, logits: Tensor, value: Tensor) -> State:
 
 
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
-    """query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]` -> `[B, H, L, e]`.
+    """Compute the bidirectional form. Time O((L + S)·d·e); temporaries O(block·d).
 
-    Time O((L + S)·d·e); temporaries O(block·d).
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, S, d]`.
+        value: `[B, G, S, e]`.
+        scale: Factor of queries and keys.
+        mask: `[B, S]`, True for tokens.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`.
     """
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
@@ -87,9 +96,7 @@ def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, ma
         features = torch.softmax(query[:, :, start : start + step].to(dtype) * scale, dim=-1)
         folded = features.reshape(batch, groups, -1, width)
         outputs.append((folded @ table).view(batch, heads, features.shape[2], -1).to(value.dtype))
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1]))
 
 
 def causal(
@@ -101,9 +108,12 @@ def causal(
     mask: Tensor | None = None,
     state: State | None = None,
 ) -> tuple[Tensor, State]:
-    """The same with sums over `j <= i`, continued from `state`; the output and the state after the last token.
+    """Compute the same with sums over `j <= i`, continued from `state`.
 
     Time O(L·d·(PIECE + e)); temporaries O(CHUNK·PIECE·d + CHUNK/PIECE·d·e) per head. One token: O(d·e).
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
@@ -118,9 +128,7 @@ def causal(
         values = mask_tokens(value[:, :, chunk].to(dtype), part)
         out, state = _causal_chunk(group_heads(features, groups), logits, values, state)
         outputs.append(out.reshape(batch, heads, -1, value.shape[-1]).to(value.dtype))
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1]), state
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1])), state
 
 
 def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State) -> tuple[Tensor, State]:
@@ -132,32 +140,32 @@ def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State)
     length = logits.shape[2]
     size = min(PIECE, length)
     count = -(-length // size)
-    spare = count * size - length
-    logits = functional.pad(logits, (0, 0, 0, spare), value=float("-inf")).unflatten(2, (count, size))
-    value = functional.pad(value, (0, 0, 0, spare)).unflatten(2, (count, size))
-    features = functional.pad(features, (0, 0, 0, spare)).unflatten(3, (count, size))
+    padding = count * size - length
+    logits = functional.pad(logits, (0, 0, 0, padding), value=float("-inf")).unflatten(2, (count, size))
+    value = functional.pad(value, (0, 0, 0, padding)).unflatten(2, (count, size))
+    features = functional.pad(features, (0, 0, 0, padding)).unflatten(3, (count, size))
 
     carried = state["log_scale"].unsqueeze(2)  # [B, G, 1, d]
     running = logits.detach().flatten(2, 3).cummax(dim=2).values
     running = torch.maximum(running, carried).unflatten(2, (count, size))
     rows = finite_or_zero(running)
-    sums, tops = _piece_sums(logits, value, running[:, :, :, -1], state)
+    prefix, tops = _piece_states(logits, value, running[:, :, :, -1], state)
 
     order = torch.arange(size, device=logits.device)
     later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [t, s, 1]
     inside = (logits.unsqueeze(3) - rows.unsqueeze(4)).masked_fill(later, float("-inf")).exp()  # [B, G, N, t, s, d]
     past = torch.exp(tops[:, :, :-1, None] - rows)  # [B, G, N, t, d]
-    total = inside.sum(dim=4) + past * sums["k_sum"][:, :, :-1, None]
+    total = inside.sum(dim=4) + past * prefix["k_sum"][:, :, :-1, None]
     shares = features / total.clamp_min(DENOMINATOR_EPS).unsqueeze(2)  # [B, G, R, N, t, d]
     weights = torch.einsum("bgrntd,bgntsd->bgrnts", shares, inside)
-    out = weights @ value.unsqueeze(2) + (shares * past.unsqueeze(2)) @ sums["kv"][:, :, None, :-1]
-    last = {"kv": sums["kv"][:, :, -1], "k_sum": sums["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
-    after = {name: held.clone() for name, held in last.items()}  # a view would keep those of all pieces
+    out = weights @ value.unsqueeze(2) + (shares * past.unsqueeze(2)) @ prefix["kv"][:, :, None, :-1]
+    last = {"kv": prefix["kv"][:, :, -1], "k_sum": prefix["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
+    after = {name: tensor.clone() for name, tensor in last.items()}  # a view would retain the states of all pieces
     return out.flatten(3, 4)[:, :, :, :length], after
 
 
-def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, state: State) -> tuple[State, Tensor]:
-    """Sums over all keys up to the end of each of N pieces, from the carried ones on.
+def _piece_states(logits: Tensor, value: Tensor, ends: Tensor, state: State) -> tuple[State, Tensor]:
+    """Compute the states after each of N pieces, continued from `state`.
 
     logits `[B, G, N, t, d]`, value `[B, G, N, t, e]`, ends `[B, G, N, d]` (the maximum up to each piece's end) ->
     `kv [B, G, N + 1, d, e]`, `k_sum [B, G, N + 1, d]` and the maxima `[B, G, N + 1, d]` that they are relative to.
@@ -177,7 +185,7 @@ def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, state: State) -> tu
 
 
 def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) -> Tensor:
-    """Explicit weights `[B, H, L, S]`; allowed `[B | 1, H | 1, L, S]`. O(L·S·d) time, O(L·S) memory: for study."""
+    """Compute explicit weights `[B, H, L, S]`, for analysis; allowed `[B | 1, H | 1, L, S]`. O(L·S·d) time."""
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     keys = key.shape[2]
@@ -187,9 +195,9 @@ def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) 
     blocks = []
     for start in range(0, length, step):
         rows = slice(start, start + step)
-        seen = logits.masked_fill(~allowed[:, :, rows].unsqueeze(-1), float("-inf"))  # [B, H, r, S, d]
+        visible = logits.masked_fill(~allowed[:, :, rows].unsqueeze(-1), float("-inf"))  # [B, H, r, S, d]
         if keys:
-            seen = (seen - finite_or_zero(seen.detach().amax(dim=3, keepdim=True))).exp()
-        shares = features[:, :, rows] / seen.sum(dim=3).clamp_min(DENOMINATOR_EPS)
-        blocks.append((seen @ shares.unsqueeze(-1)).squeeze(-1))
-    return torch.cat(blocks, dim=2) if blocks else features.new_zeros(batch, heads, 0, keys)
+            visible = (visible - finite_or_zero(visible.detach().amax(dim=3, keepdim=True))).exp()
+        shares = features[:, :, rows] / visible.sum(dim=3).clamp_min(DENOMINATOR_EPS)
+        blocks.append((visible @ shares.unsqueeze(-1)).squeeze(-1))
+    return concatenate(blocks, features.new_zeros(batch, heads, 0, keys))

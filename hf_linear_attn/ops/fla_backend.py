@@ -1,7 +1,7 @@
 """flash-linear-attention (package `flash-linear-attention`, import name `fla`) as an optional backend on CUDA.
 
-It is given the features and the sums stay its own: any feature map will do that leaves no log scale. It stands behind
-`torch` in the order of `auto`, so that it is used by name only: its speed here was not measured.
+The package receives the features and computes the sums: any feature map without a log scale is supported. The backend
+stands behind `torch` in the order of `auto`, so that it is used by name only: its speed here was not measured.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from .common import Features, State, divide, mask_tokens
 from .fused import AttentionCall, KernelizedCall
 from .kernelized import masked_key_features
 
-#: The value's columns are filled up to a multiple of this: one more holds ones, whose sums are the normaliser.
+#: The columns of the value and one of ones, whose sums are the normaliser, are padded to a multiple of this.
 COLUMN_QUANTUM = 16
-
 
 #: The type of device that its kernels run on.
 DEVICE = "cuda"
@@ -28,14 +27,16 @@ DEVICE = "cuda"
 
 @functools.cache
 def installed() -> bool:
+    """Return whether flash-linear-attention is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
 class FlaBackend:
     """`o = (Σ φ(q)·φ(k) [v, 1])`, divided by its last column: `chunk_linear_attn` without its own normaliser.
 
-    bfloat16, causal, whole sequences. Its own normaliser sums keys in the inputs' dtype and adds 1e-10: another
-    function. float32 inputs would pass through products of 10 bits, and sums of float16 overflow: those are refused.
+    It supports bfloat16, causal, whole sequences. The normaliser of the package sums keys in the inputs' dtype and adds
+    1e-10, which is another function. float32 inputs would pass through products of 10 bits, and float16 sums overflow:
+    both are refused.
     Masked keys have zero features. Features are rounded to bfloat16, and so are its states between chunks. Extra
     memory: the features, `B·H·L·m` numbers, and one copy of key and value for every query head of a group.
     """
@@ -48,13 +49,13 @@ class FlaBackend:
         if call.query.device.type != DEVICE:
             return f"the tensors are on {call.query.device.type}"
         if not isinstance(call, KernelizedCall) or not call.causal:
-            return "it serves causal attention without a window or decays only"
+            return "it supports only causal attention without a window or decays"
         if any(tensor.dtype != torch.bfloat16 for tensor in (call.query, call.key, call.value)):
             return f"the dtype is {call.query.dtype}, and it is exact enough for bfloat16 inputs only"
         if call.signed:
             return "the feature map is signed"
         if call.state is not None or call.return_state:
-            return "it carries no state of ours"
+            return "it supports no recurrent state"
         if not call.query.shape[2]:
             return "there are no tokens"
         if _scaled(call):
@@ -75,7 +76,7 @@ class FlaBackend:
 
 
 def _scaled(call: KernelizedCall) -> bool:
-    """Whether the map leaves a log scale: from its formula, else from one token."""
+    """Return whether the features have a log scale: by the formula, else by the features of one token."""
     if call.fused is not None:
         return call.fused[1].scaled
     with torch.no_grad():
@@ -83,13 +84,13 @@ def _scaled(call: KernelizedCall) -> bool:
 
 
 def arguments(call: KernelizedCall) -> tuple[Any, Any, Any]:
-    """φ(q), φ(k) `[B, L, H, m]` and `[v, 1, 0 …]` `[B, L, H, e']`, in the dtype of value, masked keys zero."""
+    """Return φ(q), φ(k) `[B, L, H, m]` and `[v, 1, 0 …]` `[B, L, H, e']`, in the dtype of value, masked keys zero."""
     dtype, repeats = call.value.dtype, call.query.shape[1] // call.key.shape[1]
     queries: Features = call.query_features(call.query.float(), 0)
     keys = masked_key_features(call.key_features, call.key, 0, call.mask, torch.float32)
     width = call.value.shape[3]
     value = functional.pad(mask_tokens(call.value, call.mask), (0, 1), value=1.0)
     value = functional.pad(value, (0, -(width + 1) % COLUMN_QUANTUM))
-    made = (queries.values, *(held.repeat_interleave(repeats, dim=1) for held in (keys.values, value)))
-    query, key, value = (held.to(dtype).transpose(1, 2).contiguous() for held in made)
+    tensors = (queries.values, *(x.repeat_interleave(repeats, dim=1) for x in (keys.values, value)))
+    query, key, value = (x.to(dtype).transpose(1, 2).contiguous() for x in tensors)
     return query, key, value

@@ -1,4 +1,4 @@
-"""What a fused backend is told: the feature maps by formula instead of by function, and one call of the attention."""
+"""One call of attention as every backend receives it, with the feature maps both as functions and as formulas."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from .common import FeatureFunction, State
-from .gated import GatedKeyFunction
 
 Activation = Literal[
     "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
 ]
 
-#: How many features each number before the activation becomes.
+#: Number of features that the activation makes of each number.
 PARTS: dict[str, int] = {
     "elu": 1,
     "relu": 1,
@@ -27,12 +26,12 @@ PARTS: dict[str, int] = {
     "rotated-relu": 2,
 }
 
-#: Activations that leave a log scale.
+#: Activations whose features come with a log scale.
 SCALED = frozenset({"exp-pair", "positive", "positive-pair"})
 
 
 class FusedMap(NamedTuple):
-    """One side of a feature map, as a formula: `y = s x W + c_b b` (or `s x` without W), then an activation.
+    """The feature map of queries or of keys as a formula: `y = s x W + c_b b` (`s x` without W), then an activation.
 
         elu             elu_α(y) + 1
         relu            relu(y) + ε
@@ -43,7 +42,8 @@ class FusedMap(NamedTuple):
         positive-pair   c [exp(y), exp(-y)] exp(-‖s x‖²/2)
         rotated-relu     (relu(y) + ε) [cos θ, sin θ], θ the token's angle
 
-    weight `[heads | 1, d, f]`, bias `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
+    s is `in_scale`, c_b `bias_scale`, α `alpha`, ε `epsilon` and c `factor`; weight W `[heads | 1, d, f]`, bias b
+    `[heads | 1, f]`, cosine and sine `[B | 1, L]`. Gradients flow to weight and bias.
     """
 
     activation: Activation
@@ -58,10 +58,11 @@ class FusedMap(NamedTuple):
     sine: Tensor | None = None
 
     def width(self, head_dim: int) -> int:
-        """f, the numbers before the activation."""
+        """Return f, the width before the activation."""
         return head_dim if self.weight is None else self.weight.shape[-1]
 
     def num_features(self, head_dim: int) -> int:
+        """Return the number of features of each token."""
         return PARTS[self.activation] * self.width(head_dim)
 
     @property
@@ -73,10 +74,34 @@ class FusedMap(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias))
 
 
-class KernelizedCall(NamedTuple):
-    """One call of kernelized attention: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]`.
+class GatedKeys(NamedTuple):
+    """Features of keys `[B, G, L, m]`, their log decay `[B, G, L, 1 | m]`, and their log scale `[B, G, L]` or None."""
 
-    The maps come twice: as functions, for any backend, and as formulas (None where there are none).
+    values: Tensor
+    log_decay: Tensor
+    log_scale: Tensor | None = None
+
+
+GatedKeyFunction = Callable[[Tensor, int], GatedKeys]
+"""Maps a block of keys `[B, G, l, d]`, which begins at position `start`, to features, decays and scales."""
+
+
+class KernelizedCall(NamedTuple):
+    """One call of kernelized attention (`ops.kernelized`).
+
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, S, d]`, with `H = G·R`.
+        value: `[B, G, S, e]`.
+        query_features: The map of queries as a function.
+        key_features: The map of keys as a function.
+        fused: Both maps as formulas; None for maps without a formula.
+        num_features: m.
+        causal: Whether query i sees keys j <= i only (then L = S).
+        signed: Whether features can be negative; the normaliser is guarded then.
+        mask: `[B | 1, S]`, True for tokens; None without padding.
+        state: The state before these tokens (causal form).
+        return_state: Whether the state after the last token is needed.
     """
 
     query: Tensor
@@ -93,44 +118,46 @@ class KernelizedCall(NamedTuple):
     return_state: bool = False
 
     def needs_grad(self) -> bool:
+        """Return whether a gradient is recorded for an input, the state or a map."""
         return _needs_grad(self)
 
 
 class StepMix(NamedTuple):
-    """Log mixing weights of a decoding step: as a function, `[B, H, 1]`, and as a formula,
+    """Log mixing weights of a decoding step: as a function that computes `[B, H, 1]`, and as a formula,
 
         g = b + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w, 0) / N)
 
-    base b `[H]`, weight u `[H, d]`, seen n `[B]` tokens before this one; saturation N (None: without the last term).
+    base b `[H]`, weight u `[H, d]`, num_tokens n `[B]` before this one; saturation N (None: without the last term).
     """
 
-    rows: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
     base: Tensor
     weight: Tensor
     bound: float
     saturation: int | None
-    seen: Tensor | None
+    num_tokens: Tensor | None
 
 
 class QueryMix(NamedTuple):
-    """Log mixing weights of whole sequences: as a function, `[B | 1, H, L | 1]`, and as a formula,
+    """Log mixing weights of whole sequences: as a function that computes `[B | 1, H, L | 1]`, and as a formula,
 
-        g = r + clip(√τ u·q, ±bound)
+        g = base + clip(√τ u·q, ±bound)
 
-    rest r `[B | 1, H, L | 1]`, weight u `[H, d]`.
+    base `[B | 1, H, L | 1]`, weight u `[H, d]`.
     """
 
-    rows: Callable[[], Tensor]
-    rest: Tensor
+    compute: Callable[[], Tensor]
+    base: Tensor
     weight: Tensor
     bound: float
 
 
 class WindowedCall(NamedTuple):
-    """One call of the hybrid: exact weights at distances below `window`, kernelized ones beyond (`ops.windowed`).
+    """One call of windowed attention: exact weights at distances below `window`, kernelized ones beyond
+    (`ops.windowed`).
 
-    As `KernelizedCall`; log_mix `[H]` or row by row `[B | 1, H, L | 1]`, scaling is τ. Without gradients `log_mix` may
-    be a formula: a `StepMix` for a step, a `QueryMix` for sequences.
+    The fields are those of `KernelizedCall`; `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`.
+    Without gradients `log_mix` may be a formula: a `StepMix` for a step, a `QueryMix` for sequences.
     """
 
     query: Tensor
@@ -148,18 +175,20 @@ class WindowedCall(NamedTuple):
     state: State | None = None
     return_state: bool = False
 
-    def mix_rows(self) -> Tensor:
-        """The log mixing weights as a tensor."""
-        return self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.rows()
+    def log_mixing_weights(self) -> Tensor:
+        """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""
+        log_mix = self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.compute()
+        return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
 
     def needs_grad(self) -> bool:
+        """Return whether a gradient is recorded for an input, the state, a map or the mixing weights."""
         return _needs_grad(self, *((self.log_mix,) if isinstance(self.log_mix, Tensor) else ()))
 
 
 class GatedCall(NamedTuple):
-    """One call of the causal form that forgets (`ops.gated`): shapes as in `KernelizedCall`.
+    """One call of causal attention with a decaying state (`ops.gated`); the fields are those of `KernelizedCall`.
 
-    It has no formula: keys come with their decays from `key_gates`, one a feature or one a head.
+    There is no formula: keys come with their decays from `key_gates`, one per feature or one per head.
     """
 
     query: Tensor
@@ -177,6 +206,7 @@ class GatedCall(NamedTuple):
     fused: None = None
 
     def needs_grad(self) -> bool:
+        """Return whether a gradient is recorded for an input or the state."""
         return _needs_grad(self)
 
 
@@ -186,5 +216,5 @@ AttentionCall = KernelizedCall | WindowedCall | GatedCall
 def _needs_grad(call: AttentionCall, *more: Tensor) -> bool:
     if not torch.is_grad_enabled():
         return False
-    given = (call.query, call.key, call.value, *more, *(call.state or {}).values())
-    return any(tensor.requires_grad for tensor in given) or any(side.requires_grad for side in call.fused or ())
+    tensors = (call.query, call.key, call.value, *more, *(call.state or {}).values())
+    return any(tensor.requires_grad for tensor in tensors) or any(fused.requires_grad for fused in call.fused or ())

@@ -9,8 +9,8 @@ for the sums G of log α within the chunk, S_0 the state before it,
     O = exp(G) Q S_0 + tril(Q Kᵀ ⊙ exp(G_i - G_j)) U    S_C = exp(G_C) S_0 + Σ_j exp(G_C - G_j) k_j u_jᵀ
 
 No exponent is above 0, for any decay. Values carry a column of ones: it gives each query the total weight D of its
-values. D can come near zero, or cross it, where corrections overshoot. What D would be if all keys were the query,
-`c_t = α_t (1 - β_t) c_{t-1} + β_t`, says what is near: `1/D` becomes `D / max(D², (ε c)²)`.
+values. D can come near zero, or cross it, where corrections overshoot. It is guarded relative to c, the value of D if
+all keys were the query, `c_t = α_t (1 - β_t) c_{t-1} + β_t`: `1/D` becomes `D / max(D², (ε c)²)`.
 
 Shapes as in `ops.kernelized`; padding neither decays nor writes. State: `kv [B, G, m, e]`, `k_sum [B, G, m]`, and
 `level [B, G]` (c).
@@ -33,7 +33,7 @@ CHUNK = 64
 #: ε of the normaliser, as a share of c.
 NORMALISER_EPS = 0.1
 
-#: Smallest square of ε c: a query that sees nothing gets zeros.
+#: Smallest square of ε c: a query that sees no key gets zeros.
 SMALLEST = 1e-30
 
 
@@ -60,17 +60,28 @@ def delta_causal(
     mask: Tensor | None = None,
     state: State | None = None,
 ) -> tuple[Tensor, State | None]:
-    """Output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
+    """Compute the gated delta rule, continued from `state`. Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
 
-    Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, L, d]`.
+        value: `[B, G, L, e]`.
+        query_features: The feature map of queries.
+        delta_keys: Unit keys, log α and β of a block of keys.
+        num_features: m.
+        mask: `[B, L]`, True for tokens.
+        state: The state before these tokens.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
     step = block_length(batch, heads, max(num_features, value.shape[-1], CHUNK), length)
-    held, level = None, None
+    kv, level = None, None
     if state is not None:
-        held, level = torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state["level"]
+        kv, level = torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state["level"]
     outputs = []
     for start in range(0, length, step):
         now = slice(start, min(start + step, length))
@@ -78,72 +89,73 @@ def delta_causal(
         rows = group_heads(query_features(mask_tokens(query[:, :, now].to(dtype), part), start).values, groups)
         keys = masked_delta_keys(delta_keys(mask_tokens(key[:, :, now].to(dtype), part), start), part)
         values = functional.pad(mask_tokens(value[:, :, now].to(dtype), part), (0, 1), value=1.0)
-        if held is None or level is None:
-            held = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
+        if kv is None or level is None:
+            kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
             level = values.new_zeros(batch, groups)
         for low in range(0, values.shape[2], CHUNK):
             size = slice(low, min(low + CHUNK, values.shape[2]))
             chunk = DeltaKeys(*(tensor[:, :, size] for tensor in keys))
-            out, held = _chunk(rows[:, :, :, size], chunk, values[:, :, size], held)
+            out, kv = _chunk(rows[:, :, :, size], chunk, values[:, :, size], kv)
             levels = _levels(chunk, level)
             level = levels[..., -1]
             outputs.append(normalise(out, levels).flatten(1, 2).to(value.dtype))
-    if held is None or level is None or not outputs:
+    if kv is None or level is None or not outputs:
         return value.new_zeros(batch, heads, 0, value.shape[-1]), state
-    return torch.cat(outputs, dim=2), {"kv": held[..., :-1], "k_sum": held[..., -1], "level": level}
+    return torch.cat(outputs, dim=2), {"kv": kv[..., :-1], "k_sum": kv[..., -1], "level": level}
 
 
 def masked_delta_keys(keys: DeltaKeys, mask: Tensor | None) -> DeltaKeys:
+    """Set keys, log decays and rates to zero at padding; mask `[B, L]`."""
     return DeltaKeys(*(mask_tokens(tensor, mask) for tensor in keys))
 
 
-def normalise(sums: Tensor, levels: Tensor) -> Tensor:
-    """`Σ w [v, 1]` `[B, G, R, n, e + 1]` to the weighted mean of v, levels `[B, G, n]`."""
-    total, least = sums[..., -1:], (NORMALISER_EPS * levels).square()[:, :, None, :, None]
-    return sums[..., :-1] * (total / torch.maximum(total.square(), least).clamp_min(SMALLEST))
+def normalise(numerator: Tensor, levels: Tensor) -> Tensor:
+    """Turn `Σ w [v, 1]` `[B, G, R, n, e + 1]` into the weighted mean of v; levels c `[B, G, n]`."""
+    total, floor = numerator[..., -1:], (NORMALISER_EPS * levels).square()[:, :, None, :, None]
+    return numerator[..., :-1] * (total / torch.maximum(total.square(), floor).clamp_min(SMALLEST))
 
 
 def _levels(keys: DeltaKeys, before: Tensor | None) -> Tensor:
-    """`c` of each token `[B, G, n]`, continued from `before [B, G]`."""
-    # β = 1 forgets all before it: a share of ε stays, since differences of infinite logarithms would be NaN.
-    kept = (1 - keys.rate).clamp_min(torch.finfo(keys.rate.dtype).eps)
-    total = (keys.log_decay + kept.log()).cumsum(dim=-1)
+    """Return `c` of each token `[B, G, n]`, continued from `before [B, G]`."""
+    # A rate of 1 would erase everything before it: a share of ε remains, as infinite logarithms would differ by NaN.
+    remaining = (1 - keys.rate).clamp_min(torch.finfo(keys.rate.dtype).eps)
+    total = (keys.log_decay + remaining.log()).cumsum(dim=-1)
     levels = (_decays(total) @ keys.rate.unsqueeze(-1)).squeeze(-1)
     return levels if before is None else levels + total.exp() * before.unsqueeze(-1)
 
 
 def _decays(total: Tensor) -> Tensor:
-    """`exp(G_i - G_j)` for j <= i and 0 above the diagonal: `[B, G, n] -> [B, G, n, n]`."""
+    """Return `exp(G_i - G_j)` for j <= i and 0 above the diagonal: `[B, G, n] -> [B, G, n, n]`."""
     return (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp().tril()
 
 
 def _system(keys: DeltaKeys, decays: Tensor) -> Tensor:
-    """`I + A`; the solver takes its diagonal for ones."""
+    """Return A; the solver adds the ones of the diagonal of `I + A`."""
     return (keys.values @ keys.values.transpose(-1, -2) * decays * keys.rate.unsqueeze(-1)).tril(-1)
 
 
 def _chunk(rows: Tensor, keys: DeltaKeys, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """rows `[B, G, R, n, m]`, keys and values `[B, G, n, …]`, state `[B, G, m, e + 1]`."""
     total = keys.log_decay.cumsum(dim=-1)
-    decays, kept = _decays(total), total.exp().unsqueeze(-1)
-    expected = kept * (keys.values @ state)
+    decays, decay = _decays(total), total.exp().unsqueeze(-1)
+    expected = decay * (keys.values @ state)
     target = keys.rate.unsqueeze(-1) * (value - expected)
     writes = torch.linalg.solve_triangular(_system(keys, decays), target, upper=False, unitriangular=True)
-    seen = (rows @ keys.values.unsqueeze(2).transpose(-1, -2)) * decays.unsqueeze(2)
-    out = (rows * kept.unsqueeze(2)) @ state.unsqueeze(2) + seen @ writes.unsqueeze(2)
-    late = (total[..., -1:] - total).exp().unsqueeze(-1)
-    return out, kept[..., -1:, :] * state + (keys.values * late).transpose(-1, -2) @ writes
+    weights = (rows @ keys.values.unsqueeze(2).transpose(-1, -2)) * decays.unsqueeze(2)
+    out = (rows * decay.unsqueeze(2)) @ state.unsqueeze(2) + weights @ writes.unsqueeze(2)
+    remaining = (total[..., -1:] - total).exp().unsqueeze(-1)
+    return out, decay[..., -1:, :] * state + (keys.values * remaining).transpose(-1, -2) @ writes
 
 
 def dense_delta_weights(query: Tensor, keys: DeltaKeys) -> Tensor:
-    """Implied normalised weights `[B, H, L, L]`, negative ones included, for study: the same as one chunk of L tokens.
+    """Compute the implied normalised weights `[B, H, L, L]`, which can be negative, for analysis, as one chunk.
 
-    query features `[B, H, L, m]`, masked keys. O(L³) time, O(L²) memory.
+    query features `[B, H, L, m]`; keys by `masked_delta_keys`. O(L³) time, O(L²) memory.
     """
     rows = group_heads(query, keys.values.shape[1])
     decays = _decays(keys.log_decay.cumsum(dim=-1))
     target = torch.diag_embed(keys.rate)
     writes = torch.linalg.solve_triangular(_system(keys, decays), target, upper=False, unitriangular=True)
     weights = ((rows @ keys.values.unsqueeze(2).transpose(-1, -2)) * decays.unsqueeze(2)) @ writes.unsqueeze(2)
-    sums = weights.sum(dim=-1, keepdim=True)
-    return normalise(torch.cat([weights, sums], dim=-1), _levels(keys, None)).flatten(1, 2)
+    totals = weights.sum(dim=-1, keepdim=True)
+    return normalise(torch.cat([weights, totals], dim=-1), _levels(keys, None)).flatten(1, 2)

@@ -17,7 +17,7 @@ from .common import State, compute_dtype, mask_tokens
 
 
 def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`[slots, length]`: row r averages the r-th of `slots` equal segments of the sequence. Rows sum to 1.
+    """Return `[slots, length]`, whose row r averages the r-th of `slots` equal segments of the sequence. Rows sum to 1.
 
     Where a segment's border falls inside a token, the token is shared in proportion.
     """
@@ -28,21 +28,21 @@ def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -
 
 
 def token_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of each real token among the real tokens of its row `[B, S]`, and their number `[B]`."""
+    """Return the position of each real token among the real tokens of its row `[B, S]`, and their number `[B]`."""
     return mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
 
 
 def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-    """Columns of `projection [h, k, n]` for tokens at `positions [B, S]` of rows with `lengths [B]`: `[B, h, k, S]`.
+    """Compute columns of `projection [h, k, n]` for tokens at `positions [B, S]` of `lengths [B]`: `[B, h, k, S]`.
 
     Column p of a row of length l is the integral of the (piecewise constant) projection over the token's share
-    `[p·n/l, (p+1)·n/l)` of the n positions. Row sums are kept, every slot meets the sequence at any length, and for
-    l = n the columns are those of `projection`.
+    `[p·n/l, (p+1)·n/l)` of the n positions. Row sums are preserved, every slot meets the sequence at any length, and
+    for l = n the columns are those of `projection`.
     """
     n = projection.shape[-1]
     total = torch.nn.functional.pad(projection.cumsum(dim=-1), (1, 0))  # [h, k, n + 1]
     share = n / lengths.clamp_min(1).to(projection.dtype).unsqueeze(-1)  # [B, 1]
-    places = positions.clamp_min(0).to(projection.dtype)
+    positions = positions.clamp_min(0).to(projection.dtype)
 
     def integral(at: Tensor) -> Tensor:  # [B, S] -> [h, k, B, S]
         at = at.clamp(0, n)
@@ -50,18 +50,18 @@ def resample_projection(projection: Tensor, positions: Tensor, lengths: Tensor) 
         left, right = total[..., low.long()], total[..., low.long() + 1]
         return left + (right - left) * (at - low)
 
-    return (integral((places + 1) * share) - integral(places * share)).permute(2, 0, 1, 3)
+    return (integral((positions + 1) * share) - integral(positions * share)).permute(2, 0, 1, 3)
 
 
 def block_diagonal(kernel: Tensor, slots: int) -> Tensor:
-    """A convolution whose stride is its size, as a projection: `[h, 1, c] -> [h, slots, slots·c]`."""
+    """Write a convolution whose stride is its size as a projection: `[h, 1, c] -> [h, slots, slots·c]`."""
     heads, _, size = kernel.shape
-    places = torch.eye(slots, dtype=kernel.dtype, device=kernel.device).unsqueeze(-1)
-    return (places * kernel.unsqueeze(1)).reshape(heads, slots, slots * size)
+    identity = torch.eye(slots, dtype=kernel.dtype, device=kernel.device).unsqueeze(-1)
+    return (identity * kernel.unsqueeze(1)).reshape(heads, slots, slots * size)
 
 
 def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool) -> Tensor:
-    """The projection fitted to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
+    """Fit the projection to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
     n = projection.shape[-1]
     if mask is None:
         if length == n or not resample:
@@ -77,9 +77,10 @@ def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool
 
 
 def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """`softmax(τ q Kᵀ) V` with grouped heads: query `[B, H, L, d]`, key `[B, G, k, d]`, value `[B, G, k, e]`.
+    """Compute `softmax(τ q Kᵀ) V` with grouped heads: query `[B, H, L, d]`, key `[B, G, k, d]`, value `[B, G, k, e]`.
 
-    Returns the output `[B, H, L, e]` and the probabilities `[B, H, L, k]`.
+    Returns:
+        The output `[B, H, L, e]` and the probabilities `[B, H, L, k]`.
     """
     batch, heads, length, width = query.shape
     groups = key.shape[1]
@@ -101,13 +102,25 @@ def causal_blocks(
     state: State | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, State | None]:
-    """Block-causal compressed attention, continued from `state`.
+    """Compute block-causal compressed attention, continued from `state`.
 
-    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, projections `[h, r, c]` with h = G or 1, mask
-    `[B, L]`. Blocks count real tokens only, so padding on either side changes nothing. The state (returned where
-    `return_state`) holds the slots of finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number
-    `slot_count [B]`, and the open block `open_key [B, G, c, d]`, `open_value`, `open_count [B]`.
-    Time O(L·(c + L·r/c)·d), state O(L·r/c).
+    Blocks count real tokens only, so padding on either side changes nothing. The state consists of the slots of
+    finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number `slot_count [B]`, and the open block
+    `open_key [B, G, c, d]`, `open_value`, `open_count [B]`. Time O(L·(c + L·r/c)·d), state O(L·r/c).
+
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, L, d]`.
+        value: `[B, G, L, e]`.
+        project_key: `[h, r, c]` with h = G or 1.
+        project_value: `[h, r, c]`.
+        scaling: τ.
+        mask: `[B, L]`, True for tokens.
+        state: The state before these tokens.
+        return_state: Whether to return the state after them.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`, and the state or None.
     """
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
@@ -115,13 +128,17 @@ def causal_blocks(
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = state if state is not None else _empty_blocks(key, value, block, dtype)
-    index = past["open_count"][:, None] + token_positions(mask)[0]  # place of each token, counted from the open block
-    blocks = max(-(-(length + block - 1) // block), 1)  # room for the open tokens (at most block - 1) and the new ones
-    room = blocks * block
-    index = torch.where(mask, index, room)  # padding goes to one spare place, dropped below
-    keys = _place(past["open_key"], mask_tokens(key.to(dtype), mask), index, room).unflatten(2, (blocks, block))
-    values = _place(past["open_value"], mask_tokens(value.to(dtype), mask), index, room).unflatten(2, (blocks, block))
-    queries = _place(query.new_zeros(batch, heads, 0, width, dtype=dtype), query.to(dtype) * scaling, index, room)
+    index = (
+        past["open_count"][:, None] + token_positions(mask)[0]
+    )  # position of each token, counted from the open block
+    blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
+    capacity = blocks * block
+    index = torch.where(mask, index, capacity)  # padding goes to one extra position, dropped below
+    keys = _scatter(past["open_key"], mask_tokens(key.to(dtype), mask), index, capacity).unflatten(2, (blocks, block))
+    values = _scatter(past["open_value"], mask_tokens(value.to(dtype), mask), index, capacity).unflatten(
+        2, (blocks, block)
+    )
+    queries = _scatter(query.new_zeros(batch, heads, 0, width, dtype=dtype), query.to(dtype) * scaling, index, capacity)
     slot_keys, slot_values = _compress(project_key, keys), _compress(project_value, values)
 
     known = torch.arange(past["slot_key"].shape[2], device=key.device) < past["slot_count"][:, None]
@@ -131,14 +148,14 @@ def causal_blocks(
         rows = queries[:, :, number * block : (number + 1) * block].reshape(batch, groups, -1, width)
         done_key = torch.cat([past["slot_key"], slot_keys[:, :, : number * slots]], dim=2)
         done_value = torch.cat([past["slot_value"], slot_values[:, :, : number * slots]], dim=2)
-        shown = torch.nn.functional.pad(known, (0, number * slots), value=True)[:, None, None, :]
-        far = (rows @ done_key.transpose(-1, -2)).masked_fill(~shown, float("-inf"))
+        allowed = torch.nn.functional.pad(known, (0, number * slots), value=True)[:, None, None, :]
+        far = (rows @ done_key.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
         near = (rows @ keys[:, :, number].transpose(-1, -2)).view(batch, groups, -1, block, block)
         near = near.masked_fill(future, float("-inf")).view(batch, groups, -1, block)
         weights = torch.softmax(torch.cat([far, near], dim=-1), dim=-1)
         out = weights[..., : far.shape[-1]] @ done_value + weights[..., far.shape[-1] :] @ values[:, :, number]
         outputs.append(out.view(batch, heads, block, -1))
-    compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the spare place reads zeros
+    compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the extra position reads zeros
     out = compact.gather(2, index[:, None, :, None].expand(batch, heads, length, compact.shape[-1])).to(value.dtype)
     if not return_state:
         return out, None
@@ -159,11 +176,10 @@ def _empty_blocks(key: Tensor, value: Tensor, block: int, dtype: torch.dtype) ->
     }
 
 
-def _place(opened: Tensor, new: Tensor, index: Tensor, room: int) -> Tensor:
-    """Write new tokens `[B, G, L, d]` at their places after the open block: `[B, G, room, d]`."""
-    target = torch.nn.functional.pad(opened, (0, 0, 0, room + 1 - opened.shape[2]))
-    places = index[:, None, :, None].expand(new.shape)
-    return target.scatter(2, places, new)[:, :, :room]
+def _scatter(opened: Tensor, new: Tensor, index: Tensor, capacity: int) -> Tensor:
+    """Write new tokens `[B, G, L, d]` at their positions after the open block: `[B, G, capacity, d]`."""
+    target = torch.nn.functional.pad(opened, (0, 0, 0, capacity + 1 - opened.shape[2]))
+    return target.scatter(2, index[:, None, :, None].expand(new.shape), new)[:, :, :capacity]
 
 
 def _compress(projection: Tensor, blocks: Tensor) -> Tensor:
@@ -174,7 +190,7 @@ def _compress(projection: Tensor, blocks: Tensor) -> Tensor:
 def _close_blocks(
     past: State, keys: Tensor, values: Tensor, slot_keys: Tensor, slot_values: Tensor, counts: Tensor
 ) -> State:
-    """Move the finished blocks of each row to its slots and keep the open one. Rows may be at different places."""
+    """Move the finished blocks of each row to its slots; rows may have different numbers of tokens."""
     blocks, block = keys.shape[2], keys.shape[3]
     slots = slot_keys.shape[2] // blocks
     finished, opened = counts // block, counts % block
@@ -186,12 +202,12 @@ def _close_blocks(
     inside = torch.arange(block, device=keys.device)[None, None, :, None] < opened[:, None, None, None]
 
     def open_block(tokens: Tensor) -> Tensor:
-        picked = tokens.gather(2, last.expand(-1, tokens.shape[1], 1, block, tokens.shape[-1])).squeeze(2)
-        return picked.masked_fill(~inside, 0.0)
+        gathered = tokens.gather(2, last.expand(-1, tokens.shape[1], 1, block, tokens.shape[-1])).squeeze(2)
+        return gathered.masked_fill(~inside, 0.0)
 
     return {
-        "slot_key": _place(past["slot_key"], slot_keys, target, capacity),
-        "slot_value": _place(past["slot_value"], slot_values, target, capacity),
+        "slot_key": _scatter(past["slot_key"], slot_keys, target, capacity),
+        "slot_value": _scatter(past["slot_value"], slot_values, target, capacity),
         "slot_count": slot_count,
         "open_key": open_block(keys),
         "open_value": open_block(values),
@@ -208,7 +224,7 @@ def dense_block_weights(
     scaling: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The weights over tokens `[B, H, L, L]` that `causal_blocks` implies: attention to an identity of values."""
+    """Compute the weights over tokens `[B, H, L, L]` of `causal_blocks`: attention to an identity of values."""
     batch, groups, length, _ = key.shape
     identity = torch.eye(length, dtype=compute_dtype(query), device=key.device).expand(batch, groups, length, length)
     return causal_blocks(query, key, identity, project_key, project_value, scaling=scaling, mask=mask)[0]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import State, compute_dtype, group_heads, mask_tokens
+from .common import State, compute_dtype, concatenate, group_heads, mask_tokens
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
@@ -32,7 +32,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-    """`softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros where there is none."""
+    """Compute `softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros without a key."""
     logits = (packed.to(key.dtype) * scaling) @ key.transpose(-1, -2)
     if mask is None:
         return torch.softmax(logits, dim=-1)
@@ -44,9 +44,18 @@ def packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | 
 def bidirectional(
     query: Tensor, key: Tensor, value: Tensor, packed: Tensor, *, scaling: float, mask: Tensor | None = None
 ) -> Tensor:
-    """query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, packed `[G, l, d]` -> `[B, H, L, e]`.
+    """Compute the bidirectional form. Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
 
-    Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, S, d]`.
+        value: `[B, G, S, e]`.
+        packed: P `[G, l, d]`.
+        scaling: τ.
+        mask: `[B, S]`, True for tokens.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`.
     """
     dtype = compute_dtype(query)
     keys, values = mask_tokens(key.to(dtype), mask), mask_tokens(value.to(dtype), mask)
@@ -67,10 +76,23 @@ def causal(
     mask: Tensor | None = None,
     state: State | None = None,
 ) -> tuple[Tensor, State]:
-    """The causal form, continued from `state`: two causal passes with linear-time sums.
+    """Compute the causal form, continued from `state`, in two causal passes with linear-time sums.
 
-    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`, packed `[G, l, d]`, mask `[B, L]`; query_scale is s.
     Time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l)) per head; one token is O(l·(d + e)).
+
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, L, d]`.
+        value: `[B, G, L, e]`.
+        packed: P `[G, l, d]`.
+        activation: f.
+        scaling: τ.
+        query_scale: s.
+        mask: `[B, L]`, True for tokens.
+        state: The state before these tokens.
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
@@ -102,13 +124,11 @@ def causal(
         "packed_value": value_sum,
         "count": counts[:, -1].clone() if length else state["count"],
     }
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1]), after
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), after
+    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1])), after
 
 
 def packing_features(packed: Tensor, key: Tensor, activation: Activation, scaling: float) -> Tensor:
-    """`a_j = f(τ P k_j)`: `[G, l, d] x [B, G, S, d] -> [B, G, S, l]`."""
+    """Compute `a_j = f(τ P k_j)`: `[G, l, d] x [B, G, S, d] -> [B, G, S, l]`."""
     return activation((key * scaling) @ packed.to(key.dtype).transpose(-1, -2))
 
 
@@ -129,7 +149,7 @@ def dense_causal_weights(
     scaling: float,
     query_scale: float,
 ) -> Tensor:
-    """The weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form; allowed `[B | 1, H | 1, L, S]`. O(L·S)."""
+    """Compute the weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form; allowed `[B | 1, H | 1, L, S]`. O(L·S)."""
     dtype = compute_dtype(query)
     heads, groups = query.shape[1], key.shape[1]
     keys = mask_tokens(key.to(dtype), allowed.any(dim=2).any(dim=1).expand(key.shape[0], -1))

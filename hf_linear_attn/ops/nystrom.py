@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import block_length, compute_dtype, mask_tokens
+from .common import block_length, compute_dtype, concatenate, mask_tokens
 from .linformer import token_positions
 
 
 def landmark_pooling(length: int, landmarks: int, mask: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Pooling `[B | 1, m, S]` that averages segments of the real tokens, and the number of these tokens `[B | 1]`.
+    """Return a pooling `[B | 1, m, S]` that averages segments of the real tokens, and their number `[B | 1]`.
 
     A row of l tokens has `min(m, l)` segments of equal size; a token on a border is shared in proportion. The shares
     are whole numbers of 1/m tokens, so they are exact at any length. Rows past the l-th landmark are zero.
@@ -38,20 +38,20 @@ def landmark_pooling(length: int, landmarks: int, mask: Tensor | None, like: Ten
     return (pooling if mask is None else pooling.masked_fill(~mask[:, None, :], 0.0)), lengths
 
 
-def softmax_rows(logits: Tensor, shown: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of the entries shown; zeros where there are none."""
-    if shown is None:
+def softmax_rows(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """Apply softmax over the last dimension to the allowed entries; rows without any are zero."""
+    if allowed is None:
         return torch.softmax(logits, dim=-1)
-    weights = torch.softmax(logits.masked_fill(~shown, torch.finfo(logits.dtype).min), dim=-1)
-    return weights.masked_fill(~shown, 0.0)
+    weights = torch.softmax(logits.masked_fill(~allowed, torch.finfo(logits.dtype).min), dim=-1)
+    return weights.masked_fill(~allowed, 0.0)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """Pseudo-inverse of `[…, m, m]` by `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z)))/4`, `Z₀ = Aᵀ/(‖A‖₁ ‖A‖_∞)`.
+    """Invert `[…, m, m]` by `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z)))/4`, `Z₀ = Aᵀ/(‖A‖₁ ‖A‖_∞)`.
 
     The order of convergence is 3: with a residual R = I - A Z one step leaves (3R³ + R⁴)/4. A singular value σ of A
     enters with `A Z₀ ~ σ²/(‖A‖₁ ‖A‖_∞)` and grows by 13/4 a step until it is near 1, so few iterations invert the large
-    singular values and leave the small ones out, which also keeps noise from blowing up.
+    singular values and leave out the small ones, which would amplify noise.
     """
     norms = matrix.abs().sum(dim=-2).amax(dim=-1) * matrix.abs().sum(dim=-1).amax(dim=-1)
     inverse = matrix.transpose(-1, -2) / norms[..., None, None]
@@ -71,12 +71,12 @@ def _products(rows: Tensor, keys: Tensor) -> Tensor:
     return (folded @ keys.transpose(-1, -2)).view(batch, heads, size, keys.shape[2])
 
 
-def _right_side(
-    query: Tensor, key: Tensor, held: Tensor, mask: Tensor | None, *, landmarks: int, iterations: int, scaling: float
+def _landmark_values(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, landmarks: int, iterations: int, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Landmark keys `[B, G, m, d]`, which of them exist `[B | 1, 1, 1, m]`, and `A⁺ B held` `[B, H, m, x]`.
+    """Return landmark keys `[B, G, m, d]`, which of them exist `[B | 1, 1, 1, m]`, and `A⁺ B V` `[B, H, m, x]`.
 
-    query and key are zero at padding; held `[B | 1, G | 1, S, x]` is what B multiplies (values, or the identity).
+    query and key are zero at padding; value V `[B | 1, G | 1, S, x]` holds values, or the identity.
     """
     heads, groups = query.shape[1], key.shape[1]
     pooling, lengths = landmark_pooling(key.shape[2], landmarks, mask, key)
@@ -86,12 +86,12 @@ def _right_side(
     few = (lengths <= landmarks)[:, None, None, None]
     core = softmax_rows(_products(query_means, key_means), exists)
     core = torch.where(few, torch.eye(landmarks, dtype=core.dtype, device=core.device), core)
-    shown = None if mask is None else mask[:, None, None, :]
-    spread = softmax_rows(_products(query_means, key), shown)
-    repeats = heads // groups if held.shape[1] == groups else heads
-    held = held.repeat_interleave(repeats, dim=1)
-    solved = iterative_pinv(core, iterations) @ (spread @ held)
-    return key_means, exists, torch.where(few, pooling @ held, solved)
+    allowed = None if mask is None else mask[:, None, None, :]
+    right = softmax_rows(_products(query_means, key), allowed)
+    repeats = heads // groups if value.shape[1] == groups else heads
+    value = value.repeat_interleave(repeats, dim=1)
+    solved = iterative_pinv(core, iterations) @ (right @ value)
+    return key_means, exists, torch.where(few, pooling @ value, solved)
 
 
 def nystrom(
@@ -104,42 +104,52 @@ def nystrom(
     scaling: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """query `[B, H, S, d]`, key `[B, G, S, d]`, value `[B, G, S, e]`, mask `[B, S]` -> `[B, H, S, e]`.
+    """Compute Nyström attention; it is exact for S <= m.
 
-    Time O(S·m·(d + e) + iterations·m³), temporaries O(S·m + m²) per head; exact for S <= m.
+    Time O(S·m·(d + e) + iterations·m³), temporaries O(S·m + m²) per head.
+
+    Args:
+        query: `[B, H, S, d]`.
+        key: `[B, G, S, d]`.
+        value: `[B, G, S, e]`.
+        landmarks: m.
+        iterations: Steps of the pseudo-inverse.
+        scaling: τ.
+        mask: `[B, S]`, True for tokens.
+
+    Returns:
+        The output `[B, H, S, e]` in the dtype of `value`.
     """
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
-    query, key, held = (mask_tokens(x.to(dtype), mask) for x in (query, key, value))
-    keys, values, shown = key, held.repeat_interleave(heads // key.shape[1], dim=1), None
+    query, key, masked_value = (mask_tokens(x.to(dtype), mask) for x in (query, key, value))
+    keys, values, allowed = key, masked_value.repeat_interleave(heads // key.shape[1], dim=1), None
     if length > landmarks:
-        keys, shown, values = _right_side(
-            query, key, held, mask, landmarks=landmarks, iterations=iterations, scaling=scaling
+        keys, allowed, values = _landmark_values(
+            query, key, masked_value, mask, landmarks=landmarks, iterations=iterations, scaling=scaling
         )
     elif mask is not None:
-        shown = mask[:, None, None, :]
+        allowed = mask[:, None, None, :]
     step = block_length(batch, heads, keys.shape[2], length)
     outputs = []
     for start in range(0, length, step):
         rows = query[:, :, start : start + step] * scaling
-        outputs.append((softmax_rows(_products(rows, keys), shown) @ values).to(value.dtype))
-    if not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        outputs.append((softmax_rows(_products(rows, keys), allowed) @ values).to(value.dtype))
+    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1]))
 
 
 def dense_nystrom_weights(
     query: Tensor, key: Tensor, *, landmarks: int, iterations: int, scaling: float, mask: Tensor | None = None
 ) -> Tensor:
-    """The weights `F A⁺ B` `[B, H, S, S]`: Nyström attention to an identity of values. O(S²·m)."""
+    """Compute the weights `F A⁺ B` `[B, H, S, S]`: Nyström attention to an identity of values. O(S²·m)."""
     batch, groups, length, _ = key.shape
     identity = torch.eye(length, dtype=compute_dtype(query), device=key.device).expand(batch, groups, length, length)
     return nystrom(query, key, identity, landmarks=landmarks, iterations=iterations, scaling=scaling, mask=mask)
 
 
 def depthwise_skip(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:
-    """`Σ_t w_t v_{i+t-c}` per head, c the middle of the odd kernel: `[B, G, S, e]`, `[H, k]` -> `[B, H, S, e]`."""
+    """Compute `Σ_t w_t v_{i+t-c}` per head, c the middle of the kernel: `[B, G, S, e]`, `[H, k]` -> `[B, H, S, e]`."""
     heads, size = kernel.shape
-    held = mask_tokens(value.to(compute_dtype(value)), mask).repeat_interleave(heads // value.shape[1], dim=1)
-    weight = kernel.to(held.dtype)[:, None, :, None]
-    return functional.conv2d(held, weight, padding=(size // 2, 0), groups=heads)
+    values = mask_tokens(value.to(compute_dtype(value)), mask).repeat_interleave(heads // value.shape[1], dim=1)
+    weight = kernel.to(values.dtype)[:, None, :, None]
+    return functional.conv2d(values, weight, padding=(size // 2, 0), groups=heads)

@@ -22,76 +22,74 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common import FeatureFunction, Features, State, compute_dtype, divide, group_heads, mask_tokens
+from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys, read_state
 
-#: Queries of the causal form handled at once.
+#: Number of queries that the causal form handles at once.
 CAUSAL_CHUNK = 64
 
 #: Added to the logits of padding, as one more column of q and k: their exponentials are exactly zero.
 BLOCKED = -1e30
 
-#: Floor of a row's stabiliser: a row that sees nothing gets `exp(BLOCKED - FLOOR) = 0` everywhere, not `exp(0)`.
+#: Lower bound of a row's stabiliser: a row that sees no key gets `exp(BLOCKED - FLOOR) = 0` everywhere, not `exp(0)`.
 FLOOR = -1e20
 
 
-class Sums(NamedTuple):
-    """Sums before normalisation, relative to `exp(log_scale)`: `Σ_j w_ij [v_j, 1]` `[…, n, e + 1]`, scale `[…, n]`."""
+class Accumulator(NamedTuple):
+    """Outputs before normalisation, relative to `exp(log_scale)`: `Σ_j w_ij [v_j, 1]` `[…, n, e + 1]`, `[…, n]`."""
 
     values: Tensor
     log_scale: Tensor
 
     def normalised(self) -> Tensor:
+        """Return the weighted means `[…, n, e]`."""
         return divide(self.values[..., :-1], self.values[..., -1])
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """Queries `[B, G, R, n, …]`: `[τ q, 1]`, and their features with the mixing weight multiplied in."""
 
     query: Tensor
     features: Features
 
 
-def make_rows(
+def make_query_rows(
     query: Tensor, query_features: FeatureFunction, start: int, groups: int, scaling: float, log_mix: Tensor
-) -> Rows:
-    """Rows of a block of queries `[B, H, n, d]` that begins at position `start`; log_mix `[B | 1, H, n | 1]`."""
+) -> QueryRows:
+    """Prepare a block of queries `[B, H, n, d]` that begins at position `start`; log_mix `[B | 1, H, n | 1]`."""
     block = query.to(compute_dtype(query))
     values, log_scale = query_features(block, start)
     values = values * log_mix.to(block.dtype).exp().unsqueeze(-1)
     grouped_scale = None if log_scale is None else group_heads(log_scale.unsqueeze(-1), groups).squeeze(-1)
-    return Rows(
+    return QueryRows(
         group_heads(functional.pad(block * scaling, (0, 1), value=1.0), groups),
         Features(group_heads(values, groups), grouped_scale),
     )
 
 
-def by_row(log_mix: Tensor) -> Tensor:
-    """`[H]` as `[1, H, 1]`."""
-    return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
-
-
-def rows_of(log_mix: Tensor, start: int, stop: int) -> Tensor:
-    """The part of `[B | 1, H, L | 1]` that belongs to rows `start … stop - 1`."""
+def slice_rows(log_mix: Tensor, start: int, stop: int) -> Tensor:
+    """Return the part of `[B | 1, H, L | 1]` that belongs to rows `start … stop - 1`."""
     return log_mix if log_mix.shape[2] == 1 else log_mix[:, :, start:stop]
 
 
 def with_ones(value: Tensor) -> Tensor:
-    """`[v, 1]`: one product then gives the numerator and the normaliser."""
+    """Append a column of ones to `[…, e]`: one product then gives the numerator and the normaliser."""
     return functional.pad(value, (0, 1), value=1.0)
 
 
 def blocked_keys(key: Tensor, valid: Tensor) -> Tensor:
-    """`[k, 0]`, or `[k, BLOCKED]` where `valid [B | 1, S]` is False: its product with `[q, 1]` is the masked logit."""
+    """Return `[k, 0]`, or `[k, BLOCKED]` where `valid [B | 1, S]` is False: times `[q, 1]` it is the masked logit."""
     bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)
     return torch.cat([key, bias[:, None, :, None].expand(*key.shape[:3], 1)], dim=-1)
 
 
 def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
+    """Add tokens of zeros before and after those of `[B, H, L, d]`."""
     return functional.pad(tensor, (0, 0, before, after))
 
 
 def row_product(rows: Tensor, keys: Tensor) -> Tensor:
-    """`[B, G, R, n, m] x [B, G, p, m] -> [B, G, R, n, p]` without repeating the keys over R."""
+    """Multiply `[B, G, R, n, m] x [B, G, p, m] -> [B, G, R, n, p]` without repeating the keys over R."""
     folded = rows.reshape(rows.shape[0], rows.shape[1], -1, rows.shape[-1])
     return (folded @ keys.transpose(-1, -2)).view(*rows.shape[:-1], keys.shape[2])
 
@@ -119,7 +117,9 @@ def _largest_scale(keys: Features, used: Tensor) -> Tensor:
     return scales.masked_fill(~used, float("-inf")).amax(dim=-1)
 
 
-def _causal_chunk(rows: Rows, key: Tensor, value: Tensor, older: Features, window: int, sums: State | None) -> Sums:
+def _causal_chunk(
+    rows: QueryRows, key: Tensor, value: Tensor, older: Features, window: int, state: State | None
+) -> Accumulator:
     """One chunk of n queries against the `window + n` keys `[k, bias]` and values `[v, 1]` that end with their own.
 
     older: features of the first n of these keys; row i has key j <= i of them outside its window.
@@ -130,35 +130,35 @@ def _causal_chunk(rows: Rows, key: Tensor, value: Tensor, older: Features, windo
     inside = (column > row) & (column <= row + window)
     left = column[:size] <= row
     logits = row_product(rows.query, key).masked_fill(~inside, float("-inf"))
-    top = logits.amax(dim=-1)  # the output depends on it, unless everything is relative to it: then its gradient is 0
+    top = logits.amax(dim=-1)  # with a log scale everything is relative to it, so that it has no gradient
     query_scale = rows.features.log_scale
     if query_scale is not None:
         top = top.detach()
         scale = _largest_scale(older, left)
-        if sums is not None:
-            scale = torch.maximum(scale, sums["log_scale"][:, :, None, None])
+        if state is not None:
+            scale = torch.maximum(scale, state["log_scale"][:, :, None, None])
         top = torch.maximum(top, query_scale.detach() + scale)
     top = top.clamp_min(FLOOR)
     exact = torch.exp(logits - top.unsqueeze(-1))
     near = _linear_weights(rows.features, older, top).masked_fill(~left, 0.0)
     total = _value_product(exact[..., :size] + near, value[:, :, :size])
     total = total + _value_product(exact[..., size:], value[:, :, size:])
-    if sums is not None:
-        past, past_sum = read_state(rows.features.values, sums)
+    if state is not None:
+        past, past_sum = read_state(rows.features.values, state)
         far = torch.cat([past, past_sum.unsqueeze(-1)], dim=-1)
         if query_scale is not None:
-            far = far * torch.exp(query_scale + sums["log_scale"][:, :, None, None] - top).unsqueeze(-1)
+            far = far * torch.exp(query_scale + state["log_scale"][:, :, None, None] - top).unsqueeze(-1)
         total = total + far
-    return Sums(total, top)
+    return Accumulator(total, top)
 
 
 def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
-    """Tokens `index [B, n]` of `[B, H, L, d]`."""
+    """Gather tokens `index [B, n]` of `[B, H, L, d]`."""
     return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
 class Tokens(NamedTuple):
-    """`window` older tokens and the new ones, padding first: windows then count real tokens, wherever padding was."""
+    """`window` older tokens and the new ones, with padding moved to the front, so that windows count real tokens."""
 
     query: Tensor
     key: Tensor
@@ -166,8 +166,8 @@ class Tokens(NamedTuple):
     valid: Tensor
     #: Mixing weights of the rows, `[B | 1, H, L | 1]`.
     log_mix: Tensor
-    #: Place of each new token among the queries `[B, L]` (None: its own).
-    place: Tensor | None
+    #: Index of each new token among the queries `[B, L]` (None: its own index).
+    index: Tensor | None
 
 
 def gather_tokens(
@@ -179,6 +179,7 @@ def gather_tokens(
     mask: Tensor | None,
     state: State | None,
 ) -> Tokens:
+    """Put the ring of a state (or zeros) before new tokens, and padding first; log_mix `[B | 1, H, L | 1]`."""
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
     if state is None:
@@ -188,13 +189,12 @@ def gather_tokens(
         key = torch.cat([state["ring_key"].to(key.dtype), key], dim=2)
         value = torch.cat([state["ring_value"].to(value.dtype), value], dim=2)
         valid = torch.cat([state["ring_mask"], valid], dim=1)
-    if mask is None:  # the ring of a state has its padding first already
-        return Tokens(query, key, value, valid, by_row(log_mix), None)
+    if mask is None:  # a ring has its padding first already
+        return Tokens(query, key, value, valid, log_mix, None)
     order = valid.to(torch.int8).argsort(dim=1, stable=True)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    back = torch.empty_like(order).scatter_(1, order, places)
+    positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    inverse = torch.empty_like(order).scatter_(1, order, positions)
     rows = (order[:, window:] - window).clamp_min(0)
-    log_mix = by_row(log_mix)
     if log_mix.shape[2] > 1:
         log_mix = take_tokens(log_mix.expand(batch, -1, -1).unsqueeze(-1), rows).squeeze(-1)
     return Tokens(
@@ -203,41 +203,32 @@ def gather_tokens(
         take_tokens(value, order),
         valid.gather(1, order),
         log_mix,
-        (back[:, window:] - window).clamp_min(0),
+        (inverse[:, window:] - window).clamp_min(0),
     )
 
 
-def ring_of(tokens: Tokens, length: int) -> State:
-    """The last `window` tokens, all that the next ones see exactly. Copies: a view would keep all tokens in memory."""
-    held = {"ring_key": tokens.key[:, :, length:], "ring_value": tokens.value[:, :, length:]}
-    held["ring_mask"] = tokens.valid[:, length:]
-    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in held.items()}
+def make_ring(tokens: Tokens, length: int) -> State:
+    """Copy the last `window` tokens, which later tokens see exactly. (A view would retain all tokens in memory.)"""
+    ring = {"ring_key": tokens.key[:, :, length:], "ring_value": tokens.value[:, :, length:]}
+    ring["ring_mask"] = tokens.valid[:, length:]
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in ring.items()}
 
 
-def causal_accumulator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    *,
-    window: int,
-    scaling: float,
-    log_mix: Tensor,
-    mask: Tensor | None = None,
-    state: State | None = None,
-    normalise: bool = False,
-) -> tuple[Sums, State | None]:
-    """Sums `[B, H, L, …]` of the causal form, and the state after it. With `normalise`, `values` are the outputs
-    `[B, H, L, e]` in the dtype of `value`, chunk by chunk. At padding all of it is zero."""
+def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State | None]:
+    """Compute the causal form before normalisation, `[B, H, L, …]`, and the state after it.
+
+    With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`, divided chunk by chunk. At
+    padding all of it is zero.
+    """
+    query, key, value, window, state = call.query, call.key, call.value, call.window, call.state
     dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
     if length == 0:
         empty = value.new_zeros(batch, heads, 0, value.shape[-1])
-        return Sums(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
+        return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
     groups = key.shape[1]
-    tokens = gather_tokens(query, key, value, log_mix, window, mask, state)
-    sums = None if state is None else {name: held for name, held in state.items() if not name.startswith("ring_")}
+    tokens = gather_tokens(query, key, value, call.log_mixing_weights(), window, call.mask, state)
+    far = None if state is None else {name: part for name, part in state.items() if not name.startswith("ring_")}
     values, scales = [], []
     for start in range(0, length, CAUSAL_CHUNK):
         size = min(CAUSAL_CHUNK, length - start)
@@ -245,67 +236,47 @@ def causal_accumulator(
         valid = tokens.valid[:, near]
         near_key = mask_tokens(tokens.key[:, :, near].to(dtype), valid)
         near_value = mask_tokens(tokens.value[:, :, near].to(dtype), valid)
-        mix = rows_of(tokens.log_mix, start, start + size)
-        rows = make_rows(tokens.query[:, :, start : start + size], query_features, start, groups, scaling, mix)
-        older = masked_key_features(key_features, near_key[:, :, :size], start - window, valid[:, :size], dtype)
-        chunk = _causal_chunk(rows, blocked_keys(near_key, valid), with_ones(near_value), older, window, sums)
+        mix = slice_rows(tokens.log_mix, start, start + size)
+        block = tokens.query[:, :, start : start + size]
+        rows = make_query_rows(block, call.query_features, start, groups, call.scaling, mix)
+        older = masked_key_features(call.key_features, near_key[:, :, :size], start - window, valid[:, :size], dtype)
+        chunk = _causal_chunk(rows, blocked_keys(near_key, valid), with_ones(near_value), older, window, far)
         out = chunk.normalised().to(value.dtype) if normalise else chunk.values
         values.append(out.flatten(1, 2))
         scales.append(chunk.log_scale.flatten(1, 2))
-        sums = merge_keys(sums, older, near_value[:, :, :size])
+        far = merge_keys(far, older, near_value[:, :, :size])
     joined, scale = torch.cat(values, dim=2), torch.cat(scales, dim=2)
-    if tokens.place is not None:
-        joined = mask_tokens(take_tokens(joined, tokens.place), mask)
-        scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.place).squeeze(-1), mask)
-    return Sums(joined, scale), {**(sums or {}), **ring_of(tokens, length)}
+    if tokens.index is not None:
+        joined = mask_tokens(take_tokens(joined, tokens.index), call.mask)
+        scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.index).squeeze(-1), call.mask)
+    return Accumulator(joined, scale), {**(far or {}), **make_ring(tokens, length)}
 
 
-def windowed_causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    *,
-    window: int,
-    scaling: float,
-    log_mix: Tensor,
-    mask: Tensor | None = None,
-    state: State | None = None,
-) -> tuple[Tensor, State | None]:
-    """Causal form, continued from `state`: output `[B, H, L, e]` in the dtype of `value`, and the state after it.
+def windowed_causal(call: WindowedCall) -> tuple[Tensor, State | None]:
+    """Compute the causal form, continued from `call.state`.
 
-    The kernelized part is causal attention over keys delayed by `window` tokens, so a ring of the last `window` keys
-    and values is all that the state holds beside the sums: `kv`, `k_sum` (`log_scale`), `ring_key [B, G, w, d]`,
-    `ring_value [B, G, w, e]`, `ring_mask [B, w]`. Windows count real tokens: padding anywhere changes nothing.
+    The kernelized part is causal attention over keys delayed by `window` tokens, so the state consists of `kv`, `k_sum`
+    (`log_scale`), and a ring of the last `window` keys and values: `ring_key [B, G, w, d]`, `ring_value [B, G, w, e]`,
+    `ring_mask [B, w]`. Windows count real tokens: padding anywhere changes nothing.
     Time O(L·(window + chunk + m)·d); temporaries O(chunk·(window + m)).
+
+    Returns:
+        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
     """
-    sums, after = causal_accumulator(
-        query,
-        key,
-        value,
-        query_features,
-        key_features,
-        window=window,
-        scaling=scaling,
-        log_mix=log_mix,
-        mask=mask,
-        state=state,
-        normalise=True,
-    )
-    return sums.values, after
+    accumulator, state = causal_accumulator(call, normalise=True)
+    return accumulator.values, state
 
 
 def window_positions(mask: Tensor | None, length: int, causal: bool, device: torch.device) -> Tensor:
-    """Places `[B | 1, S]` that distances are taken between: among real tokens (causal) or in the sequence."""
+    """Return the positions `[B | 1, S]` that define distances: among real tokens (causal) or in the sequence."""
     if mask is None or mask.dim() != 2 or not causal:
         return torch.arange(length, device=device).unsqueeze(0)
     return mask.long().cumsum(dim=1)
 
 
-def inside_window(places: Tensor, queries: int, window: int, causal: bool) -> Tensor:
-    """`[B | 1, 1, L, S]`: which keys lie in the window of each of the last `queries` tokens."""
-    distance = places[:, None, places.shape[1] - queries :, None] - places[:, None, None, :]
+def inside_window(positions: Tensor, queries: int, window: int, causal: bool) -> Tensor:
+    """Return `[B | 1, 1, L, S]`: which keys lie in the window of each of the last `queries` tokens."""
+    distance = positions[:, None, positions.shape[1] - queries :, None] - positions[:, None, None, :]
     return (distance.abs() < window) & ((distance >= 0) | (not causal))
 
 
@@ -320,16 +291,25 @@ def dense_windowed_weights(
     scaling: float,
     log_mix: Tensor,
 ) -> Tensor:
-    """Explicit normalised weights `[B, H, L, S]`, for study. O(L·S) time and memory.
+    """Compute explicit normalised weights `[B, H, L, S]`, for analysis. O(L·S) time and memory.
 
-    inside, allowed `[B | 1, H | 1, L, S]`: which keys have exact weights, and which are visible at all.
+    Args:
+        query: `[B, H, L, d]`.
+        key: `[B, G, S, d]`.
+        query_features: The feature map of queries.
+        key_features: The feature map of keys.
+        inside: `[B | 1, H | 1, L, S]`, which keys have exact weights.
+        allowed: `[B | 1, H | 1, L, S]`, which keys are visible at all.
+        scaling: τ.
+        log_mix: `[H]` or `[B | 1, H, L | 1]`.
     """
     batch, groups, heads, size, keys = key.shape[0], key.shape[1], query.shape[1], query.shape[2], key.shape[2]
 
     def grouped(flags: Tensor) -> Tensor:
         return flags.expand(batch, heads, size, keys).unflatten(1, (groups, -1))
 
-    rows = make_rows(query, query_features, 0, groups, scaling, by_row(log_mix))
+    log_mix = log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
+    rows = make_query_rows(query, query_features, 0, groups, scaling, log_mix)
     exact, linear = grouped(inside & allowed), grouped(~inside & allowed)
     block = key.to(rows.query.dtype)
     features = key_features(block, 0)

@@ -8,6 +8,7 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import banded, buckets, windowed
+from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
 from tests.reference import naive
 
@@ -137,16 +138,14 @@ def test_the_sums_are_unbiased(causal):
     allowed = naive.visible(None, 1, 12, 12, causal)
     weights = torch.exp(0.4 * q @ naive.repeat_heads(k, 4).transpose(-1, -2)).masked_fill(~allowed, 0.0)
     exact = weights @ naive.repeat_heads(v, 4)
-    settings = {"window": 3, "scaling": 0.4, "log_mix": torch.zeros(4, dtype=torch.float64)}
+    settings = (None, 24, causal, 3, 0.4, torch.zeros(4, dtype=torch.float64))
     hashing, draws = module(**HASHED)._hashing(), []
     for seed in range(300):
         maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
-        if causal:
-            sums, _ = windowed.causal_accumulator(q, k, v, *maps, **settings)
-        else:
-            sums = banded.banded_accumulator(q, k, v, *maps, **settings)
-        sums, _ = buckets.add_buckets(sums, q, k, v, *maps, hashing, window=3, scaling=0.4, causal=causal)
-        draws.append(sums.values[..., :-1] * sums.log_scale.exp().unsqueeze(-1))
+        call = WindowedCall(q, k, v, *maps, *settings)
+        band = windowed.causal_accumulator(call)[0] if causal else banded.banded_accumulator(call)
+        total, _ = buckets.add_buckets(band, call, hashing)
+        draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))
     stacked = torch.stack(draws)
     error = (stacked.mean(0) - exact) / (stacked.std(0) / len(draws) ** 0.5 + 1e-9)
     assert float((error.abs() > 4).double().mean()) < 0.01  # 4 standard errors: one in 16,000 if normal

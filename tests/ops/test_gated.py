@@ -5,6 +5,7 @@ import torch
 
 from hf_linear_attn.ops import gated
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, Features
+from hf_linear_attn.ops.fused import GatedCall
 from tests.helpers import assert_close, padding_mask, qkv
 from tests.reference import naive
 
@@ -49,14 +50,14 @@ class Case:
 
     def fast(self, pieces=None):
         q, k, v, _ = self.leaves
-        settings = {"num_features": 6, "per_feature": self.kind == "feature", "signed": self.kind == "signed"}
+        per_feature, signed = self.kind == "feature", self.kind == "signed"
         outs, state, start = [], None, 0
         for size in pieces or (q.shape[2],):
             now = slice(start, start + size)
             part = None if self.mask is None else self.mask[:, now]
             tensors = (tensor[:, :, now] for tensor in (q, k, v))
-            queries = lambda x, start: Features(self.phi(x))  # noqa: E731
-            out, state = gated.gated_causal(*tensors, queries, self.keys, mask=part, state=state, **settings)
+            maps = lambda x, start: Features(self.phi(x)), self.keys
+            out, state = gated.gated_causal(GatedCall(*tensors, *maps, 6, per_feature, signed, part, state))
             outs.append(out)
             start += size
         return torch.cat(outs, dim=2), state

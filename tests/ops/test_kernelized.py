@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_linear_attn.ops import common, kernelized
+from hf_linear_attn.ops.fused import KernelizedCall
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
 from tests.reference import naive
 from tests.reference.naive_feature_maps import normalise_signed
@@ -23,11 +24,9 @@ def fast(built, q, k, v, *, causal, mask=None, state=None, return_state=True):
     def key_features(x, start):
         return built.key(x, SCALING)
 
-    maps = (query_features, key_features)
-    settings = {"num_features": built.num_features, "mask": mask, "signed": built.signed}
-    if causal:
-        return kernelized.causal(q, k, v, *maps, **settings, state=state, return_state=return_state)
-    return kernelized.bidirectional(q, k, v, *maps, **settings), None
+    size, signed = built.num_features, built.signed
+    call = KernelizedCall(q, k, v, query_features, key_features, None, size, causal, signed, mask, state, return_state)
+    return kernelized.causal(call) if causal else (kernelized.bidirectional(call), None)
 
 
 def full_features(features):

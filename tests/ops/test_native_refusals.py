@@ -16,10 +16,14 @@ SIX = torch.zeros(4, 6, 6)
 @pytest.mark.parametrize(
     ("side", "features", "reason"),
     [
-        (FusedMap("softmax-pair", SIX.to("meta")), 12, "the weights of the feature map are elsewhere"),
-        (FusedMap("softmax-pair", SIX, SIX[:, 0].to("meta")), 12, "the weights of the feature map are elsewhere"),
-        (FusedMap("softmax-pair", SIX), 6, "the formula of the feature map makes other than its 6 features"),
-        (FusedMap("elu"), 7, "the formula of the feature map makes other than its 7 features"),
+        (FusedMap("softmax-pair", SIX.to("meta")), 12, "on another device"),
+        (
+            FusedMap("softmax-pair", SIX, SIX[:, 0].to("meta")),
+            12,
+            "on another device",
+        ),
+        (FusedMap("softmax-pair", SIX), 6, "the formula of the feature map does not make its 6 features"),
+        (FusedMap("elu"), 7, "the formula of the feature map does not make its 7 features"),
         (FusedMap("softmax-pair", SIX[:3]), 12, r"the weights of the feature map have the sizes \[3, 6, 6\]"),
         (FusedMap("relu", SIX[:, :5]), 6, r"the weights of the feature map have the sizes \[4, 5, 6\]"),
         (FusedMap("relu", SIX, SIX[0, :3]), 6, r"the weights of the feature map have the sizes \[3, 6\]"),

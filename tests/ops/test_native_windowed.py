@@ -160,9 +160,9 @@ def test_mixing_weights_are_float32_in_half_precision_models(dtype, causal):
         found = mechanism._log_mix(query, key, 0.4, causal, None, None)
         formula = mechanism._sequence_mix(query, key, 0.4, causal, None, None)
         wanted = mechanism.double()._log_mix(query.double(), key.double(), 0.4, causal, None, None)
-    assert found.dtype == formula.rest.dtype == torch.float32
+    assert found.dtype == formula.base.dtype == torch.float32
     assert_near(found, wanted, 1e-6)
-    assert torch.equal(formula.rows(), found)
+    assert torch.equal(formula.compute(), found)
 
 
 @BOTH

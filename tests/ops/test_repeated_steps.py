@@ -16,7 +16,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops.common import Features, InPlaceState
 from hf_linear_attn.ops.native.prepared_step import PreparedStep
-from hf_linear_attn.ops.native.windowed import SLIDES
+from hf_linear_attn.ops.native.windowed import RING_MARGIN
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import assert_close
 from tests.ops.test_native import REASON
@@ -93,7 +93,7 @@ def repeats(monkeypatch):
 def test_steps_give_the_same_numbers_as_each_by_itself(name, dtype, repeats):
     module = build(name, dtype)
     state = begun(module, dtype)
-    count = 2 * SLIDES + 5
+    count = 2 * RING_MARGIN + 5
     for number in range(count):
         state = same(module, tokens(1, 2 + number, dtype), state)
     assert len(repeats) == count
@@ -141,9 +141,9 @@ def test_every_mechanism_takes_a_state_of_its_own(name):
 def test_windows_of_any_length_slide(window, repeats):
     module = build("window", window_size=window)
     state = begun(module, length=40)
-    for number in range(2 * SLIDES + 5):
+    for number in range(2 * RING_MARGIN + 5):
         state = same(module, tokens(1, 2 + number), state)
-    assert len(repeats) == 2 * SLIDES + 5
+    assert len(repeats) == 2 * RING_MARGIN + 5
 
 
 @pytest.mark.parametrize("name", NAMES)

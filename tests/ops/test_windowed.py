@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_linear_attn.ops import banded, windowed
+from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
 from tests.ops.test_kernelized import SCALING, full_features
 from tests.reference import naive
@@ -22,10 +23,9 @@ def maps(built):
 
 def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None):
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
-    options = {"window": window, "scaling": SCALING, "log_mix": log_mix, "mask": mask}
-    if causal:
-        return windowed.windowed_causal(q, k, v, *maps(built), **options, state=state)
-    return banded.windowed_bidirectional(q, k, v, *maps(built), **options), None
+    size = built.num_features
+    call = WindowedCall(q, k, v, *maps(built), None, size, causal, window, SCALING, log_mix, mask, state)
+    return windowed.windowed_causal(call) if causal else (banded.windowed_bidirectional(call), None)
 
 
 def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None):

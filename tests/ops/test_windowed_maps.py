@@ -5,12 +5,18 @@ import torch
 
 from hf_linear_attn.ops import banded, windowed
 from hf_linear_attn.ops.common import Features
+from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import assert_close, feature_map, padding_mask, qkv
 from tests.reference import naive
 
 WINDOW = 5
 MAPS = ("hedgehog", "favor+")
-FORMS = {True: windowed.windowed_causal, False: banded.windowed_bidirectional}
+
+
+def attend(causal, q, k, v, features, *, mask=None, state=None, **settings):
+    """The output of the fast form, and the state of the causal one."""
+    call = WindowedCall(q, k, v, *features, None, 0, causal, **settings, mask=mask, state=state)
+    return windowed.windowed_causal(call) if causal else (banded.windowed_bidirectional(call), None)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +46,7 @@ class Case:
         return (lambda x, start: self.map.query(x, 0.4)), (lambda x, start: self.map.key(x, 0.4))
 
     def fast(self):
-        out = FORMS[self.causal](*self.leaves[:3], *self.features(), mask=self.mask, **self.settings())
-        return out[0] if self.causal else out
+        return attend(self.causal, *self.leaves[:3], self.features(), mask=self.mask, **self.settings())[0]
 
     def definition(self):
         q, k, v, _ = self.leaves
@@ -113,17 +118,16 @@ def test_padding_does_not_set_the_scale_of_far_keys(causal):
     settings = {"window": 1, "scaling": 0.4, "log_mix": torch.zeros(4)}
     mask = padding_mask([length] * 2, length + 4, "right")
 
-    def attend(values, *, padded):
+    def outputs(values, *, padded):
         real = slice(None) if padded else slice(length)
-        given = (x[:, :, real] for x in (q, k, values))
-        out = FORMS[causal](*given, *features, **settings, mask=mask if padded else None)
-        return (out[0] if causal else out)[:, :, :length]
+        tensors = (x[:, :, real] for x in (q, k, values))
+        return attend(causal, *tensors, features, **settings, mask=mask if padded else None)[0][:, :, :length]
 
     own = v[:, :, token].repeat_interleave(2, dim=1)
-    assert float((attend(v, padded=False)[:, :, token] - own).abs().max()) > 0.1, "this row is of far keys"
-    assert_close(attend(v, padded=True), attend(v, padded=False))
+    assert float((outputs(v, padded=False)[:, :, token] - own).abs().max()) > 0.1, "this row is of far keys"
+    assert_close(outputs(v, padded=True), outputs(v, padded=False))
     for padded in (False, True):  # blocks are filled up with zeros in any case
-        ones = attend(torch.ones_like(v), padded=padded)
+        ones = outputs(torch.ones_like(v), padded=padded)
         assert_close(ones, torch.ones_like(ones))
 
 
@@ -135,14 +139,12 @@ def test_a_mixture_for_each_row(name, causal):
     length, case = 22, Case(name, 22, causal)
     mix = torch.randn(2, 4, length, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
-    def attend(log_mix):
-        settings = {**case.settings(), "log_mix": log_mix}
-        out = FORMS[causal](*case.leaves[:3], *case.features(), mask=None, **settings)
-        return out[0] if causal else out
+    def outputs(log_mix):
+        return attend(causal, *case.leaves[:3], case.features(), **{**case.settings(), "log_mix": log_mix})[0]
 
-    out = attend(mix)
+    out = outputs(mix)
     for i in range(length):
-        assert_close(out[:, :, i], attend(mix[:, :, i : i + 1])[:, :, i], torch.float64)
+        assert_close(out[:, :, i], outputs(mix[:, :, i : i + 1])[:, :, i], torch.float64)
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -189,7 +191,7 @@ def states(name, pieces, masks, length=33):
     outs, state, start = [], None, 0
     for size, mask in zip(pieces, masks, strict=True):
         part = (t[:, :, start : start + size] for t in (q, k, v))
-        out, state = windowed.windowed_causal(*part, *case.features(), mask=mask, state=state, **case.settings())
+        out, state = attend(True, *part, case.features(), mask=mask, state=state, **case.settings())
         outs.append(out)
         start += size
     return torch.cat(outs, dim=2), state
@@ -210,7 +212,7 @@ def test_split_and_resume(name, pieces):
 def test_padding_anywhere_leaves_outputs_and_states_as_they_are(name):
     case = Case(name, 20, True)
     tensors = [t.detach()[:1] for t in case.leaves[:3]]
-    alone, state = windowed.windowed_causal(*tensors, *case.features(), **case.settings())
+    alone, state = attend(True, *tensors, case.features(), **case.settings())
     real = torch.zeros(1, 33, dtype=torch.bool)
     real[:, [0, 1, 2, 5, 7, *range(9, 20), 25, 26, 28, 30]] = True
     spread = []
@@ -222,7 +224,7 @@ def test_padding_anywhere_leaves_outputs_and_states_as_they_are(name):
     for start, stop in ((0, 6), (6, 24), (24, 33)):
         part = [t[:, :, start:stop] for t in spread]
         mask = real[:, start:stop]
-        out, after = windowed.windowed_causal(*part, *case.features(), mask=mask, state=after, **case.settings())
+        out, after = attend(True, *part, case.features(), mask=mask, state=after, **case.settings())
         outs.append(out)
     assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
     for key in state:
@@ -248,9 +250,7 @@ def test_gradcheck(name, causal):
     leaves = [tensor[:1].detach().requires_grad_() for tensor in case.leaves[:3]]
 
     def run(q, k, v, mix):
-        settings = {**case.settings(), "log_mix": mix}
-        out = FORMS[causal](q, k, v, *case.features(), **settings)
-        return out[0] if causal else out
+        return attend(causal, q, k, v, case.features(), **{**case.settings(), "log_mix": mix})[0]
 
     assert torch.autograd.gradcheck(run, (*leaves, case.leaves[3]), fast_mode=True)
 

@@ -1,4 +1,4 @@
-"""The kernels' argument block, field by field, and what fills it from tensors."""
+"""The argument structure of the native kernels, and the functions that fill it from tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from .build import library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
-#: The kernels' number for features that come ready-made.
-GIVEN = len(ACTIVATIONS)
+#: The kernels' number of the "activation" whose inputs are the features themselves.
+PRECOMPUTED = len(ACTIVATIONS)
 
-#: Multiply-adds below which one thread is faster than waking others.
-WORTH_THREADS = 1 << 20
+#: Number of multiply-adds below which one thread is faster than several.
+MIN_THREADED_PRODUCTS = 1 << 20
 
 
 class Strided(ctypes.Structure):
+    """`hla::Strided`: an address, and strides in elements."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("batch", ctypes.c_int64),
@@ -35,6 +37,8 @@ class Strided(ctypes.Structure):
 
 
 class Map(ctypes.Structure):
+    """`hla::Map`: the formula of a feature map with the addresses of its tensors."""
+
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("activation", "parts", "width", "projected", "input")),
         *((name, ctypes.c_float) for name in ("bias_scale", "in_scale", "alpha", "epsilon", "factor")),
@@ -49,7 +53,7 @@ class Map(ctypes.Structure):
 
 
 _STRIDED = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
-_POINTERS = (
+_ADDRESSES = (
     *("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser"),
     *("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient"),
 )
@@ -65,7 +69,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("size", "value_size", "dtype", "threads")),
         ("query_map", Map),
         ("key_map", Map),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in _ADDRESSES),
         ("skip", ctypes.c_void_p),
         ("mix", Strided),
         ("top", ctypes.c_void_p),
@@ -82,17 +86,17 @@ class Arguments(ctypes.Structure):
     ]
 
 
-#: A tensor with its strides; a `Map`; and the fields of `Arguments` that every call sets, in their order. Packing them
-#: at once takes a third of the time of setting them one by one: a decoding step feels it.
+#: Formats of a tensor with its strides, of a `Map`, and of the fields of `Arguments` that every call sets, in order.
+#: Packing them at once takes a third of the time of setting them one by one, which matters in decoding.
 _TENSOR = "Pqqq"
 _MAP = struct.Struct("@iiiiifffffPPPqqqPPqPqq")
 _FIELDS = struct.Struct(f"@{4 * _TENSOR}{4 * struct.calcsize(_TENSOR)}xPqqqqqqiiii{2 * f'{_MAP.size}s'}")
 
 
-class Side(NamedTuple):
-    """A map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors.
+class KernelMap(NamedTuple):
+    """A feature map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors.
 
-    Without a map the tokens are features already, in float32, with log scales `[B, H, L]` or none.
+    With `fused` None the inputs are the features themselves, in float32, with log scales `[B, H, L]` or None.
     """
 
     fused: FusedMap | None
@@ -108,121 +112,140 @@ class Side(NamedTuple):
         return self.scales is not None if self.fused is None else self.fused.scaled
 
 
-def given(features: Features) -> Side:
-    """The side of features `[B, H, L, m]`."""
+def precomputed(features: Features) -> KernelMap:
+    """Return the map of precomputed features `[B, H, L, m]`."""
     scales = None if features.log_scale is None else features.log_scale.contiguous()
-    return Side(None, features.values.shape[-1], None, None, None, None, scales)
+    return KernelMap(None, features.values.shape[-1], None, None, None, None, scales)
 
 
-def prepare(fused: FusedMap, head_dim: int) -> Side:
+def prepare(fused: FusedMap, head_dim: int) -> KernelMap:
+    """Convert the tensors of a feature map for inputs of size `head_dim`."""
     if fused.weight is None and fused.cosine is None:
         return _without_tensors(fused, head_dim)
-    cosine, sine = (None if held is None else held.float().contiguous() for held in (fused.cosine, fused.sine))
-    return Side(fused, fused.width(head_dim), pad_columns(fused.weight), pad_columns(fused.bias), cosine, sine)
+    cosine, sine = (None if x is None else x.float().contiguous() for x in (fused.cosine, fused.sine))
+    return KernelMap(fused, fused.width(head_dim), pad_columns(fused.weight), pad_columns(fused.bias), cosine, sine)
 
 
 @functools.lru_cache(maxsize=256)
-def _without_tensors(fused: FusedMap, head_dim: int) -> Side:
-    return Side(fused, fused.width(head_dim), None, None, None, None)
+def _without_tensors(fused: FusedMap, head_dim: int) -> KernelMap:
+    return KernelMap(fused, fused.width(head_dim), None, None, None, None)
 
 
-def prepare_both(sides: tuple[FusedMap, FusedMap], head_dim: int) -> tuple[Side, Side]:
-    """Queries and keys; a map of both is prepared once."""
-    query = prepare(sides[0], head_dim)
-    return query, query if sides[1] is sides[0] else prepare(sides[1], head_dim)
+def prepare_both(fused: tuple[FusedMap, FusedMap], head_dim: int) -> tuple[KernelMap, KernelMap]:
+    """Convert the maps of queries and keys; one map of both is converted once."""
+    query = prepare(fused[0], head_dim)
+    return query, query if fused[1] is fused[0] else prepare(fused[1], head_dim)
 
 
 @functools.cache
 def lanes() -> int:
-    """Numbers in a vector register."""
+    """Return the number of floats in a vector register."""
     return int(library().hla_lanes())
 
 
 def pad_columns(tensor: Tensor | None) -> Tensor | None:
+    """Return a contiguous float32 tensor whose last dimension is padded to whole vectors."""
     if tensor is None:
         return None
     missing = -tensor.shape[-1] % lanes()
     if not missing and tensor.dtype == torch.float32:
         if tensor.is_contiguous():
             return tensor
-        if _is_turned(tensor) and not tensor.requires_grad:
-            return _turn_back(tensor)
+        if _is_transposed(tensor) and not tensor.requires_grad:
+            return _copy_transposed(tensor)
     return functional.pad(tensor.float(), (0, missing)).contiguous() if missing else tensor.float().contiguous()
 
 
-def _is_turned(tensor: Tensor) -> bool:
-    """Whether this is `[1, d, f]` that lies in memory as `[f, d]`, in whole vectors."""
+def _is_transposed(tensor: Tensor) -> bool:
+    """Whether this is `[1, d, f]` with the memory layout `[f, d]`, in whole vectors."""
     if tensor.dim() != 3 or tensor.shape[0] != 1 or tensor.shape[1] % lanes():
         return False
     return tensor.stride(1) == 1 and tensor.stride(2) == tensor.shape[1]
 
 
-def _turn_back(tensor: Tensor) -> Tensor:
-    """A contiguous copy, ten times as fast as torch's: a decoding step needs one."""
-    made = room(*tensor.shape)
-    library().hla_transpose(tensor.data_ptr(), made.data_ptr(), tensor.shape[2], tensor.shape[1])
-    return made
+def _copy_transposed(tensor: Tensor) -> Tensor:
+    """Make a contiguous copy, ten times as fast as torch does: every decoding step needs one."""
+    copy = empty(*tensor.shape)
+    library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), tensor.shape[2], tensor.shape[1])
+    return copy
 
 
-def turned(weight: Tensor | None) -> Tensor | None:
-    """Wᵀ with its rows padded to whole vectors."""
+def transposed_weight(weight: Tensor | None) -> Tensor | None:
+    """Return Wᵀ with its rows padded to whole vectors."""
     return None if weight is None else pad_columns(weight.detach().transpose(-1, -2))
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but that of the numbers within a token, and numbers as they lie in memory."""
+def restore_parameters(
+    maps: tuple[KernelMap, KernelMap], parameters: tuple[Tensor | None, ...]
+) -> tuple[tuple[KernelMap, KernelMap], tuple[Tensor | None, Tensor | None]]:
+    """Put saved weights and biases (of queries, then of keys) into maps; return the maps and the transposed weights."""
+    query_weight, query_bias, key_weight, key_bias = parameters
+    query_map = maps[0]._replace(weight=query_weight, bias=query_bias)
+    key_map = maps[1]._replace(weight=key_weight, bias=key_bias)
+    return (query_map, key_map), (transposed_weight(query_weight), transposed_weight(key_weight))
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Copy a tensor that kernels cannot read: a negative view, or numbers of a token that are not contiguous."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
 
 
-def room(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An empty tensor for a kernel to write to, whatever dtype and device others have made the default."""
+def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Allocate memory for a kernel to write to, independent of torch's default dtype and device."""
     return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def token_major(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`[B, H, L, e]` that lies in memory as `[B, L, H, e]`, the order in which a model goes on with it."""
+    """Allocate `[B, H, L, e]` with the memory layout `[B, L, H, e]`, the order in which a model uses it."""
     if length == 1:
-        return room(batch, heads, 1, width, dtype=dtype)
-    return room(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+        return empty(batch, heads, 1, width, dtype=dtype)
+    return empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def token_major_like(tensor: Tensor) -> Tensor:
+    """Allocate a tensor of the same shape and dtype by `token_major`."""
     batch, heads, length, width = tensor.shape
     return token_major(batch, heads, length, width, tensor.dtype)
 
 
 def address(tensor: Tensor | None) -> int | None:
+    """Return the address of the data, None for no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def strided(tensor: Tensor) -> Strided:
-    return Strided(*_place(tensor))
+    """Return the address and strides of `[B, H, L, d]`."""
+    return Strided(*_strided_fields(tensor))
 
 
-def _place(tensor: Tensor) -> tuple[int, int, int, int]:
+def _strided_fields(tensor: Tensor) -> tuple[int, int, int, int]:
     batch, head, token, _ = tensor.stride()
     return tensor.data_ptr(), batch, head, token
 
 
-def _step(tensor: Tensor | None) -> int:
-    """Elements from one head (or row of a batch) to the next; 0 where all share one."""
+def _first_stride(tensor: Tensor | None) -> int:
+    """The stride of heads (or of rows of a batch) in elements; 0 where all share one."""
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _map(side: Side, head_dim: int, weight_t: Tensor | None) -> bytes:
-    """The fields of `Map`."""
-    if side.fused is None:
-        scales = (0, 0, 0) if side.scales is None else (side.scales.data_ptr(), *side.scales.stride()[:2])
-        return _MAP.pack(GIVEN, 1, side.width, False, head_dim, *(1.0, 1.0, 1.0, 0.0, 1.0), *(9 * (0,)), *scales)
-    if side.weight is None and side.cosine is None:
-        return _map_without_tensors(side.fused, side.width, head_dim)
-    fused = side.fused
+def _pack_map(kernel_map: KernelMap, head_dim: int, weight_t: Tensor | None) -> bytes:
+    """Pack the fields of `Map`."""
+    if kernel_map.fused is None:
+        scales = (
+            (0, 0, 0) if kernel_map.scales is None else (kernel_map.scales.data_ptr(), *kernel_map.scales.stride()[:2])
+        )
+        return _MAP.pack(
+            PRECOMPUTED, 1, kernel_map.width, False, head_dim, *(1.0, 1.0, 1.0, 0.0, 1.0), *(9 * (0,)), *scales
+        )
+    if kernel_map.weight is None and kernel_map.cosine is None:
+        return _map_without_tensors(kernel_map.fused, kernel_map.width, head_dim)
+    fused = kernel_map.fused
     return _MAP.pack(
         ACTIVATIONS[fused.activation],
         PARTS[fused.activation],
-        side.width,
+        kernel_map.width,
         fused.weight is not None,
         head_dim,
         fused.bias_scale,
@@ -230,15 +253,15 @@ def _map(side: Side, head_dim: int, weight_t: Tensor | None) -> bytes:
         fused.alpha,
         fused.epsilon,
         fused.factor,
-        address(side.weight) or 0,
+        address(kernel_map.weight) or 0,
         address(weight_t) or 0,
-        address(side.bias) or 0,
-        _step(side.weight),
-        _step(weight_t),
-        _step(side.bias),
-        address(side.cosine) or 0,
-        address(side.sine) or 0,
-        _step(side.cosine),
+        address(kernel_map.bias) or 0,
+        _first_stride(kernel_map.weight),
+        _first_stride(weight_t),
+        _first_stride(kernel_map.bias),
+        address(kernel_map.cosine) or 0,
+        address(kernel_map.sine) or 0,
+        _first_stride(kernel_map.cosine),
         *(0, 0, 0),
     )
 
@@ -252,27 +275,27 @@ def _map_without_tensors(fused: FusedMap, width: int, head_dim: int) -> bytes:
 
 def arguments(
     call: AttentionCall,
-    sides: tuple[Side, Side],
+    maps: tuple[KernelMap, KernelMap],
     out: Tensor,
-    backs: tuple[Tensor | None, Tensor | None] = (None, None),
+    weights_t: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Arguments:
-    """The fields that every kernel reads. Whoever calls keeps the tensors alive until the kernel has run."""
+    """Fill the fields that every kernel reads. The caller keeps the tensors alive until the kernel has run."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, size = query.shape
     _, groups, keys, value_size = value.shape
     products = batch * heads * (length + keys) * call.num_features * value_size
-    query_map = _map(sides[0], size, backs[0])
-    same = sides[0] is sides[1] and backs[0] is backs[1]
-    made = Arguments()
+    query_map = _pack_map(maps[0], size, weights_t[0])
+    same = maps[0] is maps[1] and weights_t[0] is weights_t[1]
+    filled = Arguments()
     _FIELDS.pack_into(
-        made,
+        filled,
         0,
-        *_place(query),
-        *_place(key),
-        *_place(value),
-        *_place(out),
+        *_strided_fields(query),
+        *_strided_fields(key),
+        *_strided_fields(value),
+        *_strided_fields(out),
         0 if mask is None else mask.data_ptr(),
-        0 if mask is None else _step(mask),
+        0 if mask is None else _first_stride(mask),
         batch,
         heads,
         groups,
@@ -281,11 +304,11 @@ def arguments(
         size,
         value_size,
         DTYPES[value.dtype],
-        torch.get_num_threads() if products > WORTH_THREADS else 1,
+        torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
         query_map,
-        query_map if same else _map(sides[1], size, backs[1]),
+        query_map if same else _pack_map(maps[1], size, weights_t[1]),
     )
-    return made
+    return filled
 
 
 @functools.cache
@@ -293,49 +316,52 @@ def _kernel(name: str) -> Any:
     return getattr(library(), f"hla_{name}")
 
 
-def run(name: str, given: Arguments) -> None:
+def run(name: str, filled: Arguments) -> None:
     """Run a kernel.
 
     Raises:
-        MemoryError: it got no memory.
+        MemoryError: The kernel could not allocate its buffers.
     """
-    prepared_run(name, given)()
+    prepare_run(name, filled)()
 
 
-def prepared_run(name: str, given: Arguments) -> Callable[[], None]:
-    """`run` with these arguments, whatever is written into them until then."""
-    kernel, address = _kernel(name), ctypes.byref(given)
+def prepare_run(name: str, filled: Arguments) -> Callable[[], None]:
+    """Return a function that runs a kernel with these arguments, which may be changed before each call."""
+    kernel, address = _kernel(name), ctypes.byref(filled)
 
-    def prepared() -> None:
+    def run_kernel() -> None:
         if kernel(address):
-            raise MemoryError(f"The native kernel {name!r} got no memory. Free some, or use set_backend('torch').")
+            raise MemoryError(
+                f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
+            )
 
-    return prepared
+    return run_kernel
 
 
 class ParameterGradients:
-    """Room for the gradients of the maps' parameters, a part for every head of every row of the batch."""
+    """Buffers of the gradients of the maps' parameters, one for every head of every row of the batch."""
 
     def __init__(
-        self, parameters: tuple[Tensor | None, ...], wanted: tuple[bool, ...], batch: int, heads: tuple
+        self, parameters: tuple[Tensor | None, ...], needed: tuple[bool, ...], batch: int, heads: tuple
     ) -> None:
         self.parameters = parameters
         self.parts = [
-            room(batch, heads[place // 2], *tensor.shape[1:]).zero_() if tensor is not None and wanted[place] else None
-            for place, tensor in enumerate(parameters)
+            empty(batch, heads[index // 2], *tensor.shape[1:]).zero_() if tensor is not None and needed[index] else None
+            for index, tensor in enumerate(parameters)
         ]
 
-    def place_in(self, given: Arguments) -> None:
-        given.query_weight_gradient, given.query_bias_gradient = (address(part) for part in self.parts[:2])
-        given.key_weight_gradient, given.key_bias_gradient = (address(part) for part in self.parts[2:])
+    def fill(self, filled: Arguments) -> None:
+        """Set the addresses of the buffers."""
+        filled.query_weight_gradient, filled.query_bias_gradient = (address(part) for part in self.parts[:2])
+        filled.key_weight_gradient, filled.key_bias_gradient = (address(part) for part in self.parts[2:])
 
-    def sums(self) -> list[Tensor | None]:
-        """Over the batch, and over the heads where they share the parameter."""
-        found: list[Tensor | None] = []
+    def totals(self) -> list[Tensor | None]:
+        """Return the gradients, summed over the batch, and over the heads where they share the parameter."""
+        totals: list[Tensor | None] = []
         for part, parameter in zip(self.parts, self.parameters, strict=True):
             if part is None or parameter is None:
-                found.append(None)
+                totals.append(None)
             else:
                 total = part.sum(0)
-                found.append(total.sum(0, keepdim=True) if parameter.shape[0] == 1 else total)
-        return found
+                totals.append(total.sum(0, keepdim=True) if parameter.shape[0] == 1 else total)
+        return totals

@@ -2,7 +2,7 @@
 
 The sources travel with the package and need no header but the compiler's own: a build takes a few seconds. The library
 is keyed by sources, compiler, flags and processor, so a home directory shared by different machines holds one for each.
-Where that cannot be done the reason is kept, and other backends serve.
+If the build fails, its reason is logged once and other backends are used.
 """
 
 from __future__ import annotations
@@ -22,26 +22,17 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = (
-    "simd.h",
-    "amx.h",
-    "io.h",
-    "decay.h",
-    "feature_maps.h",
-    "kernelized.h",
-    "short_sequences.h",
-    "backward.h",
-    "windowed.h",
-    "windowed_backward.h",
-    "windowed_step.h",
-    "kernels.cpp",
-)
-#: Where compiled kernels are kept, instead of the user's cache folder.
+#: Environment variable with the folder of compiled kernels, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_LINEAR_ATTN_CACHE"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
-#: Ways to ask for this machine's instructions, the first that the compiler knows.
+#: Flags for this machine's instructions; the first that the compiler knows is used.
 MACHINE_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 TIMEOUT = 300.0
+#: Names of the kernels; their functions have the prefix `hla_`, take a `Call` and return an error code.
+KERNELS = (
+    *("bidirectional", "bidirectional_backward", "causal", "causal_backward"),
+    *("windowed", "windowed_backward", "windowed_step"),
+)
 
 
 class BuildError(RuntimeError):
@@ -49,33 +40,33 @@ class BuildError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """`$HF_LINEAR_ATTN_CACHE`, else `hf_linear_attn` in the user's cache folder."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given).expanduser()
+    """Return `$HF_LINEAR_ATTN_CACHE`, else `hf_linear_attn` in the user's cache folder."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder:
+        return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "hf_linear_attn"
 
 
 def compiler() -> str:
-    """The C++ compiler: `$CXX`, else the first of g++, clang++, c++ that is installed.
+    """Return the C++ compiler: `$CXX`, else the first of g++, clang++, c++ that is installed.
 
     Raises:
-        BuildError: there is none.
+        BuildError: No compiler is installed.
     """
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
+        path = shutil.which(name) if name else None
+        if path:
+            return path
     raise BuildError("no C++ compiler was found (g++, clang++ or $CXX)")
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, built if the cache does not hold them.
+    """Return the compiled kernels, which are built if they are not in the cache.
 
     Raises:
-        BuildError: no compiler, a failed build, or a library that does not load.
+        BuildError: There is no compiler, the build fails, or the library does not load.
     """
     if sys.platform == "win32":
         raise BuildError("the kernels are not built on Windows")
@@ -86,15 +77,7 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load ({error}); remove it") from error
-    for name in (
-        "bidirectional",
-        "causal",
-        "windowed",
-        "windowed_step",
-        "bidirectional_backward",
-        "causal_backward",
-        "windowed_backward",
-    ):
+    for name in KERNELS:
         function = getattr(loaded, f"hla_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     loaded.hla_call_bytes.restype = ctypes.c_int64
@@ -105,7 +88,8 @@ def library() -> ctypes.CDLL:
 
 def _library_path() -> Path:
     folder = Path(__file__).parent
-    parts = [(folder / name).read_bytes() for name in SOURCES]
+    sources = sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
+    parts = [part for path in sources for part in (path.name.encode(), path.read_bytes())]
     command = compiler()
     version = subprocess.run([command, "--version"], capture_output=True, timeout=60, check=False).stdout
     setting = repr((command, FLAGS, _openmp(), _processor())).encode()
@@ -114,19 +98,19 @@ def _library_path() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """The folder, made if need be. It holds code that is going to run: nobody else may write there."""
+    """Create the folder if needed and check that no one else may write there: its files are executed."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise BuildError(f"the cache folder {folder} cannot be made ({error}); set {CACHE_VARIABLE}") from error
+        raise BuildError(f"the cache folder {folder} cannot be created ({error}); set {CACHE_VARIABLE}") from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(f"the cache folder {folder} can be written by others; set {CACHE_VARIABLE} to one of your own")
     return folder
 
 
 def _processor() -> str:
-    """What tells processors with different instructions apart."""
+    """Return a text that differs between processors with different instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -135,7 +119,7 @@ def _processor() -> str:
 
 
 def _openmp() -> tuple[str, ...]:
-    """Flags for threads: those of the OpenMP runtime that torch has loaded, so that the two share one pool."""
+    """Return the compiler flags for threads: torch's own OpenMP runtime, so that the two share one pool of threads."""
     import torch  # noqa: F401  (loads its runtime)
 
     try:
@@ -147,24 +131,24 @@ def _openmp() -> tuple[str, ...]:
 
 
 def _compile(path: Path) -> None:
-    """Compile beside the final place, then rename: another process sees all of it or nothing."""
+    """Compile to a temporary file and rename it: another process sees the whole library or none."""
     logger.info("Compiling the native CPU kernels into %s (once, a few seconds).", path)
     source = Path(__file__).parent / "kernels.cpp"
     openmp = _openmp()
     errors = ""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+        output = Path(folder) / path.name
         for machine in MACHINE_FLAGS:
             # -fopenmp compiles the pragmas; the runtime itself is named, so that no second one is linked.
             flags = [flag for flag in openmp if flag.startswith("-")]
             runtime = [flag for flag in openmp if not flag.startswith("-")]
-            command = [compiler(), *FLAGS, *machine, *flags, str(source), "-o", str(made), *runtime]
+            command = [compiler(), *FLAGS, *machine, *flags, str(source), "-o", str(output), *runtime]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise BuildError(f"{command[0]} did not run ({error})") from error
             if done.returncode == 0:
-                os.replace(made, path)
+                os.replace(output, path)
                 return
             errors = done.stderr.strip()
     raise BuildError(f"{compiler()} failed: {errors.splitlines()[0] if errors else 'no message'}")

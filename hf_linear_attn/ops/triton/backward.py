@@ -13,33 +13,33 @@ from ..common import DENOMINATOR_EPS, State
 from ..fused import FusedMap, KernelizedCall
 from . import backward_kernels as kernels
 from . import layout
-from .features import Side
+from .features import MapArguments
 from .forward import bidirectional, causal, scan, sum_tokens
-from .layout import Blocks, launch, mask_bytes, plain, rows, token_major
+from .layout import Blocks, launch, mask_bytes, readable, rows, token_major
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
-    """Compute a call, with gradients where they are wanted."""
+    """Compute a call, with gradients where they are needed."""
     fused = call.fused
     assert fused is not None
-    call = call._replace(query=plain(call.query), key=plain(call.key), value=plain(call.value))
+    call = call._replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     if not call.needs_grad():
         with layout.on_device(call.query.device):
-            made = (causal if call.causal else bidirectional)(call, _sides(call), False)
-        return made.out, made.state
+            result = (causal if call.causal else bidirectional)(call, _map_arguments(call), False)
+        return result.out, result.state
     first, second = fused
     learned = (first.weight, first.bias, second.weight, second.bias)
     return _Attention.apply(call.query, call.key, call.value, *learned, call), None
 
 
-def _sides(call: KernelizedCall) -> tuple[Side, Side]:
+def _map_arguments(call: KernelizedCall) -> tuple[MapArguments, MapArguments]:
     assert call.fused is not None
-    first, second = (layout.side(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
+    first, second = (layout.map_arguments(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
     return first, second
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps inputs, output and normalisers, `B·H·L` floats, and the sums over the keys (bidirectional).
+    """It saves inputs, output and normalisers, `B·H·L` floats, and the sums over the keys (bidirectional).
 
     Extra memory of the backward pass: `B·H·L` times two floats, the gradients before a projection (`B·H·L·f` floats
     and the inputs in float32, maps with weights only), and for the causal form the sums before and after every chunk,
@@ -50,33 +50,35 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         call = rest[4]._replace(query=query, key=key, value=value)
         with layout.on_device(query.device):
-            made = (causal if call.causal else bidirectional)(call, _sides(call), True)
-        ctx.save_for_backward(query, key, value, *rest[:4], made.out, made.normaliser, made.sums, call.mask)
-        ctx.call = call._replace(query=None, key=None, value=None, mask=None)  # what is saved is not held twice
-        return made.out
+            result = (causal if call.causal else bidirectional)(call, _map_arguments(call), True)
+        ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.sums, call.mask)
+        ctx.call = call._replace(query=None, key=None, value=None, mask=None)  # not referenced twice
+        return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, *parameters, out, normaliser, sums, mask = ctx.saved_tensors
         call = ctx.call._replace(query=query, key=key, value=value, mask=mask)
-        if normaliser is None:  # nothing to attend to
-            given = [torch.zeros_like(held) for held in (query, key, value)]
-            return *given, *(None if held is None else torch.zeros_like(held) for held in parameters), None
-        gradient = plain(gradients[0])
+        if normaliser is None:  # there are no keys
+            tensors = (query, key, value, *parameters)
+            return *(None if x is None else torch.zeros_like(x) for x in tensors), None
+        gradient = readable(gradients[0])
         with layout.on_device(query.device):
-            ready = _normalised(gradient, out, normaliser)
-            befores, to_value = (_back_causal if call.causal else _back_all)(call, gradient, ready, sums)
+            factors = _normalised(gradient, out, normaliser)
+            pre_gradients, to_value = (_backward_causal if call.causal else _backward_bidirectional)(
+                call, gradient, factors, sums
+            )
         needed = ctx.needs_input_grad[3:7]
-        to_query, *query_learned = _through_projection(query, call.fused[0], befores[0], needed[:2])
-        to_key, *key_learned = _through_projection(key, call.fused[1], befores[1], needed[2:])
+        to_query, *query_learned = _through_projection(query, call.fused[0], pre_gradients[0], needed[:2])
+        to_key, *key_learned = _through_projection(key, call.fused[1], pre_gradients[1], needed[2:])
         return to_query, to_key, to_value, *query_learned, *key_learned, None
 
 
 def _through_projection(
     x: Tensor, fused: FusedMap, before: Tensor, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, W and b from that of `y = s x W + c b`; without W it is that of x already."""
+    """Compute the gradients of x, W and b from that of `y = s x W + c b`; without W it is that of x already."""
     if fused.weight is None:
         return before, None, None
     to_x = ((before @ fused.weight.detach().float().transpose(-1, -2)) * fused.in_scale).to(x.dtype)
@@ -89,7 +91,7 @@ def _through_projection(
 
 
 def _summed(parts: Tensor, parameter: Tensor) -> Tensor:
-    """Over the batch, and over the heads where they share the parameter."""
+    """Sum gradients over the batch, and over the heads where they share the parameter."""
     total = parts.sum(dim=0)
     return (total.sum(dim=0, keepdim=True) if parameter.shape[0] == 1 else total).to(parameter.dtype)
 
@@ -106,13 +108,13 @@ def _normalised(gradient: Tensor, out: Tensor, normaliser: Tensor) -> tuple[Tens
 
 
 def _before(x: Tensor, fused: FusedMap) -> Tensor:
-    """Room for the gradient of the numbers before the activation."""
+    """Allocate the gradient of the numbers before the activation."""
     batch, heads, length, size = x.shape
     dtype = x.dtype if fused.weight is None else torch.float32
     return token_major(batch, heads, length, fused.width(size), dtype, x.device)
 
 
-def _cut(x: Tensor, call: KernelizedCall, chunked: bool = False) -> Blocks:
+def _blocks(x: Tensor, call: KernelizedCall, chunked: bool = False) -> Blocks:
     features = max(layout.padded_features(fused, x.shape[3]) for fused in call.fused or ())
     return layout.blocks(x, features, call.value.shape[3], chunked=chunked)
 
@@ -120,49 +122,51 @@ def _cut(x: Tensor, call: KernelizedCall, chunked: bool = False) -> Blocks:
 Gradients = tuple[tuple[Tensor, Tensor], Tensor]
 
 
-def _back_all(call: KernelizedCall, gradient: Tensor, ready: tuple[Tensor, Tensor], sums: Tensor) -> Gradients:
+def _backward_bidirectional(
+    call: KernelizedCall, gradient: Tensor, factors: tuple[Tensor, Tensor], sums: Tensor
+) -> Gradients:
     assert call.fused is not None
     query, key, value = call.query, call.key, call.value
-    sides, masks = _sides(call), mask_bytes(call.mask)
+    maps, masks = _map_arguments(call), mask_bytes(call.mask)
     batch, heads, length, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    cut, reads = _cut(query, call), _cut(key, call)
-    query_sums, _ = sum_tokens(query, gradient, None, sides[0], cut, gradient=ready)
+    split, key_split = _blocks(query, call), _blocks(key, call)
+    query_sums, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(query_sums, value.shape[3], repeats=heads // groups, total=True)
     to_value = token_major(batch, groups, keys, value.shape[3], value.dtype, value.device)
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     launch(
-        kernels.back_all, (batch * heads, cut.spans), rows(query), rows(gradient), None, 0, *ready, sums,
-        rows(before[0]), None, sides[0], heads, groups, length, cut.span, sums.shape[1], cut.columns, cut.tokens,
-        warps=8,
+        kernels.backward_bidirectional, (batch * heads, split.spans), rows(query), rows(gradient), None, 0, *factors,
+        sums, rows(before[0]), None, maps[0], heads, groups, length, split.span, sums.shape[1], split.columns,
+        split.tokens, warps=8,
     )  # fmt: skip
     launch(
-        kernels.back_all, (batch * groups, reads.spans), rows(key), rows(value), *masks, None, None, query_sums,
-        rows(before[1]), rows(to_value), sides[1], groups, groups, keys, reads.span, cut.spans * (heads // groups),
-        reads.columns, reads.tokens, warps=8,
+        kernels.backward_bidirectional, (batch * groups, key_split.spans), rows(key), rows(value), *masks, None, None,
+        query_sums, rows(before[1]), rows(to_value), maps[1], groups, groups, keys, key_split.span,
+        split.spans * (heads // groups), key_split.columns, key_split.tokens, warps=8,
     )  # fmt: skip
     return before, to_value
 
 
-def _back_causal(call: KernelizedCall, gradient: Tensor, ready: tuple[Tensor, Tensor], _: Any) -> Gradients:
+def _backward_causal(call: KernelizedCall, gradient: Tensor, factors: tuple[Tensor, Tensor], _: Any) -> Gradients:
     assert call.fused is not None
     query, key, value = call.query, call.key, call.value
-    sides, masks = _sides(call), mask_bytes(call.mask)
+    maps, masks = _map_arguments(call), mask_bytes(call.mask)
     batch, heads, length, _size = query.shape
     groups = key.shape[1]
-    cut = _cut(query, call, chunked=True)
+    split = _blocks(query, call, chunked=True)
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     to_value = token_major(batch, groups, length, value.shape[3], value.dtype, value.device)
-    sums, _none = sum_tokens(key, value, call.mask, sides[1], cut)
+    sums, _none = sum_tokens(key, value, call.mask, maps[1], split)
     scan(sums, value.shape[3])
-    given = rows(query), rows(key), rows(value), rows(gradient), *masks, *ready
-    shape = *sides, heads, groups, length, cut.spans, cut.columns, cut.tokens
-    launch(kernels.back_causal_queries, (batch * heads, cut.spans), *given, sums, rows(before[0]), *shape, warps=8)
-    del sums
-    sums, _none = sum_tokens(query, gradient, None, sides[0], cut, gradient=ready)
-    scan(sums, value.shape[3], repeats=heads // groups, reverse=True)
+    inputs = rows(query), rows(key), rows(value), rows(gradient), *masks, *factors
+    shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
     launch(
-        kernels.back_causal_keys, (batch * groups, cut.spans), *given, sums, rows(before[1]), rows(to_value), *shape,
-        warps=8,
-    )  # fmt: skip
+        kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, sums, rows(before[0]), *shape, warps=8
+    )
+    del sums
+    sums, _none = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+    scan(sums, value.shape[3], repeats=heads // groups, reverse=True)
+    outputs = rows(before[1]), rows(to_value)
+    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, sums, *outputs, *shape, warps=8)
     return before, to_value

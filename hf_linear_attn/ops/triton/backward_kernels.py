@@ -7,7 +7,8 @@ gradient is `∂a_ij = ⟨g_i, v_j⟩ + h_i`, hence
     ∂φ(k_j) = Σ_i ∂a_ij φ(q_i) = S' v_j + z'             S', z': Σ φ(q_i) g_iᵀ, Σ φ(q_i) h_i over those that see j
     ∂v_j    = S'ᵀ φ(k_j)
 
-The kernels leave the gradient of the numbers before the activation: that of the input where nothing is learned.
+The kernels store the gradient of the numbers before the activation, which is that of the input for maps without
+weights.
 """
 
 # mypy: disable-error-code="no-untyped-def,annotation-unchecked"
@@ -24,133 +25,133 @@ from .forward_kernels import load_k_sum, load_kv
 def normalised(
     gradient, out, normaliser, inverse, slope, heads, length, floor, value_block: tl.constexpr, block: tl.constexpr
 ):
-    """`1 / D_i` and `h_i`; zero where no key was seen, as the output is."""
+    """Compute `1 / D_i` and `h_i`; both are zero for a row without keys, as its output is."""
     pair = tl.program_id(0)
     batch, head = pair // heads, pair % heads
     tokens = tl.program_id(1) * block + tl.arange(0, block)
     real = tokens < length
-    places = pair.to(tl.int64) * length + tokens
+    offsets = pair.to(tl.int64) * length + tokens
     products_of = tl.zeros((block,), tl.float32)
     for first in range(0, out.width, value_block):
         columns = first + tl.arange(0, value_block)
-        given = load_rows(gradient, batch, head, tokens, real, columns)
-        products_of += tl.sum(given * load_rows(out, batch, head, tokens, real, columns), axis=1)
-    below = tl.load(normaliser + places, mask=real, other=0.0)
-    turned = tl.where(below <= floor, 0.0, 1.0 / tl.where(below <= floor, 1.0, below))
-    tl.store(inverse + places, turned, mask=real)
-    tl.store(slope + places, -products_of * turned, mask=real)
+        upstream = load_rows(gradient, batch, head, tokens, real, columns)
+        products_of += tl.sum(upstream * load_rows(out, batch, head, tokens, real, columns), axis=1)
+    below = tl.load(normaliser + offsets, mask=real, other=0.0)
+    reciprocal = tl.where(below <= floor, 0.0, 1.0 / tl.where(below <= floor, 1.0, below))
+    tl.store(inverse + offsets, reciprocal, mask=real)
+    tl.store(slope + offsets, -products_of * reciprocal, mask=real)
 
 
 @triton.jit
-def back_all(
-    x, u, mask, mask_batch, inverse, slope, sums, before, to_value, side, heads, groups, length, span, spans,
+def backward_bidirectional(
+    x, u, mask, mask_batch, inverse, slope, sums, before, to_value, fmap, heads, groups, length, span, spans,
     value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Bidirectional, one side: queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' sums), or
-    keys (`u` the value; the queries' sums), which leave the gradient of the value too."""
+    """Bidirectional, for queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' sums) or
+    keys (`u` the value; the queries' sums), which also store the gradient of the value."""
     pair, split = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    place = (batch * groups + head // (heads // groups)) * spans
+    index = (batch * groups + head // (heads // groups)) * spans
     stop = tl.minimum((split + 1) * span, length)
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
         real = unmasked(mask, mask_batch, batch, tokens, stop)
-        y, halves = products(x, batch, head, tokens, real, side)
-        values, _ = activate(y, halves, batch, tokens, real, side)
-        share = tl.where(real, 1.0, 0.0)
-        factor = share
+        y, halves = products(x, batch, head, tokens, real, fmap)
+        values, _ = activate(y, halves, batch, tokens, real, fmap)
+        sum_factor = tl.where(real, 1.0, 0.0)
+        factor = sum_factor
         if inverse is not None:
-            places = pair.to(tl.int64) * length + tokens
-            factor = tl.load(inverse + places, mask=real, other=0.0)
-            share = tl.load(slope + places, mask=real, other=0.0)
-        k_sum = load_k_sum(sums, place, side, u.width)
-        gradient = share[:, None] * k_sum[None, :]
+            offsets = pair.to(tl.int64) * length + tokens
+            factor = tl.load(inverse + offsets, mask=real, other=0.0)
+            sum_factor = tl.load(slope + offsets, mask=real, other=0.0)
+        k_sum = load_k_sum(sums, index, fmap, u.width)
+        gradient = sum_factor[:, None] * k_sum[None, :]
         for left in range(0, u.width, value_block):
             columns = left + tl.arange(0, value_block)
-            given = load_rows(u, batch, head, tokens, real, columns) * factor[:, None]
-            kv = load_kv(sums, place, side, u.width, columns)
-            gradient += tl.dot(given, tl.trans(kv), input_precision=side.precision)
+            upstream = load_rows(u, batch, head, tokens, real, columns) * factor[:, None]
+            kv = load_kv(sums, index, fmap, u.width, columns)
+            gradient += tl.dot(upstream, tl.trans(kv), input_precision=fmap.precision)
             if to_value is not None:
-                made = tl.dot(values, kv, input_precision=side.precision)
-                store_rows(to_value, batch, head, tokens, tokens < stop, columns, made)
-        back = slopes(y, values, gradient, batch, tokens, real, side)
-        store_rows(before, batch, head, tokens, tokens < stop, tl.arange(0, side.half), back)
+                value_gradient = tl.dot(values, kv, input_precision=fmap.precision)
+                store_rows(to_value, batch, head, tokens, tokens < stop, columns, value_gradient)
+        back = slopes(y, values, gradient, batch, tokens, real, fmap)
+        store_rows(before, batch, head, tokens, tokens < stop, tl.arange(0, fmap.half), back)
 
 
 @triton.jit
-def back_causal_queries(
-    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, query_side, key_side, heads, groups,
+def backward_causal_queries(
+    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, query_map, key_map, heads, groups,
     length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the queries of one chunk; `sums` over the keys before the chunk."""
     pair, chunk = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     group = head // (heads // groups)
-    place = (batch * groups + group) * spans + chunk
+    index = (batch * groups + group) * spans + chunk
     order = tl.arange(0, block)
     tokens = chunk * block + order
-    here = tokens < length
-    y, halves = products(query, batch, head, tokens, here, query_side)
-    values, _ = activate(y, halves, batch, tokens, here, query_side)
+    exists = tokens < length
+    y, halves = products(query, batch, head, tokens, exists, query_map)
+    values, _ = activate(y, halves, batch, tokens, exists, query_map)
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    keys, _ = features(key, batch, group, tokens, real, key_side)
-    places = pair.to(tl.int64) * length + tokens
-    factor = tl.load(inverse + places, mask=here, other=0.0)
-    share = tl.load(slope + places, mask=here, other=0.0)
-    k_sum = load_k_sum(sums, place, key_side, value.width)
-    to_features = share[:, None] * k_sum[None, :]
-    weights = tl.zeros((block, block), tl.float32) + share[:, None]
+    keys, _ = features(key, batch, group, tokens, real, key_map)
+    offsets = pair.to(tl.int64) * length + tokens
+    factor = tl.load(inverse + offsets, mask=exists, other=0.0)
+    sum_factor = tl.load(slope + offsets, mask=exists, other=0.0)
+    k_sum = load_k_sum(sums, index, key_map, value.width)
+    to_features = sum_factor[:, None] * k_sum[None, :]
+    weights = tl.zeros((block, block), tl.float32) + sum_factor[:, None]
     for left in range(0, value.width, value_block):
         columns = left + tl.arange(0, value_block)
-        given = load_rows(gradient, batch, head, tokens, here, columns) * factor[:, None]
-        held = load_rows(value, batch, group, tokens, real, columns)
-        kv = load_kv(sums, place, key_side, value.width, columns)
-        weights += tl.dot(given, tl.trans(held), input_precision=key_side.precision)
-        to_features += tl.dot(given, tl.trans(kv), input_precision=key_side.precision)
+        upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
+        value_rows = load_rows(value, batch, group, tokens, real, columns)
+        kv = load_kv(sums, index, key_map, value.width, columns)
+        weights += tl.dot(upstream, tl.trans(value_rows), input_precision=key_map.precision)
+        to_features += tl.dot(upstream, tl.trans(kv), input_precision=key_map.precision)
     weights = tl.where(order[:, None] >= order[None, :], weights, 0.0)
-    to_features += tl.dot(weights, keys, input_precision=key_side.precision)
-    back = slopes(y, values, to_features, batch, tokens, here, query_side)
-    store_rows(before, batch, head, tokens, here, tl.arange(0, query_side.half), back)
+    to_features += tl.dot(weights, keys, input_precision=key_map.precision)
+    back = slopes(y, values, to_features, batch, tokens, exists, query_map)
+    store_rows(before, batch, head, tokens, exists, tl.arange(0, query_map.half), back)
 
 
 @triton.jit
-def back_causal_keys(
-    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, to_value, query_side, key_side,
+def backward_causal_keys(
+    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, to_value, query_map, key_map,
     heads, groups, length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the keys of one chunk; `sums` over the queries after the chunk, all heads of the group added up."""
     pair, chunk = tl.program_id(0), tl.program_id(1)
     batch, group = pair // groups, pair % groups
     repeats = heads // groups
-    place = pair * repeats * spans + chunk
+    index = pair * repeats * spans + chunk
     order = tl.arange(0, block)
     tokens = chunk * block + order
-    here = tokens < length
+    exists = tokens < length
     real = unmasked(mask, mask_batch, batch, tokens, length)
-    y, halves = products(key, batch, group, tokens, real, key_side)
-    keys, _ = activate(y, halves, batch, tokens, real, key_side)
+    y, halves = products(key, batch, group, tokens, real, key_map)
+    keys, _ = activate(y, halves, batch, tokens, real, key_map)
     later = order[:, None] <= order[None, :]
-    k_sum = load_k_sum(sums, place, key_side, value.width)
+    k_sum = load_k_sum(sums, index, key_map, value.width)
     to_features = tl.where(real, 1.0, 0.0)[:, None] * k_sum[None, :]
     for left in range(0, value.width, value_block):
         columns = left + tl.arange(0, value_block)
-        held = load_rows(value, batch, group, tokens, real, columns)
-        kv = load_kv(sums, place, key_side, value.width, columns)
-        to_features += tl.dot(held, tl.trans(kv), input_precision=key_side.precision)
-        made = tl.dot(keys, kv, input_precision=key_side.precision)
+        value_rows = load_rows(value, batch, group, tokens, real, columns)
+        kv = load_kv(sums, index, key_map, value.width, columns)
+        to_features += tl.dot(value_rows, tl.trans(kv), input_precision=key_map.precision)
+        value_gradient = tl.dot(keys, kv, input_precision=key_map.precision)
         for repeat in range(repeats):
             head = group * repeats + repeat
-            values, _ = features(query, batch, head, tokens, here, query_side)
-            places = (batch * heads + head).to(tl.int64) * length + tokens
-            factor = tl.load(inverse + places, mask=here, other=0.0)
-            given = load_rows(gradient, batch, head, tokens, here, columns) * factor[:, None]
-            pairs = tl.dot(keys, tl.trans(values), input_precision=key_side.precision)
-            made += tl.dot(tl.where(later, pairs, 0.0), given, input_precision=key_side.precision)
-            weights = tl.dot(held, tl.trans(given), input_precision=key_side.precision)
+            values, _ = features(query, batch, head, tokens, exists, query_map)
+            offsets = (batch * heads + head).to(tl.int64) * length + tokens
+            factor = tl.load(inverse + offsets, mask=exists, other=0.0)
+            upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
+            pairs = tl.dot(keys, tl.trans(values), input_precision=key_map.precision)
+            value_gradient += tl.dot(tl.where(later, pairs, 0.0), upstream, input_precision=key_map.precision)
+            weights = tl.dot(value_rows, tl.trans(upstream), input_precision=key_map.precision)
             if left == 0:
-                weights += tl.load(slope + places, mask=here, other=0.0)[None, :]
+                weights += tl.load(slope + offsets, mask=exists, other=0.0)[None, :]
             weights = tl.where(later, weights, 0.0)
-            to_features += tl.dot(weights, values, input_precision=key_side.precision)
-        store_rows(to_value, batch, group, tokens, here, columns, tl.where(real[:, None], made, 0.0))
-    back = slopes(y, keys, to_features, batch, tokens, real, key_side)
-    store_rows(before, batch, group, tokens, here, tl.arange(0, key_side.half), back)
+            to_features += tl.dot(weights, values, input_precision=key_map.precision)
+        store_rows(to_value, batch, group, tokens, exists, columns, tl.where(real[:, None], value_gradient, 0.0))
+    back = slopes(y, keys, to_features, batch, tokens, real, key_map)
+    store_rows(before, batch, group, tokens, exists, tl.arange(0, key_map.half), back)

@@ -1,6 +1,6 @@
 """Feature maps and their gradients on a block of tokens, in Triton: what every kernel calls.
 
-A block has T tokens. Its features lie in `M = parts · half` columns, `half` the width before the activation padded to a
+A block has T tokens. Its features are in `M = parts · half` columns, `half` the width before the activation padded to a
 power of two: column j is number `j % half` of part `j // half`. The second part of a pair sees `-y`, so that one
 tensor holds both. Numbers are float32 whatever the inputs are.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 class Rows(NamedTuple):
-    """Tokens `[B, heads, L, width]` with their strides; the numbers within a token lie side by side."""
+    """Tokens `[B, heads, L, width]` with their strides; the numbers of a token are contiguous."""
 
     data: Any
     batch: int
@@ -24,8 +24,8 @@ class Rows(NamedTuple):
     width: int
 
 
-class Side(NamedTuple):
-    """One side of a feature map (`ops.fused.FusedMap`). The last fields are constants of the compiled kernel."""
+class MapArguments(NamedTuple):
+    """The feature map of queries or of keys (`ops.fused.FusedMap`). The last fields are compile-time constants."""
 
     weight: Any
     weight_head: int
@@ -51,23 +51,24 @@ class Side(NamedTuple):
 
 @triton.jit
 def load_rows(rows, batch, head, tokens, real, columns):
-    """`[T, C]` in float32, zero where there is no token or no column."""
+    """Load `[T, C]` in float32, with zeros where there is no token or no column."""
     first = rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
-    places = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
-    return tl.load(first + places, mask=real[:, None] & (columns < rows.width)[None, :], other=0.0).to(tl.float32)
+    offsets = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
+    return tl.load(first + offsets, mask=real[:, None] & (columns < rows.width)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_rows(rows, batch, head, tokens, real, columns, values):
+    """Store `[T, C]` in the dtype of the tensor."""
     first = rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
-    places = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
+    offsets = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
     inside = real[:, None] & (columns < rows.width)[None, :]
-    tl.store(first + places, values.to(rows.data.dtype.element_ty), mask=inside)
+    tl.store(first + offsets, values.to(rows.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def unmasked(mask, mask_batch, batch, tokens, stop):
-    """Which of the tokens exist and are no padding."""
+    """Return which of the tokens exist and are not padding."""
     real = tokens < stop
     if mask is not None:
         real = real & (tl.load(mask + batch.to(tl.int64) * mask_batch + tokens, mask=real, other=0) != 0)
@@ -75,121 +76,121 @@ def unmasked(mask, mask_batch, batch, tokens, stop):
 
 
 @triton.jit
-def feature_places(side):
-    """For every column: its place among the features, and whether it is one."""
-    columns = tl.arange(0, side.parts * side.half)
-    return columns // side.half * side.width + columns % side.half, columns % side.half < side.width
+def feature_indices(fmap):
+    """Return the index of every column among the features, and whether the column is a feature."""
+    columns = tl.arange(0, fmap.parts * fmap.half)
+    return columns // fmap.half * fmap.width + columns % fmap.half, columns % fmap.half < fmap.width
 
 
 @triton.jit
-def products(x, batch, head, tokens, real, side):
-    """`s x W + c b` `[T, half]`, and `‖s x‖²/2` `[T]` for the maps that need it."""
-    columns = tl.arange(0, side.half)
+def products(x, batch, head, tokens, real, fmap):
+    """Compute `s x W + c b` `[T, half]`, and `‖s x‖²/2` `[T]` for the maps that need it."""
+    columns = tl.arange(0, fmap.half)
     halves = tl.zeros((tokens.shape[0],), tl.float32)
-    if side.weight is not None:
-        rows = tl.arange(0, side.size_block)
-        given = load_rows(x, batch, head, tokens, real, rows)
-        places = rows[:, None] * side.weight_row + columns[None, :] * side.weight_column
-        known = (rows < x.width)[:, None] & (columns < side.width)[None, :]
-        weight = tl.load(side.weight + head * side.weight_head + places, mask=known, other=0.0).to(tl.float32)
-        y = tl.dot(given, weight, input_precision=side.precision) * side.in_scale
-        if side.bias is not None:
-            bias = tl.load(side.bias + head * side.bias_head + columns, mask=columns < side.width, other=0.0)
-            y += bias.to(tl.float32)[None, :] * side.bias_scale
-        if (side.activation == "positive") or (side.activation == "positive-pair"):
-            halves = tl.sum(given * given, axis=1) * (0.5 * side.in_scale * side.in_scale)
+    if fmap.weight is not None:
+        rows = tl.arange(0, fmap.size_block)
+        inputs = load_rows(x, batch, head, tokens, real, rows)
+        offsets = rows[:, None] * fmap.weight_row + columns[None, :] * fmap.weight_column
+        valid = (rows < x.width)[:, None] & (columns < fmap.width)[None, :]
+        weight = tl.load(fmap.weight + head * fmap.weight_head + offsets, mask=valid, other=0.0).to(tl.float32)
+        y = tl.dot(inputs, weight, input_precision=fmap.precision) * fmap.in_scale
+        if fmap.bias is not None:
+            bias = tl.load(fmap.bias + head * fmap.bias_head + columns, mask=columns < fmap.width, other=0.0)
+            y += bias.to(tl.float32)[None, :] * fmap.bias_scale
+        if (fmap.activation == "positive") or (fmap.activation == "positive-pair"):
+            halves = tl.sum(inputs * inputs, axis=1) * (0.5 * fmap.in_scale * fmap.in_scale)
     else:
-        y = load_rows(x, batch, head, tokens, real, columns) * side.in_scale
+        y = load_rows(x, batch, head, tokens, real, columns) * fmap.in_scale
     return y, halves
 
 
 @triton.jit
-def all_parts(y, side):
-    """`[T, half]` -> `[T, M]`: the second part sees -y, but for rotated-relu, whose parts differ by an angle."""
-    made = y
-    if side.parts == 2:
+def all_parts(y, fmap):
+    """Expand `[T, half]` to `[T, M]`: the second part is -y, or y for rotated-relu, whose parts differ by an angle."""
+    both = y
+    if fmap.parts == 2:
         second = -y
-        if side.activation == "rotated-relu":
+        if fmap.activation == "rotated-relu":
             second = y
-        made = tl.reshape(tl.permute(tl.join(y, second), (0, 2, 1)), (y.shape[0], 2 * side.half))
-    return made
+        both = tl.reshape(tl.permute(tl.join(y, second), (0, 2, 1)), (y.shape[0], 2 * fmap.half))
+    return both
 
 
 @triton.jit
-def turn(values, batch, tokens, real, side):
-    """Times cos θ (first part) and sin θ (second part) of each token."""
-    places = batch.to(tl.int64) * side.angle_batch + tokens
-    cosine = tl.load(side.cosine + places, mask=real, other=0.0)
-    sine = tl.load(side.sine + places, mask=real, other=0.0)
-    first = tl.arange(0, side.parts * side.half) < side.half
+def rotate(values, batch, tokens, real, fmap):
+    """Multiply by cos θ (first part) and sin θ (second part) of each token."""
+    offsets = batch.to(tl.int64) * fmap.angle_batch + tokens
+    cosine = tl.load(fmap.cosine + offsets, mask=real, other=0.0)
+    sine = tl.load(fmap.sine + offsets, mask=real, other=0.0)
+    first = tl.arange(0, fmap.parts * fmap.half) < fmap.half
     return values * tl.where(first[None, :], cosine[:, None], sine[:, None])
 
 
 @triton.jit
-def activate(y, halves, batch, tokens, real, side):
-    """y -> features `[T, M]` and their log scale `[T]`. Selects, not minima: NaN has to come through."""
-    y = all_parts(y, side)
-    _, inside = feature_places(side)
+def activate(y, halves, batch, tokens, real, fmap):
+    """Compute features `[T, M]` and their log scale `[T]` from y. Selections instead of minima propagate NaN."""
+    y = all_parts(y, fmap)
+    _, inside = feature_indices(fmap)
     length: tl.constexpr = tokens.shape[0]
     scale = tl.zeros((length,), tl.float32)
-    if side.activation == "elu":
+    if fmap.activation == "elu":
         below = tl.where(y > 0, 0.0, y)
-        values = tl.where(y > 0, y + 1, side.alpha * (tl.exp(below) - 1) + 1)
-    elif (side.activation == "relu") or (side.activation == "rotated-relu"):
-        values = tl.where(y < 0, 0.0, y) + side.epsilon
-        if side.activation == "rotated-relu":
-            values = turn(values, batch, tokens, real, side)
-    elif side.activation == "softmax-pair":
-        logits = tl.reshape(tl.where(inside[None, :], y, float("-inf")), (length, side.parts, side.half))
+        values = tl.where(y > 0, y + 1, fmap.alpha * (tl.exp(below) - 1) + 1)
+    elif (fmap.activation == "relu") or (fmap.activation == "rotated-relu"):
+        values = tl.where(y < 0, 0.0, y) + fmap.epsilon
+        if fmap.activation == "rotated-relu":
+            values = rotate(values, batch, tokens, real, fmap)
+    elif fmap.activation == "softmax-pair":
+        logits = tl.reshape(tl.where(inside[None, :], y, float("-inf")), (length, fmap.parts, fmap.half))
         parts = tl.exp(logits - tl.max(logits, axis=2, keep_dims=True))
-        values = tl.reshape(parts / tl.sum(parts, axis=2, keep_dims=True), (length, side.parts * side.half))
-    elif side.activation == "softmax-joint":
+        values = tl.reshape(parts / tl.sum(parts, axis=2, keep_dims=True), (length, fmap.parts * fmap.half))
+    elif fmap.activation == "softmax-joint":
         logits = tl.where(inside[None, :], 2 * y, float("-inf"))
         parts = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
         values = parts / tl.sum(parts, axis=1, keep_dims=True)
     else:
         top = tl.max(tl.where(inside[None, :], y, float("-inf")), axis=1)
         values = tl.exp(tl.where(inside[None, :], y, 0.0) - top[:, None])
-        if side.activation != "exp-pair":
-            values = values * side.factor
+        if fmap.activation != "exp-pair":
+            values = values * fmap.factor
         scale = top - halves
     return tl.where(inside[None, :] & real[:, None], values, 0.0), tl.where(real, scale, float("-inf"))
 
 
 @triton.jit
-def features(x, batch, head, tokens, real, side):
-    """Features `[T, M]` and log scales `[T]` of a block; zero and `-inf` for what is no token."""
-    y, halves = products(x, batch, head, tokens, real, side)
-    return activate(y, halves, batch, tokens, real, side)
+def features(x, batch, head, tokens, real, fmap):
+    """Compute features `[T, M]` and log scales `[T]` of a block; zero and `-inf` without a token."""
+    y, halves = products(x, batch, head, tokens, real, fmap)
+    return activate(y, halves, batch, tokens, real, fmap)
 
 
 @triton.jit
-def slopes(y, values, gradient, batch, tokens, real, side):
-    """Gradient of the features -> gradient of the numbers before the activation: `[T, half]`."""
-    _, inside = feature_places(side)
-    y = all_parts(y, side)
+def slopes(y, values, gradient, batch, tokens, real, fmap):
+    """Compute the gradient of the numbers before the activation `[T, half]` from that of the features."""
+    _, inside = feature_indices(fmap)
+    y = all_parts(y, fmap)
     length: tl.constexpr = tokens.shape[0]
-    if side.activation == "elu":
-        back = gradient * tl.where(y > 0, 1.0, values + (side.alpha - 1))
-    elif side.activation == "relu":
+    if fmap.activation == "elu":
+        back = gradient * tl.where(y > 0, 1.0, values + (fmap.alpha - 1))
+    elif fmap.activation == "relu":
         back = tl.where(y > 0, gradient, 0.0)
-    elif side.activation == "rotated-relu":
-        back = tl.where(y > 0, turn(gradient, batch, tokens, real, side), 0.0)
-    elif side.activation == "softmax-pair":
-        both = tl.reshape(values * gradient, (length, side.parts, side.half))
+    elif fmap.activation == "rotated-relu":
+        back = tl.where(y > 0, rotate(gradient, batch, tokens, real, fmap), 0.0)
+    elif fmap.activation == "softmax-pair":
+        both = tl.reshape(values * gradient, (length, fmap.parts, fmap.half))
         mean = tl.sum(both, axis=2, keep_dims=True)
-        parts = both - tl.reshape(values, (length, side.parts, side.half)) * mean
-        back = tl.reshape(parts, (length, side.parts * side.half))
+        parts = both - tl.reshape(values, (length, fmap.parts, fmap.half)) * mean
+        back = tl.reshape(parts, (length, fmap.parts * fmap.half))
     else:
-        tl.static_assert(side.activation == "softmax-joint", "this feature map has no backward kernel")
+        tl.static_assert(fmap.activation == "softmax-joint", "this feature map has no backward kernel")
         mean = tl.sum(values * gradient, axis=1, keep_dims=True)
         back = 2 * values * (gradient - mean)
     back = tl.where(inside[None, :] & real[:, None], back, 0.0)
-    if side.weight is None:
-        back = back * side.in_scale
-    if side.parts == 2:
-        first, second = tl.split(tl.permute(tl.reshape(back, (length, 2, side.half)), (0, 2, 1)))
-        if side.activation == "rotated-relu":
+    if fmap.weight is None:
+        back = back * fmap.in_scale
+    if fmap.parts == 2:
+        first, second = tl.split(tl.permute(tl.reshape(back, (length, 2, fmap.half)), (0, 2, 1)))
+        if fmap.activation == "rotated-relu":
             second = -second
         back = first - second
     return back

@@ -1,4 +1,4 @@
-"""The forward pass by the Triton kernels: which of them run, in which order, over what."""
+"""The forward pass by the Triton kernels: their order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..common import DENOMINATOR_EPS, State
 from ..fused import KernelizedCall
 from . import forward_kernels as kernels
 from . import layout
-from .features import Side
+from .features import MapArguments
 from .layout import Blocks, launch, mask_bytes, rows, token_major
 
 #: Numbers of a state that one program of the scan adds up.
@@ -20,7 +20,7 @@ SCAN_BLOCK = 1024
 
 
 class Forward(NamedTuple):
-    """What the backward pass goes on with: the output, the state, the normalisers, and the sums over all keys."""
+    """Results of the forward pass: the output, the state, the normalisers, and the sums over all keys."""
 
     out: Tensor
     state: State | None
@@ -32,22 +32,22 @@ def sum_tokens(
     x: Tensor,
     u: Tensor,
     mask: Tensor | None,
-    side: Side,
-    cut: Blocks,
+    fmap: MapArguments,
+    split: Blocks,
     *,
     spans: int | None = None,
     gradient: tuple[Tensor, Tensor] | None = None,
     scaled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over each of the first `spans` spans, `[B·heads, spans of the cut, m·(e + 1)]`, and their log scales."""
+    """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales."""
     batch, heads, length, _ = x.shape
-    flat = int(side.parts.value * side.width.value) * (u.shape[3] + 1)
-    sums = torch.empty(batch * heads, cut.spans, flat, device=x.device, dtype=torch.float32)
-    tops = torch.empty(batch * heads, cut.spans, device=x.device, dtype=torch.float32) if scaled else None
-    grid = (batch * heads, cut.spans if spans is None else spans, cut.tiles)
+    flat = int(fmap.parts.value * fmap.width.value) * (u.shape[3] + 1)
+    sums = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
+    tops = torch.empty(batch * heads, split.spans, device=x.device, dtype=torch.float32) if scaled else None
+    grid = (batch * heads, split.spans if spans is None else spans, split.tiles)
     launch(
-        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), sums, tops, side,
-        heads, length, cut.span, cut.spans, cut.columns, cut.tokens, scaled, warps=cut.warps,
+        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), sums, tops, fmap,
+        heads, length, split.span, split.spans, split.columns, split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
     return sums, tops
 
@@ -62,21 +62,21 @@ def scan(
     total: bool = False,
     reverse: bool = False,
 ) -> Tensor | None:
-    """Turn sums per span into sums before each span, in place (see the kernel); the log scales before each span."""
+    """Replace sums per span by sums before each span, in place, and return the log scales before each span."""
     pairs, spans, flat = sums.shape
     before = None if tops is None else torch.empty_like(tops)
-    held = state or {}
+    carried = state or {}
     sum_size = flat // (value_size + 1)
     launch(
-        kernels.scan, (pairs // repeats, triton.cdiv(flat, SCAN_BLOCK)), sums, tops, before, held.get("kv"),
-        held.get("k_sum"), held.get("log_scale"), spans, repeats, flat - sum_size, sum_size,
-        total, reverse, SCAN_BLOCK, warps=4,
+        kernels.scan, (pairs // repeats, triton.cdiv(flat, SCAN_BLOCK)), sums, tops, before, carried.get("kv"),
+        carried.get("k_sum"), carried.get("log_scale"), spans, repeats, flat - sum_size, sum_size, total, reverse,
+        SCAN_BLOCK, warps=4,
     )  # fmt: skip
     return before
 
 
-def bidirectional(call: KernelizedCall, sides: tuple[Side, Side], keep: bool) -> Forward:
-    """Two passes: the sums over the keys, then the queries. `keep` the normalisers and sums for the backward pass."""
+def bidirectional(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: bool) -> Forward:
+    """Two passes: the sums over the keys, then the queries. With `save`, normalisers and sums are returned."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
@@ -84,24 +84,24 @@ def bidirectional(call: KernelizedCall, sides: tuple[Side, Side], keep: bool) ->
     if not out.numel() or not keys:
         return Forward(out.zero_(), None, None, None)
     assert call.fused is not None
-    features = max(layout.padded_features(held, query.shape[3]) for held in call.fused)
-    cut = layout.blocks(key, features, value_size)
+    features = max(layout.padded_features(fused, query.shape[3]) for fused in call.fused)
+    split = layout.blocks(key, features, value_size)
     scaled = call.fused[1].scaled
-    sums, tops = sum_tokens(key, value, call.mask, sides[1], cut, scaled=scaled)
-    if cut.spans > 1:
+    sums, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
+    if split.spans > 1:
         scan(sums, value_size, tops=tops, total=True)
-    normaliser = torch.empty(batch, heads, length, device=out.device) if keep else None
+    normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
     reads = layout.blocks(query, features, value_size)
     launch(
-        kernels.attend_all, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), sums, normaliser,
-        sides[0], heads, groups, length, reads.span, cut.spans, DENOMINATOR_EPS, reads.columns, reads.tokens,
-        warps=reads.warps,
+        kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), sums,
+        normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
+        reads.tokens, warps=reads.warps,
     )  # fmt: skip
-    return Forward(out, None, normaliser, sums if keep else None)
+    return Forward(out, None, normaliser, sums if save else None)
 
 
-def causal(call: KernelizedCall, sides: tuple[Side, Side], keep: bool) -> Forward:
-    """One pass over chunks; where the sequence is cut into spans, the sums before each of them come first."""
+def causal(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: bool) -> Forward:
+    """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, value_size = key.shape[1], value.shape[3]
@@ -109,25 +109,25 @@ def causal(call: KernelizedCall, sides: tuple[Side, Side], keep: bool) -> Forwar
     if not out.numel():
         return Forward(out, call.state, None, None)
     assert call.fused is not None
-    features = max(layout.padded_features(held, query.shape[3]) for held in call.fused)
-    cut = layout.blocks(query, features, value_size)
+    features = max(layout.padded_features(fused, query.shape[3]) for fused in call.fused)
+    split = layout.blocks(query, features, value_size)
     scaled = call.fused[1].scaled
-    held: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
+    before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
     sums = tops = None
-    if cut.spans > 1:
-        sums, tops = sum_tokens(key, value, call.mask, sides[1], cut, spans=cut.spans - 1, scaled=scaled)
-        tops = scan(sums, value_size, tops=tops, state=held)
+    if split.spans > 1:
+        sums, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=split.spans - 1, scaled=scaled)
+        tops = scan(sums, value_size, tops=tops, state=before)
     after: State = {
         "kv": torch.empty(batch, groups, call.num_features, value_size, device=out.device),
         "k_sum": torch.empty(batch, groups, call.num_features, device=out.device),
     }
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
-    normaliser = torch.empty(batch, heads, length, device=out.device) if keep else None
+    normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
     launch(
-        kernels.attend_causal, (batch * heads, cut.spans, cut.tiles), rows(query), rows(key), rows(value), rows(out),
-        *mask_bytes(call.mask), sums, tops, held.get("kv"), held.get("k_sum"), held.get("log_scale"),
-        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *sides, heads, groups, length, cut.span,
-        cut.spans, DENOMINATOR_EPS, cut.columns, cut.tokens, scaled, warps=cut.warps,
+        kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
+        rows(out), *mask_bytes(call.mask), sums, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
+        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
+        split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
     return Forward(out, after, normaliser, None)
