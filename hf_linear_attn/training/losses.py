@@ -46,7 +46,7 @@ def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor,
 
 def count_targets(labels: Tensor, shift: bool) -> Tensor:
     """Return the number of targets of each row of a batch, `[B]`, for labels as in `select_targets`."""
-    if labels.dim() < 2:
+    if labels.dim() < 2 or labels.is_floating_point():
         return torch.ones(labels.shape[0], dtype=torch.long, device=labels.device)
     return ((labels[:, 1:] if shift else labels) != IGNORED).sum(1)
 
@@ -64,6 +64,29 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         return functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def row_losses(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row of a batch, summed over its targets, and the number of these; both `[B]`.
+
+    The loss of an evaluation is their sum over all rows divided by that of the numbers, however the rows are batched
+    and padded.
+
+    Args:
+        logits: As in `select_targets`.
+        labels: As in `select_targets`; classes, or scores.
+        shift: As in `select_targets`.
+    """
+    counts = count_targets(labels, shift)
+    targets, classes = select_targets(logits, labels, shift)
+    if targets.shape[-1] == 1:
+        losses = (targets.float().reshape(-1) - classes.float().reshape(-1)).square()
+    elif classes.is_floating_point():
+        losses = functional.binary_cross_entropy_with_logits(targets.float(), classes.float(), reduction="none").mean(-1)
+    else:
+        losses = functional.cross_entropy(targets.float(), classes, reduction="none")
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return losses.new_zeros(len(counts)).index_add(0, rows, losses), counts
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -242,6 +242,47 @@ def copy_into(parameter: Any, value: Tensor) -> None:
         parameter.copy_(value)
 
 
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters have no memory. Its buffers are copies."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
+    """Give a `meta_copy` the parameters of its model, which has been sharded since. Every process must call it.
+
+    Returns:
+        The same skeleton, with whole parameters on the CPU.
+    """
+    values = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        values[name] = _gathered(parameter)
+    # Parameters that several modules share, such as tied weights, stay shared.
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in skeleton.modules():
+        for key, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, key))
+    for name, parameter in list(skeleton.named_parameters()):
+        complete = nn.Parameter(values[name], parameter.requires_grad)
+        for module, key in owners[id(parameter)]:
+            module._parameters[key] = complete
+    return skeleton
+
+
+def _gathered(parameter: Any) -> Tensor:
+    if not hasattr(parameter, "ds_id"):
+        return full_tensor(parameter).cpu().clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().to("cpu", copy=True)
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of the parameters on this process: those of its shards, where the model is sharded."""
     total = 0

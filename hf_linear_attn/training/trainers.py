@@ -19,14 +19,16 @@ from ..patching import check_model
 from ..utils.files import remove_partial_files, replace_folder
 from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
-from .losses import count_targets, hidden_loss, logits_loss, select_targets, task_loss, weighted_sum
+from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss, weighted_sum
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import (
     GradientCollector,
     autocast,
     check_sharding,
     copy_into,
+    fill_copy,
     full_tensor,
+    meta_copy,
     name_layers,
     release,
     reshard,
@@ -88,9 +90,11 @@ class FinetuningTrainer(Trainer):
         self._loss_shifts_labels = _predicts_next_token(self.model)
         self.data_collator = SeededCollator(self.data_collator, args.seed)
         self._sampler: EpochSampler | None = None
+        self._skeleton: Any = None
         self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
         self._in_training_step = False
+        self._evaluation_sums = torch.zeros(2, dtype=torch.float64)
         self._last_logged_step = self._last_saved_step = 0
         self._interruption = next(
             (item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)), None
@@ -115,6 +119,8 @@ class FinetuningTrainer(Trainer):
         if self._in_training_step and self.args.disable_dropout:
             _disable_dropout(self.accelerator.unwrap_model(model))
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
+        if not self._in_training_step:
+            self._add_evaluation_loss(outputs.logits, labels)
         loss = weighted_sum(parts, weights)
         if num_items_in_batch is None:
             total: Any = count_targets(labels, self._loss_shifts_labels).sum()
@@ -183,6 +189,24 @@ class FinetuningTrainer(Trainer):
         self._last_logged_step = self.state.global_step
         super().log(logs, start_time)
 
+    @torch.no_grad()
+    def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
+        losses, counts = row_losses(logits, labels, self._loss_shifts_labels)
+        losses, counts = self.accelerator.gather_for_metrics((losses, counts))
+        self._evaluation_sums += torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.
+
+        The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
+        """
+        self._evaluation_sums = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, count = self._evaluation_sums.tolist()
+        if count:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / count
+        return output
+
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return a context of the run's mixed precision, which holds in evaluations after training too."""
         return autocast(self.accelerator)
@@ -237,10 +261,25 @@ class FinetuningTrainer(Trainer):
             self._sampler.set_epoch(epoch)
         super()._run_epoch(epoch=epoch, **kwargs)
 
-    # ---------------------------------------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------------------------------------- sharding
+
+    def _is_sharded(self) -> bool:
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    def complete_model(self) -> Any:
+        """Return the trained model with all of its weights. Every process must call it.
+
+        Returns:
+            The model that was passed, or, where training has sharded it, a complete copy on the CPU.
+        """
+        if self._skeleton is None:
+            return self.accelerator.unwrap_model(self.model)
+        reshard(self.model)
+        return fill_copy(self._skeleton, self.accelerator.unwrap_model(self.model_wrapped))
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         release(self.model)
+        self._skeleton = meta_copy(self.accelerator.unwrap_model(self.model)) if self._is_sharded() else None
         if not self.is_fsdp_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         name_layers(self.accelerator, self.model)
@@ -501,13 +540,13 @@ class AttentionTransferTrainer(FinetuningTrainer):
         super().__init__(model, args, **kwargs)
         config = self.args
         steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._shards = self._is_sharded()
         self._collector = GradientCollector() if self.is_fsdp_enabled else None
         self.objective = AttentionTransferLoss(
             self.model,
             config.loss,
             steps,
-            whole_model=sharded,
+            whole_model=self._shards,
             after_layer=None if self._collector is None else self._collector.take,
         )
         # From here on the trainer sees to the shards itself.
@@ -533,6 +572,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
         return output
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self._shards and self._skeleton is None:
+            self._skeleton = meta_copy(self.model)
         self.model = shard_frozen_model(self.accelerator, self.model)
         self.model_wrapped = self.model
         self.optimizer = torch.optim.AdamW(self.objective.parameter_groups(self.args.learning_rate))
@@ -581,13 +622,14 @@ class AttentionTransferTrainer(FinetuningTrainer):
         metrics = super()._evaluate(*args, **kwargs)
         loss, step = metrics["eval_loss"], self.state.global_step
         if self._best is None or loss < self._best[0]:
-            self._best = (loss, step, {name: value.clone() for name, value in self._learned_state().items()})
+            self._best = (loss, step, {name: value.clone() for name, value in self.learned_state_dict().items()})
         patience = self.args.patience
         if patience is not None and step - self._best[1] >= patience * self.state.eval_steps:
             self.control.should_training_stop = True
         return metrics
 
-    def _learned_state(self) -> dict[str, Tensor]:
+    def learned_state_dict(self) -> dict[str, Tensor]:
+        """Return the learned parts, whole, by the names of their parameters. Every process must call it."""
         learned = {id(parameter) for parameter in self.objective.parameters}
         return {name: full_tensor(value) for name, value in self.model.named_parameters() if id(value) in learned}
 
@@ -596,7 +638,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         if not _internal_call:
             super().save_model(output_dir, _internal_call)
             return
-        state = self._learned_state()
+        state = self.learned_state_dict()
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)

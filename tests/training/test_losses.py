@@ -1,0 +1,275 @@
+"""Losses of fine-tuning and distillation against their definitions in float64, written out row by row."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_linear_attn.training.arguments import DistillationConfig
+from hf_linear_attn.training.losses import (
+    count_targets,
+    hidden_loss,
+    logits_loss,
+    row_losses,
+    select_targets,
+    task_loss,
+    weighted_sum,
+)
+from hf_linear_attn.training.trainers import DistillationTrainer
+from tests.helpers import BERT, GPT2, assert_close, patched
+from tests.training.tiny_data import Rows, classifier, collate, config
+
+# --------------------------------------------------------------------------------------------------------------------
+# Definitions
+
+
+def log_softmax_of(row: list[float]) -> list[float]:
+    shift = max(row)
+    total = math.log(sum(math.exp(value - shift) for value in row)) + shift
+    return [value - total for value in row]
+
+
+def cross_entropy_of(rows: list[list[float]], labels: list[int]) -> float:
+    return sum(-log_softmax_of(row)[label] for row, label in zip(rows, labels, strict=True))
+
+
+def divergence_of(student: list[list[float]], teacher: list[list[float]], temperature: float) -> float:
+    total = 0.0
+    for row, target in zip(student, teacher, strict=True):
+        log_q = log_softmax_of([value / temperature for value in row])
+        log_p = log_softmax_of([value / temperature for value in target])
+        total += sum(math.exp(p) * (p - q) for q, p in zip(log_q, log_p, strict=True))
+    return temperature**2 * total
+
+
+def hidden_of(student: Any, teacher: Any, mask: list[list[int]]) -> list[float]:
+    """One error for each row of nested lists: layers x rows x tokens x width."""
+    errors = []
+    for index, row in enumerate(mask):
+        layers = []
+        for own, target in zip(student[1:], teacher[1:], strict=True):
+            difference = norm = 0.0
+            for token, real in enumerate(row):
+                if real:
+                    pairs = zip(own[index][token], target[index][token], strict=True)
+                    difference += sum((x - y) ** 2 for x, y in pairs)
+                    norm += sum(y**2 for y in target[index][token])
+            layers.append(difference / norm)
+        errors.append(sum(layers) / len(layers))
+    return errors
+
+
+def lists(tensor: torch.Tensor) -> Any:
+    return tensor.detach().double().tolist()
+
+
+def close(actual: torch.Tensor, expected: Any) -> None:
+    expected = expected if isinstance(expected, list) else [expected]
+    assert_close(actual.detach().reshape(-1), torch.tensor(expected, dtype=torch.float64))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Terms
+
+
+def test_cross_entropy() -> None:
+    logits, labels = torch.randn(5, 7) * 3, torch.tensor([0, 6, 3, 3, 1])
+    close(task_loss(logits, labels), cross_entropy_of(lists(logits), labels.tolist()))
+    assert task_loss(logits[:0], labels[:0]) == 0
+
+
+def test_squared_error_of_scores() -> None:
+    logits, labels = torch.randn(5, 1), torch.randn(5)
+    expected = sum((row[0] - label) ** 2 for row, label in zip(lists(logits), lists(labels), strict=True))
+    close(task_loss(logits, labels), expected)
+    close(logits_loss(logits, labels[:, None], 3.0), expected)
+    close(task_loss(logits[:1], labels[:1]), (logits[0, 0] - labels[0]).double().item() ** 2)
+
+
+def test_binary_cross_entropy_of_several_labels() -> None:
+    logits, labels = torch.randn(4, 3), torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+    probability = logits.double().sigmoid()
+    expected = -(labels * probability.log() + (1 - labels) * (1 - probability).log())
+    close(task_loss(logits, labels), float(expected.sum()))
+    losses, counts = row_losses(logits, labels, shift=False)
+    close(losses, lists(expected.mean(1)))
+    assert counts.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 10.0])
+def test_divergence_of_outputs(temperature: float) -> None:
+    student, teacher = torch.randn(4, 6) * 2, torch.randn(4, 6) * 2
+    close(logits_loss(student, teacher, temperature), divergence_of(lists(student), lists(teacher), temperature))
+    assert logits_loss(student, student, temperature) == pytest.approx(0, abs=1e-5)
+    # A constant added to the outputs of a row changes nothing.
+    shifted = logits_loss(student + torch.randn(4, 1), teacher, temperature)
+    assert_close(shifted, logits_loss(student, teacher, temperature))
+
+
+def test_the_temperature_leaves_the_size_of_gradients() -> None:
+    """T² makes up for the 1/T² of the gradient of softened outputs (Hinton et al. 2015, section 2.1)."""
+    teacher = torch.randn(4, 6) * 0.01
+    sizes = []
+    for temperature in (10.0, 100.0):
+        student = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 0.01).requires_grad_()
+        logits_loss(student, teacher, temperature).backward()
+        sizes.append(student.grad.norm().item())
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states(dtype: torch.dtype) -> None:
+    student = tuple(torch.randn(2, 4, 3).to(dtype) for _ in range(4))
+    teacher = tuple(torch.randn(2, 4, 3).to(dtype) for _ in range(4))
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    states = [[lists(layer) for layer in layers] for layers in (student, teacher)]
+    loss = hidden_loss(student, teacher, mask)
+    assert loss.dtype == torch.float32
+    assert loss.shape == (2,)
+    close(loss, hidden_of(*states, mask.tolist()))
+    close(hidden_loss(student, teacher, mask.bool()), hidden_of(*states, mask.tolist()))
+    close(hidden_loss(student, teacher, None), hidden_of(*states, [[1] * 4] * 2))
+    assert not hidden_loss(student, student, mask).any()
+    # The embeddings, and whatever padding holds, do not count.
+    changed = (student[0] + 1, *(layer.clone() for layer in student[1:]))
+    changed[2][0, 3], changed[2][1, 0] = float("inf"), float("nan")
+    assert_close(hidden_loss(changed, teacher, mask), loss)
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        hidden_loss(student[:-1], teacher, mask)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_targets_of_tokens(shift: bool) -> None:
+    logits, labels = torch.randn(2, 4, 5), torch.tensor([[1, -100, 2, 3], [4, 0, -100, -100]])
+    rows, classes = select_targets(logits, labels, shift)
+    places = [(0, 1, 2), (0, 2, 3), (1, 0, 0)] if shift else [(0, 0, 1), (0, 2, 2), (0, 3, 3), (1, 0, 4), (1, 1, 0)]
+    assert classes.tolist() == [label for *_, label in places]
+    assert torch.equal(rows, torch.stack([logits[row, token] for row, token, _ in places]))
+    assert count_targets(labels, shift).tolist() == ([2, 1] if shift else [3, 2])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The loss of distillation over tiny models
+
+
+def terms(student: Any, teacher: Any, batch: Any, folder: Path, **weights: float) -> Any:
+    """The terms of the loss of a training batch, its value, and the trainer."""
+    trainer = DistillationTrainer(student, teacher, config(folder, DistillationConfig, **weights))
+    trainer._in_training_step = True
+    parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
+    return parts, weighted_sum(parts, factors), trainer
+
+
+def outputs(model: Any, batch: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+
+
+def batch_of(targets: str) -> dict[str, torch.Tensor]:
+    return collate(Rows(3, targets=targets).rows)
+
+
+WEIGHTS = {"logits_weight": 0.7, "task_weight": 0.3, "hidden_weight": 1.9, "temperature": 3.0}
+
+
+@pytest.mark.parametrize("targets", ["class", "score", "tokens"])
+def test_distillation_is_its_definition(targets: str, tmp_path: Path) -> None:
+    if targets == "tokens":
+        student, teacher = GPT2.build(), GPT2.build()
+    else:
+        labels = 1 if targets == "score" else 3
+        student, teacher = classifier(1, num_labels=labels), classifier(2, num_labels=labels)
+    batch = batch_of(targets)
+    parts, loss, _ = terms(student, teacher, batch, tmp_path, **WEIGHTS)
+    own, target = outputs(student, batch), outputs(teacher, batch)
+    shift = targets == "tokens"
+    rows, classes = (lists(part) for part in select_targets(own.logits, batch["labels"], shift))
+    target_rows = lists(select_targets(target.logits, batch["labels"], shift)[0])
+    if targets == "score":
+        expected = {
+            "task": sum((row[0] - label) ** 2 for row, label in zip(rows, classes, strict=True)),
+            "logits": sum((row[0] - other[0]) ** 2 for row, other in zip(rows, target_rows, strict=True)),
+        }
+    else:
+        expected = {
+            "task": cross_entropy_of(rows, [int(label) for label in classes]),
+            "logits": divergence_of(rows, target_rows, 3.0),
+        }
+    states = [[lists(layer) for layer in model.hidden_states] for model in (own, target)]
+    errors = hidden_of(*states, batch["attention_mask"].tolist())
+    counts = [len(row["input_ids"]) - 1 if shift else 1 for row in Rows(3, targets=targets).rows]
+    expected["hidden"] = sum(error * count for error, count in zip(errors, counts, strict=True))
+    assert parts.keys() == expected.keys()
+    for name, value in expected.items():
+        close(parts[name], value)
+    close(loss, 0.7 * expected["logits"] + 0.3 * expected["task"] + 1.9 * expected["hidden"])
+
+
+def test_terms_of_weight_zero_are_not_computed(tmp_path: Path) -> None:
+    student, teacher, batch = classifier(1), classifier(2), batch_of("class")
+    calls: list[bool] = []
+    forward = teacher.forward
+
+    def record(*args: Any, output_hidden_states: bool = False, **kwargs: Any) -> Any:
+        calls.append(output_hidden_states)
+        return forward(*args, output_hidden_states=output_hidden_states, **kwargs)
+
+    teacher.forward = record
+    for name in ("logits", "task", "hidden"):
+        calls.clear()
+        weights = {f"{other}_weight": 2.0 * (other == name) for other in ("logits", "task", "hidden")}
+        parts, loss, _ = terms(student, teacher, batch, tmp_path, **weights)
+        assert parts.keys() == {name}
+        close(loss, 2 * parts[name].double().item())
+        assert calls == ([] if name == "task" else [name == "hidden"])  # a teacher that is not needed takes no time
+
+
+def test_equal_models_have_nothing_to_learn_from_each_other(tmp_path: Path) -> None:
+    teacher = classifier()
+    parts, loss, _ = terms(copy.deepcopy(teacher), teacher, batch_of("class"), tmp_path, task_weight=0.0)
+    assert loss.item() == pytest.approx(0, abs=1e-5)
+    assert parts["hidden"] == 0
+
+
+@pytest.mark.parametrize("family", [BERT, GPT2], ids=str)
+def test_only_the_student_gets_gradients(family: Any, tmp_path: Path) -> None:
+    teacher, student = family.build(), patched("hedgehog", family)
+    terms(student, teacher, batch_of("tokens"), tmp_path)[1].backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in student.parameters())
+    learned = [parameter for name, parameter in student.named_parameters() if "linear_attention" in name]
+    assert learned
+    assert all(parameter.grad.abs().sum() > 0 for parameter in learned)
+
+
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    student, teacher, batch = classifier(1), classifier(2), batch_of("class")
+    longer = {
+        name: tensor if name == "labels" else nn.functional.pad(tensor, (0, 5), value=0)
+        for name, tensor in batch.items()
+    }
+    losses = [terms(student, teacher, each, tmp_path, **WEIGHTS)[1].detach() for each in (longer, batch)]
+    assert_close(losses[0], losses[1])
+
+
+def test_losses_of_rows_add_up(tmp_path: Path) -> None:
+    """So that accumulation and processes give the gradient of the whole batch."""
+    student, teacher, batch = classifier(1), classifier(2), batch_of("class")
+    rows = [{name: tensor[at : at + 1] for name, tensor in batch.items()} for at in range(3)]
+    parts = [terms(student, teacher, row, tmp_path, **WEIGHTS)[1].detach() for row in rows]
+    assert_close(torch.stack(parts).sum(), terms(student, teacher, batch, tmp_path, **WEIGHTS)[1].detach())
+
+
+def test_an_evaluation_has_the_loss_of_the_task_only(tmp_path: Path) -> None:
+    student, teacher, batch = classifier(1), classifier(2), batch_of("class")
+    _, _, trainer = terms(student, teacher, batch, tmp_path)
+    trainer._in_training_step = False
+    parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
+    assert parts.keys() == {"task"}
+    assert factors == {"task": 1.0}

@@ -1,0 +1,478 @@
+"""The trainers: their losses, evaluations, checkpoints and errors, in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
+
+import hf_linear_attn as hla
+from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
+from hf_linear_attn.training.callbacks import InterruptedRunError, JsonLinesCallback, PeriodicCheckpointCallback
+from hf_linear_attn.training.losses import row_losses
+from hf_linear_attn.training.reproducible import EpochSampler, SeededCollator
+from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
+from hf_linear_attn.training.transfer import AttentionTransferLoss, transfer_attention
+from tests.helpers import tiny_model
+from tests.training.tiny_data import (
+    Rows,
+    assert_same_weights,
+    classifier,
+    collate,
+    collate_masked,
+    config,
+    logged,
+    weights,
+)
+
+
+def make_trainer(kind: str, folder: Path, **changes: Any) -> Any:
+    """A trainer of each kind on a model with dropout; 30 rows, so that six steps end in the middle of an epoch."""
+    options: dict[str, Any] = {"train_dataset": Rows(30), "data_collator": collate, **changes.pop("trainer", {})}
+    if kind == "finetune":
+        changes = {"learning_rate": 1e-3, "train_sampling_strategy": "group_by_length", **changes}
+        arguments = config(folder, **changes)
+        return FinetuningTrainer(classifier(dropout=0.1), arguments, **options)
+    if kind == "masked":
+        torch.manual_seed(1)
+        model = tiny_model("bert", AutoModelForMaskedLM, hidden_dropout_prob=0.1)
+        options["data_collator"] = collate_masked
+        return FinetuningTrainer(model, config(folder, learning_rate=1e-3, **changes), **options)
+    if kind == "transfer":
+        model = hla.patch_model(classifier(dropout=0.1), "hedgehog")
+        changes = {"eval_strategy": "steps", "eval_steps": 2, **changes}
+        options.setdefault("eval_dataset", Rows(20, 1))
+        return AttentionTransferTrainer(model, config(folder, AttentionTransferConfig, **changes), **options)
+    teacher = classifier(dropout=0.1)
+    student: Any = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
+    if kind == "adapters":
+        student = adapted(student)
+    changes = {"learning_rate": 1e-3, "disable_dropout": False, **changes}
+    arguments = config(folder, DistillationConfig, **changes)
+    return DistillationTrainer(student, None if kind == "adapters" else teacher, arguments, **options)
+
+
+def adapted(model: Any) -> Any:
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"]))
+    for name, parameter in model.named_parameters():
+        if ".linear_attention." in name:
+            parameter.requires_grad_(True)
+    return model
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, step: int, function: Any) -> None:
+        self.step = step
+        self.function = function
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.function()
+
+
+class Killed(BaseException):
+    pass
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    raise Killed
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Resumption
+
+KINDS = ["finetune", "masked", "transfer", "distill", "adapters"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    undisturbed = make_trainer(kind, tmp_path / "undisturbed", save_steps=3)
+    undisturbed.train()
+    expected = weights(undisturbed.model)
+    interrupted = make_trainer(kind, tmp_path / "killed", save_steps=3, trainer={"callbacks": [At(5, die)]})
+    with pytest.raises(Killed):
+        interrupted.train()
+    resumed = make_trainer(kind, tmp_path / "killed", save_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(resumed.model, expected)
+    assert logged(resumed) == logged(undisturbed)
+    assert resumed.state.global_step == 6
+
+
+@pytest.mark.parametrize("kind", ["finetune", "transfer"])
+@pytest.mark.parametrize("moment", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_killed_while_saving(kind: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint before stays, and is the one that the resumed run takes."""
+    trainer = make_trainer(kind, tmp_path, save_steps=2)
+    with monkeypatch.context() as patched:
+        trainer.add_callback(At(4, lambda: patched.setattr(Trainer, moment, die)))
+        with pytest.raises(Killed):
+            trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = make_trainer(kind, tmp_path, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert {path.name for path in tmp_path.iterdir()} >= {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", ["finetune", "transfer"])
+def test_signals_save_a_checkpoint(number: signal.Signals, kind: str, tmp_path: Path) -> None:
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    previous = signal.signal(number, handler)  # a job in the background is started with SIGINT ignored
+    trainer = make_trainer(kind, tmp_path, save_strategy="best", eval_strategy="steps", metric_for_best_model="loss",
+                           eval_steps=1, trainer={"eval_dataset": Rows(9, 1)})  # fmt: skip
+    trainer.add_callback(At(3, lambda: os.kill(os.getpid(), number)))
+    with pytest.raises(
+        InterruptedRunError, match=r"after step 3 of 6.*checkpoint-3.*resume_from_checkpoint=True"
+    ) as error:
+        trainer.train()
+    assert error.value.code == 128 + number
+    assert signal.signal(number, previous) is handler
+    assert (tmp_path / "checkpoint-3" / "trainer_state.json").is_file()
+
+
+def test_another_number_of_processes_cannot_resume(tmp_path: Path) -> None:
+    make_trainer("finetune", tmp_path, save_steps=3).train()
+    checkpoint = tmp_path / "checkpoint-6"
+    for process in (0, 1):
+        (checkpoint / f"rng_state_{process}.pth").write_bytes((checkpoint / "rng_state.pth").read_bytes())
+    with pytest.raises(ValueError, match=r"written by 2 process\(es\), and this run has 1"):
+        make_trainer("finetune", tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        make_trainer("finetune", tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_the_best_step_is_loaded_and_survives_a_move(tmp_path: Path) -> None:
+    scores = iter([0.2, 0.7, 0.7, 0.4, 0.1])
+    states: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        states.append(weights(trainer.model))
+        return {"score": next(scores)}
+
+    changes: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "score",
+        "greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 2,
+    }  # fmt: skip
+    options = {"eval_dataset": Rows(9, 1), "compute_metrics": metrics}
+    first = {**options, "callbacks": [At(4, die), PeriodicCheckpointCallback(3)]}
+    trainer = make_trainer("finetune", tmp_path / "old", max_steps=5, **changes, trainer=first)
+    with pytest.raises(Killed):
+        trainer.train()
+    assert {path.name for path in (tmp_path / "old").iterdir()} == {"checkpoint-2", "checkpoint-3"}
+    (tmp_path / "old").rename(tmp_path / "new")
+    trainer = make_trainer("finetune", tmp_path / "new", max_steps=5, **changes, trainer=options)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_global_step == 2
+    assert_same_weights(trainer.model, states[1])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Fine-tuning
+
+
+@pytest.mark.parametrize("targets", ["class", "score", "tokens"])
+def test_accumulated_batches_are_one_large_batch(targets: str, tmp_path: Path) -> None:
+    """Rows of a language model have different numbers of targets."""
+    losses, norms = {}, {}
+    for batch, accumulation in ((8, 1), (2, 4)):
+        if targets == "tokens":
+            torch.manual_seed(0)
+            model = tiny_model("gpt2")
+        else:
+            model = classifier(num_labels=1 if targets == "score" else 2)
+        arguments = config(
+            tmp_path / str(batch),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+            save_strategy="no",
+        )
+        trainer = FinetuningTrainer(model, arguments, train_dataset=Rows(32, targets=targets), data_collator=collate)
+        trainer.train()
+        losses[batch], norms[batch] = logged(trainer), logged(trainer, "grad_norm")
+    assert losses[2] == pytest.approx(losses[8], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[8], rel=1e-3)
+
+
+@pytest.mark.parametrize("targets", ["class", "tokens"])
+def test_the_loss_of_an_evaluation_is_a_mean_over_targets(targets: str, tmp_path: Path) -> None:
+    model = tiny_model("gpt2") if targets == "tokens" else classifier()
+    rows = Rows(11, targets=targets)
+    trainer = FinetuningTrainer(
+        model, config(tmp_path, per_device_eval_batch_size=4), eval_dataset=rows, data_collator=collate
+    )
+    total = count = 0.0
+    model.requires_grad_(False)
+    for row in rows.rows:
+        batch = collate([row])
+        logits = model(batch["input_ids"]).logits.double().log_softmax(-1)[0]
+        labels = batch["labels"].tolist()
+        if targets == "class":
+            total, count = total - float(logits[labels[0]]), count + 1
+        else:
+            total -= sum(float(logits[place - 1, labels[0][place]]) for place in range(1, len(labels[0])))
+            count += len(labels[0]) - 1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_masked_tokens_are_the_same_in_every_evaluation(tmp_path: Path) -> None:
+    trainer = make_trainer("masked", tmp_path, trainer={"eval_dataset": Rows(9, 1)})
+    torch.manual_seed(7)
+    first = trainer.evaluate()["eval_loss"]
+    torch.manual_seed(8)
+    assert trainer.evaluate()["eval_loss"] == first
+
+
+@pytest.mark.parametrize("kind", ["finetune", "distill"])
+def test_a_loss_that_is_not_finite_is_an_error(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"became (nan|inf) at step \d. Lower the learning rate \(now "):
+        make_trainer(kind, tmp_path, learning_rate=1e30, lr_scheduler_type="constant").train()
+
+
+def test_learned_parts_have_a_rate_of_their_own(tmp_path: Path) -> None:
+    model = hla.patch_model(classifier(), "hedgehog")
+    trainer = FinetuningTrainer(model, config(tmp_path, learning_rate=1e-3, learned_lr=1e-2, weight_decay=0.1))
+    trainer.create_optimizer()
+    groups = {(group["lr"], group["weight_decay"]): group["params"] for group in trainer.optimizer.param_groups}
+    assert groups.keys() == {(1e-3, 0.1), (1e-3, 0.0), (1e-2, 0.0)}
+    learned = {id(value) for name, value in model.named_parameters() if ".linear_attention." in name}
+    assert {id(value) for value in groups[1e-2, 0.0]} == learned
+    assert all(value.dim() >= 2 for value in groups[1e-3, 0.1])
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        FinetuningTrainer(model, config(tmp_path)).create_optimizer()
+
+
+def test_the_model_is_not_left_in_mixed_precision(tmp_path: Path) -> None:
+    trainer = make_trainer("finetune", tmp_path, bf16=True, max_steps=2)
+    trainer.train()
+    with torch.no_grad():
+        assert trainer.model(torch.ones(1, 5, dtype=torch.long)).logits.dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Distillation
+
+
+def test_dropout_of_the_student_is_off(tmp_path: Path) -> None:
+    """The default: the same losses as of a model that has none; also where activations are recomputed."""
+    losses = []
+    for name, dropout, changes in (("none", 0.0, {}), ("off", 0.1, {}), ("on", 0.1, {"disable_dropout": False}),
+                                   ("recomputed", 0.1, {"activation_checkpointing": True})):  # fmt: skip
+        teacher = classifier(dropout=dropout)
+        student = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
+        arguments = config(tmp_path / name, DistillationConfig, max_steps=3, save_strategy="no", **changes)
+        trainer = DistillationTrainer(student, teacher, arguments, train_dataset=Rows(30), data_collator=collate)
+        trainer.train()
+        losses.append(logged(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[3] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_the_teacher_within_adapters_is_the_exact_model(tmp_path: Path) -> None:
+    model = classifier(dropout=0.1).eval()
+    ids = torch.randint(4, 50, (2, 9))
+    expected = model(ids).logits
+    student = adapted(hla.patch_model(model, "hedgehog"))
+    for name, parameter in student.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    trainer = DistillationTrainer(student, None, config(tmp_path, DistillationConfig))
+    student.train()
+    torch.testing.assert_close(trainer.teacher_outputs({"input_ids": ids}, False).logits, expected, rtol=0, atol=1e-6)
+    assert student.training
+    assert not torch.allclose(student.eval()(input_ids=ids).logits, expected, atol=1e-3)
+
+
+def test_a_student_needs_a_teacher(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no teacher\. Pass teacher_model, or a model with PEFT adapters"):
+        DistillationTrainer(hla.patch_model(classifier(), "hedgehog"), None, config(tmp_path, DistillationConfig))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention transfer
+
+
+def test_the_trainer_does_what_transfer_attention_does(tmp_path: Path) -> None:
+    rows, held_out = Rows(48), Rows(16, 1)
+    batches = [collate(rows.rows[start : start + 8]) for start in range(0, 48, 8)]
+    model = hla.patch_model(classifier(), "hedgehog")
+    other = copy.deepcopy(model)
+    expected = transfer_attention(
+        other, batches, steps=6, held_out=[collate(held_out.rows[:8]), collate(held_out.rows[8:])], evaluate_every=2
+    )
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "train_sampling_strategy": "sequential"}
+    trainer = AttentionTransferTrainer(
+        model, config(tmp_path, AttentionTransferConfig, **changes), train_dataset=rows, eval_dataset=held_out,
+        data_collator=collate,
+    )  # fmt: skip
+    trainer.train()
+    assert logged(trainer) == pytest.approx(expected.losses, rel=1e-5)
+    assert logged(trainer, "eval_loss") == pytest.approx([loss for _, loss in expected.held_out], rel=1e-5)
+    assert trainer.best_step == expected.best_step
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def test_the_best_step_of_a_transfer_remains_and_patience_ends_it(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        "transfer", tmp_path, max_steps=60, learning_rate=3.0, patience=3, save_strategy="no", max_grad_norm=0.0
+    )
+    trainer.train()
+    assert trainer.state.global_step < 60
+    scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert trainer.best_step == min(scores, key=lambda step: scores[step])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(scores[trainer.best_step], rel=1e-5)
+
+
+def test_a_transfer_changes_learned_parts_only_and_saves_only_them(tmp_path: Path) -> None:
+    trainer = make_trainer("transfer", tmp_path, save_steps=6)
+    before = weights(trainer.model)
+    required = {name: value.requires_grad for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all(".linear_attention." in name for name in changed)
+    assert {name: value.requires_grad for name, value in trainer.model.named_parameters()} == required
+    assert not (tmp_path / "checkpoint-6" / "model.safetensors").exists()
+    trainer.save_model(str(tmp_path / "complete"))
+    assert_same_weights(hla.load_pretrained(tmp_path / "complete"), weights(trainer.model))
+
+
+def test_a_transfer_with_a_loss_that_is_not_finite_restores_the_parameters(tmp_path: Path) -> None:
+    trainer = make_trainer("transfer", tmp_path, learning_rate=1e38, max_steps=30, save_strategy="no")
+    before = weights(trainer.model)
+    with pytest.raises(FloatingPointError, match="Lower learning_rate"):
+        trainer.train()
+    assert_same_weights(trainer.model, before)
+
+
+def test_accumulation_in_a_transfer(tmp_path: Path) -> None:
+    """The gradient is the mean over the accumulated batches."""
+    norms = []
+    for batch, accumulation in ((8, 1), (8, 2)):
+        dataset = torch.utils.data.ConcatDataset([Rows(8)] * accumulation)  # the same rows again
+        trainer = make_trainer(
+            "transfer", tmp_path / str(accumulation), per_device_train_batch_size=batch, max_steps=1,
+            gradient_accumulation_steps=accumulation, train_sampling_strategy="sequential", save_strategy="no",
+            trainer={"train_dataset": dataset},
+        )  # fmt: skip
+        trainer.train()
+        norms.append((logged(trainer), logged(trainer, "grad_norm")))
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5)
+    assert norms[0][1] == pytest.approx(norms[1][1], rel=1e-4)
+
+
+def test_a_model_without_learned_parts_is_refused(tmp_path: Path) -> None:
+    arguments = config(tmp_path, AttentionTransferConfig)
+    with pytest.raises(ValueError, match="is not patched"):
+        AttentionTransferTrainer(classifier(), arguments)
+    with pytest.raises(ValueError, match="has anything to learn"):
+        AttentionTransferTrainer(hla.patch_model(classifier(), "elu"), arguments)
+    with pytest.raises(ValueError, match="eval_strategy='steps'"):
+        AttentionTransferTrainer(hla.patch_model(classifier(), "hedgehog"), arguments, eval_dataset=Rows(3))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Configs, callbacks, batches
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes", "message"),
+    [
+        (FinetuningConfig, {"learned_lr": 0.0}, "learned_lr must be positive, got 0.0"),
+        (DistillationConfig, {"temperature": 0.0}, "temperature must be positive"),
+        (DistillationConfig, {"hidden_weight": -1.0}, r"hidden_weight must lie in \[0, inf\), got -1.0"),
+        (DistillationConfig, {"hidden_weight": 0, "logits_weight": 0, "task_weight": 0}, "no loss to minimise"),
+        (AttentionTransferConfig, {"branch_first": 1.0}, r"branch_first must lie in \[0, 1\)"),
+        (AttentionTransferConfig, {"loss": "mse"}, "loss must be one of"),
+        (AttentionTransferConfig, {"max_steps": 0}, "max_steps must be positive"),
+        (AttentionTransferConfig, {"patience": 0}, "patience must be positive"),
+    ],
+)
+def test_bad_configs(cls: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, cls, **changes)
+
+
+def test_a_trainer_wants_its_config(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must be a FinetuningConfig, got a TrainingArguments"):
+        FinetuningTrainer(classifier(), TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    callbacks = [JsonLinesCallback(log, "distill"), At(5, die)]
+    with pytest.raises(Killed):
+        make_trainer("distill", tmp_path / "out", save_steps=3, trainer={"callbacks": callbacks}).train()
+    with log.open("a") as file:
+        file.write('{"step": 5, "sta')  # the line in which a process was killed
+    resumed = make_trainer("distill", tmp_path / "out", trainer={"callbacks": callbacks[:1]})
+    resumed.train(resume_from_checkpoint=True)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert all(row["stage"] == "distill" for row in rows)
+    assert {"loss", "task_loss", "logits_loss", "hidden_loss"} <= rows[0].keys()
+    parts = rows[0]
+    assert parts["loss"] == pytest.approx(parts["task_loss"] + parts["logits_loss"] + parts["hidden_loss"], rel=1e-5)
+
+
+def test_orders_depend_on_seed_and_epoch() -> None:
+    sampler = EpochSampler(20, seed=3)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == list(range(20)) == sorted(orders[1])
+    lengths = [index % 5 for index in range(40)]
+    grouped = EpochSampler(40, seed=3, lengths=lengths, batch_size=4)
+    assert sorted(grouped) == list(range(40))
+
+
+def test_random_collators_leave_the_generators_alone() -> None:
+    rows = Rows(4, targets="tokens").rows
+    collator = SeededCollator(collate_masked, seed=1)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = collator(rows)["input_ids"]
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(collator(rows)["input_ids"], first)
+    collator.set_epoch(1)
+    assert not torch.equal(collator(rows)["input_ids"], first)
+
+
+def test_losses_of_rows_add_up() -> None:
+    logits, labels = torch.randn(3, 6, 7), torch.randint(0, 7, (3, 6))
+    labels[0, 2:], labels[2, 4:] = -100, -100
+    losses, counts = row_losses(logits, labels, shift=True)
+    assert counts.tolist() == [1, 5, 3]
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1), reduction="none"
+    )
+    torch.testing.assert_close(losses, expected.reshape(3, 5).sum(1))
+
+
+def test_a_model_is_complete_after_training(tmp_path: Path) -> None:
+    trainer = make_trainer("finetune", tmp_path, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert trainer.complete_model() is trainer.model
+    loss = AttentionTransferLoss(hla.patch_model(trainer.model, "hedgehog"))(collate(Rows(3).rows))
+    assert torch.isfinite(loss).all()
