@@ -82,7 +82,8 @@ def row_losses(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Ten
     if targets.shape[-1] == 1:
         losses = (targets.float().reshape(-1) - classes.float().reshape(-1)).square()
     elif classes.is_floating_point():
-        losses = functional.binary_cross_entropy_with_logits(targets.float(), classes.float(), reduction="none").mean(-1)
+        losses = functional.binary_cross_entropy_with_logits(targets.float(), classes.float(), reduction="none")
+        losses = losses.mean(-1)
     else:
         losses = functional.cross_entropy(targets.float(), classes, reduction="none")
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
