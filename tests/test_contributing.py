@@ -18,25 +18,31 @@ TEXT = GUIDE.read_text(encoding="utf-8") if GUIDE.is_file() else ""
 pytestmark = pytest.mark.skipif(not TEXT, reason="needs the repository, and runs outside of it")
 
 
-def run(*command: str, place: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=place, capture_output=True, text=True, env=environment, timeout=600, check=False
+        [sys.executable, *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
     )
 
 
 def test_the_mechanism_of_the_guide_is_one_file(tmp_path: Path) -> None:
     for name in ("hf_linear_attn", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    found = re.search(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    (tmp_path / found[1]).write_text(found[2], encoding="utf-8")
-    name = Path(found[1]).stem
-    listed = run("-m", "hf_linear_attn", "list", name, place=tmp_path)
+    match = re.search(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    (tmp_path / match[1]).write_text(match[2], encoding="utf-8")
+    name = Path(match[1]).stem
+    listed = run("-m", "hf_linear_attn", "list", name, folder=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert "log(1 + exp(x))" in listed.stdout
     tests = ["tests/mechanisms/test_contract.py", "tests/matrix/test_lifecycle.py", "tests/matrix/test_forward.py"]
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", name, place=tmp_path)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", name, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     passed = re.search(r"(\d+) passed", run_summary(done.stdout))
     assert passed is not None

@@ -42,10 +42,10 @@ def blocks_of(text: str) -> list[Block]:
 def documents() -> dict[str, list[Block]]:
     """The blocks of every section of the README, and of every page of the documentation, that has Python."""
     parts = re.split(r"^##+ ", TEXT, flags=re.MULTILINE)[1:]
-    found = {f"README, {part.partition(chr(10))[0]}": blocks_of(part) for part in parts}
+    sections = {f"README, {part.partition(chr(10))[0]}": blocks_of(part) for part in parts}
     for path in sorted((ROOT / "docs").rglob("*.md")):
-        found[str(path.relative_to(ROOT))] = blocks_of(path.read_text(encoding="utf-8"))
-    return {name: blocks for name, blocks in found.items() if any(block.kind == "python" for block in blocks)}
+        sections[str(path.relative_to(ROOT))] = blocks_of(path.read_text(encoding="utf-8"))
+    return {name: blocks for name, blocks in sections.items() if any(block.kind == "python" for block in blocks)}
 
 
 DOCUMENTS = documents()
@@ -112,10 +112,10 @@ def test_commands_parse() -> None:
     for command in commands:
         if "--help" in command:
             continue
-        verb, *words = shlex.split(command)
+        verb, *arguments = shlex.split(command)
         if VERBS[verb].separate_model:
-            words = words[1:]
-        parse_verb(verb, words)
+            arguments = arguments[1:]
+        parse_verb(verb, arguments)
 
 
 @pytest.mark.parametrize("path", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name)

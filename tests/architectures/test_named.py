@@ -139,8 +139,8 @@ def test_a_decoder_may_be_longer_than_what_it_reads():
     ids = torch.randint(4, 60, (2, 5))
     with torch.no_grad():
         out = model(ids, attention_mask=mask, decoder_input_ids=torch.full((2, 12), 6)).logits
-        alone = model(ids[1:, :3], decoder_input_ids=torch.full((1, 12), 6)).logits
-    torch.testing.assert_close(out[1:], alone, rtol=1e-4, atol=1e-5)
+        unpadded = model(ids[1:, :3], decoder_input_ids=torch.full((1, 12), 6)).logits
+    torch.testing.assert_close(out[1:], unpadded, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe_lite", "minicpm3", "gemma4_text"])
@@ -185,13 +185,13 @@ def test_observed_calls_with_a_full_mask_give_the_linear_output():
     model, ids = architecture_model("llama"), tokens()
     mask = torch.ones(14, 14, dtype=torch.bool).tril()[None, None]
     hla.patch_model(model, "elu", layers=[0])
-    seen, found = [], []
-    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    seen, projected = [], []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
     with torch.no_grad():
         model(ids, attention_mask=mask, use_cache=False)
         with observe_attention(model, lambda call: seen.append(call.linear_output())):
             model(ids, attention_mask=mask, use_cache=False)
-    torch.testing.assert_close(seen[0].transpose(1, 2).flatten(2), found[0])
+    torch.testing.assert_close(seen[0].transpose(1, 2).flatten(2), projected[0])
 
 
 @pytest.mark.parametrize("model_type", ["clip", "bart", "qwen3"])

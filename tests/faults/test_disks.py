@@ -64,12 +64,12 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def command(*words: str) -> Callable[[], str]:
+def command(*arguments: str) -> Callable[[], str]:
     """The command line in this process, its message as the error."""
 
     def call() -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "hf_linear_attn", *words],
+            [sys.executable, "-m", "hf_linear_attn", *arguments],
             capture_output=True,
             text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -134,12 +134,12 @@ def test_plan_on_a_small_disk(tmp_path: Path, observed: Observed) -> None:
 
     save_decoder(tmp_path / "decoder")
     text = save_text(tmp_path / "text", 400)
-    words = ["--budget", "5% perplexity", "--text", str(text), "--sequence-length", "32", "--steps", "2", "--quick"]
+    arguments = ["--budget", "5% perplexity", "--text", str(text), "--sequence-length", "32", "--steps", "2", "--quick"]
     with mounted(tmp_path / "disk", "-o", "size=64k") as disk:
         (disk / "filler").write_bytes(b"\0" * 60_000)
         observed(
             error_message(
-                command("plan", str(tmp_path / "decoder"), *words, "--out", str(disk / "plan")), OSError, "No space"
+                command("plan", str(tmp_path / "decoder"), *arguments, "--out", str(disk / "plan")), OSError, "No space"
             )
         )
 

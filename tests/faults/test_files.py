@@ -31,17 +31,17 @@ def loading(tmp_path: Path) -> Callable[[], Any]:
 
 
 def with_weights(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    held = load_file(saved(tmp_path) / WEIGHTS)
-    change(held)
-    save_file(held, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    tensors = load_file(saved(tmp_path) / WEIGHTS)
+    change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     return tmp_path
 
 
 def with_config(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     path = saved(tmp_path) / "config.json"
-    held = json.loads(path.read_text(encoding="utf-8"))
-    change(held)
-    path.write_text(json.dumps(held), encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    change(config)
+    path.write_text(json.dumps(config), encoding="utf-8")
     return tmp_path
 
 
@@ -87,7 +87,9 @@ def test_no_weights(tmp_path: Path, observed: Observed) -> None:
 @pytest.mark.fault(group="checkpoint", what="a learned weight is missing", expected="refused, the weight named")
 def test_missing_weight(tmp_path: Path, observed: Observed) -> None:
     observed(
-        error_message(loading(with_weights(tmp_path, lambda held: held.pop(LEARNED))), ValueError, "missing", LEARNED)
+        error_message(
+            loading(with_weights(tmp_path, lambda tensors: tensors.pop(LEARNED))), ValueError, "missing", LEARNED
+        )
     )
 
 
@@ -95,7 +97,9 @@ def test_missing_weight(tmp_path: Path, observed: Observed) -> None:
 def test_wrong_shape(tmp_path: Path, observed: Observed) -> None:
     observed(
         error_message(
-            loading(with_weights(tmp_path, lambda held: held.update({LEARNED: torch.ones(3)}))), ValueError, LEARNED
+            loading(with_weights(tmp_path, lambda tensors: tensors.update({LEARNED: torch.ones(3)}))),
+            ValueError,
+            LEARNED,
         )
     )
 
@@ -107,7 +111,7 @@ def test_wrong_shape_elsewhere(tmp_path: Path, observed: Observed) -> None:
     name = "bert.embeddings.LayerNorm.bias"
     observed(
         error_message(
-            loading(with_weights(tmp_path, lambda held: held.update({name: torch.ones(3)}))), ValueError, name
+            loading(with_weights(tmp_path, lambda tensors: tensors.update({name: torch.ones(3)}))), ValueError, name
         )
     )
 
@@ -117,13 +121,13 @@ def test_wrong_shape_elsewhere(tmp_path: Path, observed: Observed) -> None:
 )
 def test_from_the_future(tmp_path: Path, observed: Observed) -> None:
     change = {"format_version": FORMAT_VERSION + 1, "package_version": "9.0"}
-    with_config(tmp_path, lambda held: held["linear_attention"].update(change))
+    with_config(tmp_path, lambda config: config["linear_attention"].update(change))
     observed(error_message(loading(tmp_path), ValueError, "9.0", "pip install -U hf-linear-attn"))
 
 
 @pytest.mark.fault(group="checkpoint", what="settings name an unknown mechanism", expected="refused, with near matches")
 def test_unknown_mechanism(tmp_path: Path, observed: Observed) -> None:
-    with_config(tmp_path, lambda held: held["linear_attention"]["layers"]["0"].update(attention="hedgehogg"))
+    with_config(tmp_path, lambda config: config["linear_attention"]["layers"]["0"].update(attention="hedgehogg"))
     observed(error_message(loading(tmp_path), ValueError, "hedgehogg", "Did you mean"))
 
 

@@ -58,11 +58,11 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes], nap: f
 
 def recipe_command(name: str, tmp_path: Path, out: Path, *more: str) -> list[str]:
     """The recipe with enough steps and checkpoints for a moment to matter."""
-    given = arguments_of(tmp_path, name, out)
-    for at, word in enumerate(given):
+    arguments = arguments_of(tmp_path, name, out)
+    for at, word in enumerate(arguments):
         if word.endswith(".max_steps"):
-            given[at + 1] = STEPS
-    return [str(ROOT / "recipes" / f"{name}.py"), *given, "--save_steps", EVERY, *more]
+            arguments[at + 1] = STEPS
+    return [str(ROOT / "recipes" / f"{name}.py"), *arguments, "--save_steps", EVERY, *more]
 
 
 def inputs(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_killed_while_saving(tmp_path: Path, observed: Observed) -> None:
             continue
         kill(process)
         hits += any(stage.glob(".checkpoint-*.part"))
-        kept = sorted(stage.glob("checkpoint-*"))
-        assert kept, "no checkpoint is left"
-        assert all((path / "trainer_state.json").is_file() for path in kept), kept
+        saved = sorted(stage.glob("checkpoint-*"))
+        assert saved, "no checkpoint is left"
+        assert all((path / "trainer_state.json").is_file() for path in saved), saved
         finish(recipe_command(name, tmp_path, out, "--resume"), tmp_path)
         assert weights(out) == weights(tmp_path / "whole")
         assert not list(out.rglob("*.part")), "leftovers stay after the resumed run"

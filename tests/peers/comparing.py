@@ -162,8 +162,8 @@ def with_ones(value: Tensor) -> Tensor:
     return torch.cat([value, torch.ones_like(value[..., :1])], dim=-1)
 
 
-def divided(sums: Tensor) -> Tensor:
-    return sums[..., :-1] / sums[..., -1:]
+def divided(totals: Tensor) -> Tensor:
+    return totals[..., :-1] / totals[..., -1:]
 
 
 #: Draws of 4 rows, for a standard error of the mean of less than 0.01.

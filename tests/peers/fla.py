@@ -52,11 +52,11 @@ def reference(operation: str) -> Any:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"flash-linear-attention is missing: {FLA.install}.")
     path = Path(spec.submodule_search_locations[0]) / "ops" / operation / "naive.py"
-    found = importlib.util.spec_from_file_location(f"fla_naive_{operation}", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(f"fla_naive_{operation}", path)
+    if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded.")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -82,8 +82,8 @@ def padded_row() -> Outputs:
     module, (q, k, v) = ours_with(theirs), heads(theirs, x)
     ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False, mask=mask))
     short_q, short_k, short_v = (tensor[1:, :, :KEPT] for tensor in (q, k, v))
-    alone = definition(short_q, short_k, short_v, module)
-    return Outputs(theirs(x, mask=mask)[1, :KEPT], out(theirs, ours)[1, :KEPT], out(theirs, alone)[0])
+    unpadded = definition(short_q, short_k, short_v, module)
+    return Outputs(theirs(x, mask=mask)[1, :KEPT], out(theirs, ours)[1, :KEPT], out(theirs, unpadded)[0])
 
 
 @compare(
