@@ -16,7 +16,7 @@ import pytest
 import hf_linear_attn as hla
 from hf_linear_attn.cli import VERBS, parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
-from tests.helpers import entries, serves
+from tests.helpers import entries, load_script, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -145,3 +145,8 @@ def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     missing = [name for name in hla.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", text)]
     assert not missing, f"docs/api.md lacks {', '.join(missing)}"
+
+
+def test_the_reference_of_the_command_line_is_up_to_date() -> None:
+    script = load_script(ROOT / "docs" / "make_cli_reference.py")
+    assert script.main(["--check"]) == 0, "run python docs/make_cli_reference.py"

@@ -1,0 +1,122 @@
+"""Write docs/cli.md, the reference of the command line, from the configs of its verbs.
+
+python docs/make_cli_reference.py            # some seconds
+python docs/make_cli_reference.py --check    # writes nothing; exit code 1 if the page is out of date
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hf_linear_attn.cli import PROGRAM, VERBS, Verb
+
+PAGE = Path(__file__).resolve().parent / "cli.md"
+
+INTRODUCTION = f"""# Command line
+
+<!-- This page is written by docs/make_cli_reference.py. -->
+
+`{PROGRAM} VERB --help` shows the options that matter first, and `--help all` every option. This page lists all of them.
+
+- Every option of a verb is a flag, and a key of a YAML file (`--config FILE`). A flag overrides the file. Options of a
+  section have a dot in their flag (`--data.task`) and stand below the section's name in YAML.
+- `--print_config` prints the config as it would be used, as YAML, and exits.
+- A mapping takes one flag for each key: `--options.window_size 32`.
+- A list takes several values, or one with commas: `--layers 0,1,-1`. `null` is no value.
+- `--traceback` shows the traceback of an error. Without it an expected error is one line.
+- Exit codes: 0 is success, 1 an expected error or a budget that is not kept, 2 wrong usage, 130 an interruption.
+"""
+
+TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}
+
+
+def main(arguments: list[str]) -> int:
+    text = reference()
+    if "--check" in arguments:
+        return 0 if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *(verb_reference(name, verb) for name, verb in VERBS.items())])
+
+
+def verb_reference(name: str, verb: Verb) -> str:
+    """A heading, the summary, the examples, and a table of options for each section."""
+    module, _, attribute = verb.config.partition(":")
+    config = getattr(importlib.import_module(f"hf_linear_attn.{module}"), attribute)
+    note = ""
+    if verb.separate_model:
+        note = " The first argument is the model: a local folder or a repository on the Hub."
+    elif verb.positionals:
+        note = f" The flag may be left out for {_sentence_list(verb.positionals)}."
+    parts = [f"## {name}", "", f"{verb.summary[0].upper()}{verb.summary[1:]}.{note}", ""]
+    commands = [line for line in verb.examples.splitlines() if line.startswith((PROGRAM, "accelerate"))]
+    if commands:
+        parts += ["```bash", *commands, "```", ""]
+    sections: dict[str, list[str]] = {}
+    for section, row in rows(config):
+        sections.setdefault(section, []).append(row)
+    for section, lines in sections.items():
+        if section:
+            parts += [f"**Section `{section}`**", ""]
+        parts += ["| option | value | default | meaning |", "| --- | --- | --- | --- |", *lines, ""]
+    return "\n".join(parts)
+
+
+def rows(config: type, section: str = "") -> Iterator[tuple[str, str]]:
+    """The section and the table row of every option of a config; its own options come before its sections."""
+    hints = get_type_hints(config)
+    nested = []
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[field.name]):
+            nested.append(field.name)
+            continue
+        flag = f"--{section}.{field.name}" if section else f"--{field.name}"
+        text = field.metadata.get("help", "").replace("|", "\\|")
+        yield section, f"| `{flag}` | {value_name(hints[field.name])} | {default(field)} | {text} |"
+    for name in nested:
+        yield from rows(hints[name], f"{section}.{name}" if section else name)
+
+
+def value_name(hint: Any) -> str:
+    """What a value of this type is called."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(value_name(part) for part in arguments if part is not NoneType))
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (tuple, list):
+        return f"list: {value_name(arguments[0])}" if arguments else "list"
+    return TYPE_NAMES.get(origin or hint, "text")
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """The default as it is written in YAML; empty where there is none or where the help tells it."""
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING or value is None or value in ((), {}, []):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, (tuple, list)):
+        return f"`{','.join(str(item) for item in value)}`"
+    return f"`{value}`"
+
+
+def _sentence_list(names: tuple[str, ...]) -> str:
+    quoted = [f"`--{name}`" for name in names]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
