@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -240,22 +240,32 @@ def serves(entry: AttentionEntry, causal: bool) -> bool:
     return entry.causal if causal else entry.bidirectional
 
 
-def _pairs(families: tuple[Family, ...], supported: bool) -> list[Any]:
-    return [
-        pytest.param(entry.name, family, id=f"{entry.name}-{family}")
-        for entry in entries()
-        for family in families
-        if serves(entry, family.causal) is supported
-    ]
+#: The quick suite tests these mechanisms on GPT-2, too. For the others GPT-2 is like Llama, and the pair is slow.
+GPT2_MECHANISMS = ("hedgehog", "window")
 
 
-def every_pair(families: tuple[Family, ...] = FAMILIES) -> Any:
-    """Parametrize a test over `name, family` for every mechanism and every family that it serves."""
-    return pytest.mark.parametrize(("name", "family"), _pairs(families, True))
+def _is_quick(entry: AttentionEntry, family: Family, families: Sequence[Family]) -> bool:
+    return not (family == GPT2 and LLAMA in families and entry.causal and entry.name not in GPT2_MECHANISMS)
+
+
+def every_pair(families: Sequence[Family] = FAMILIES, quick: Collection[tuple[str, Family]] | None = None) -> Any:
+    """Parametrize a test over `name, family` for every mechanism and every family that it serves.
+
+    quick: the pairs of the quick suite, the others are slow; by default all but most of GPT-2 (`GPT2_MECHANISMS`).
+    """
+    cases = []
+    for entry in entries():
+        for family in families:
+            if serves(entry, family.causal):
+                fast = _is_quick(entry, family, families) if quick is None else (entry.name, family) in quick
+                marks = () if fast else (pytest.mark.slow,)
+                cases.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}", marks=marks))
+    return pytest.mark.parametrize(("name", "family"), cases)
 
 
 def every_refused_pair() -> Any:
-    return pytest.mark.parametrize(("name", "family"), _pairs(FAMILIES, False))
+    cases = [(entry.name, family) for entry in entries() for family in FAMILIES if not serves(entry, family.causal)]
+    return pytest.mark.parametrize(("name", "family"), cases, ids=[f"{name}-{family}" for name, family in cases])
 
 
 def every_mechanism(*, causal: bool) -> Any:

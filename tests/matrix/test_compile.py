@@ -28,7 +28,7 @@ def compiled_logits(model, backend, ids, **inputs):
         return compiled(ids, **inputs).logits
 
 
-@every_pair((BERT, GPT2))
+@every_pair((BERT, GPT2), quick=[("hedgehog", BERT), ("window", GPT2)])
 def test_a_padded_batch_compiles_without_graph_breaks(name, family):
     model = patched(name, family)
     batch = padded_batch([token_ids(1, 13)[0], token_ids(1, 6)[0]], "right")
@@ -36,11 +36,13 @@ def test_a_padded_batch_compiles_without_graph_breaks(name, family):
     assert_close(compiled_logits(model, "aot_eager", ids, **batch, **extra), logits(model, ids, **batch))
 
 
+@pytest.mark.slow
 def test_inductor():
     model = patched("hedgehog", BERT)
     assert_close(compiled_logits(model, "inductor", token_ids()), logits(model, token_ids()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["elu", "favor+", "hedgehog", "gla", "gated-delta", "rfa", "luna", "taylor", "window"])
 def test_compiled_generation(name):
     """One graph for the prompt, one or two for all tokens after it (the first state comes from the prompt's graph)."""
@@ -54,7 +56,7 @@ def test_compiled_generation(name):
     assert 2 <= counter.frame_count <= 4
 
 
-@pytest.mark.parametrize("family", [BERT, GPT2], ids=str)
+@pytest.mark.parametrize("family", [BERT, pytest.param(GPT2, marks=pytest.mark.slow)], ids=str)
 def test_gradients_of_a_compiled_model(family):
     model = patched("hedgehog", family)
     model(token_ids()).logits.square().mean().backward()
@@ -68,6 +70,7 @@ def test_gradients_of_a_compiled_model(family):
             assert_close(parameter.grad, eager[name], factor=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedgehog", "linformer"])
 def test_packed_documents_break_the_graph_and_stay_apart(name):
     """Where documents begin depends on the data: the layers run outside of the graph."""
@@ -81,6 +84,7 @@ def test_packed_documents_break_the_graph_and_stay_apart(name):
         assert_close(compiled(torch.cat(documents, dim=1), **inputs, cu_seq_lens_q=edges).logits, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_packed_documents_of_a_compiled_decoder(fullgraph):
     """Positions alone come as Transformers' full mask, in the graph; boundaries run outside of it."""
