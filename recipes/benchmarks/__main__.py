@@ -3,7 +3,7 @@
     python -m recipes.benchmarks --quick
     python -m recipes.benchmarks --section ops --attention elu hedgehog --lengths 256 1024 4096 --dtypes float32
     python -m recipes.benchmarks --section decode memory --output benchmark --append
-    python -m recipes.benchmarks ./llama --section model --model-lengths 1024 4096
+    python -m recipes.benchmarks ./llama --section model --model_lengths 1024 4096
     python -m recipes.benchmarks --compare benchmark-before/benchmark.json --output benchmark-now
 
 Sections:
@@ -27,14 +27,14 @@ from .options import BenchmarkOptions
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(words), traceback="--traceback" in words)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run(arguments), traceback="--traceback" in arguments)
 
 
-def run(words: list[str]) -> int:
-    model = words.pop(0) if words and not words[0].startswith("-") else None
+def run(arguments: list[str]) -> int:
+    model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     options = parse_config(
-        BenchmarkOptions, words, program="python -m recipes.benchmarks [MODEL]", description=__doc__ or ""
+        BenchmarkOptions, arguments, program="python -m recipes.benchmarks [MODEL]", description=__doc__ or ""
     )
     from rich.console import Console
 

@@ -11,7 +11,7 @@ import torch
 from hf_linear_attn.evaluation.measurements import Key, Store
 
 from .options import BenchmarkOptions
-from .subjects import mechanism_names
+from .workloads import mechanism_names
 
 #: The row of exact attention.
 BASELINE = "sdpa"
@@ -31,34 +31,34 @@ class Bench:
         options: BenchmarkOptions,
         store: Store,
         progress: Progress,
-        place: Mapping[str, Any],
+        machine: Mapping[str, Any],
         device: torch.device,
         source: str | None = None,
     ) -> None:
         self.options, self.store, self.progress = options, store, progress
-        self.place, self.device, self.source = place, device, source
+        self.machine, self.device, self.source = machine, device, source
         self.notes: dict[str, list[str]] = {}
         self._refused: dict[tuple[str, str, str], list[str]] = {}
 
     def note(self, section: str, text: str) -> None:
-        held = self.notes.setdefault(section, [])
-        if text not in held:
-            held.append(text)
+        texts = self.notes.setdefault(section, [])
+        if text not in texts:
+            texts.append(text)
 
     def refuse(self, section: str, backend: str, error: str, name: str) -> None:
         """A backend does not serve a mechanism; the same reason is told once, with all names."""
         reason = error.partition(": ")[2].removesuffix(" Use set_backend('auto').").rstrip(".") or error
-        held = self._refused.setdefault((section, backend, reason), [])
-        if name not in held:
-            held.append(name)
+        names = self._refused.setdefault((section, backend, reason), [])
+        if name not in names:
+            names.append(name)
 
     def all_notes(self) -> dict[str, list[str]]:
         """By section: what was left out, then which backend does not serve what."""
-        found = {section: list(texts) for section, texts in self.notes.items()}
+        notes = {section: list(texts) for section, texts in self.notes.items()}
         for (section, backend, reason), names in self._refused.items():
-            told = f"backend {backend} does not serve {', '.join(names)}: {reason}"
-            found.setdefault(section, []).append(told)
-        return found
+            text = f"backend {backend} does not serve {', '.join(names)}: {reason}"
+            notes.setdefault(section, []).append(text)
+        return notes
 
     def names(self, few: Sequence[str] | None = None) -> list[str]:
         """The mechanisms asked for; where none were, all, or those of a section that cannot take all."""
@@ -68,7 +68,7 @@ class Bench:
         return mechanism_names(chosen)  # type: ignore[arg-type]
 
     def key(self, model: Mapping[str, Any], mechanism: Mapping[str, Any], measure: Mapping[str, Any]) -> Key:
-        return Key(model=model, mechanism=mechanism, measure=measure, **self.place)
+        return Key(model=model, mechanism=mechanism, measure=measure, **self.machine)
 
     def rows(
         self,
@@ -83,9 +83,9 @@ class Bench:
             for name, value in measure(missing).items():
                 if name in keys:
                     self.store.add(keys[name], value, group=group)
-        found: dict[str, dict[str, Any]] = {}
+        rows: dict[str, dict[str, Any]] = {}
         for name, key in keys.items():
-            held = self.store.newest(key)
-            if held is not None:
-                found[name] = {**held.value, "measurement": held.id}
-        return found
+            measurement = self.store.newest(key)
+            if measurement is not None:
+                rows[name] = {**measurement.value, "measurement": measurement.id}
+        return rows

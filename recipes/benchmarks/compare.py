@@ -34,8 +34,8 @@ class Change:
 
     def cells(self) -> list[str]:
         sign = 100 * (self.factor - 1)
-        told = f"{sign:.0f} % worse" if sign > 0 else f"{100 * (1 / self.factor - 1):.0f} % better"
-        return [self.id, self.ratio.replace("_", " "), f"{self.before:.3g}", f"{self.after:.3g}", told]
+        change = f"{sign:.0f} % worse" if sign > 0 else f"{100 * (1 / self.factor - 1):.0f} % better"
+        return [self.id, self.ratio.replace("_", " "), f"{self.before:.3g}", f"{self.after:.3g}", change]
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def load_report(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {path!r}. Give an earlier benchmark.json with --compare.")
     try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"))
-        for ratio in held["ratios"]:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        for ratio in report["ratios"]:
             _check(ratio)
-        held["hardware"]["cpu"], held["versions"]["torch"]
+        report["hardware"]["cpu"], report["versions"]["torch"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path!r} is no benchmark.json of hf-linear-attn ({error!r}). Give another file.") from error
-    return held
+    return report
 
 
 def _check(ratio: Mapping[str, Any]) -> None:
@@ -100,12 +100,12 @@ def _check(ratio: Mapping[str, Any]) -> None:
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float) -> Comparison:
     """Which ratios changed by more than the noise: the intervals between the 20th and the 80th percentile lie apart,
     and the medians differ by more than `tolerance` (0.15 where a ratio comes from fewer than three rounds)."""
-    old = {(held["id"], held["ratio"]): held for held in before["ratios"]}
-    new = {(held["id"], held["ratio"]): held for held in after["ratios"]}
+    old = {(entry["id"], entry["ratio"]): entry for entry in before["ratios"]}
+    new = {(entry["id"], entry["ratio"]): entry for entry in after["ratios"]}
     changes = list(_changes(old, new, tolerance))
     return Comparison(
-        sorted((held for held in changes if held.factor > 1), key=lambda held: -held.factor),
-        sorted((held for held in changes if held.factor <= 1), key=lambda held: held.factor),
+        sorted((entry for entry in changes if entry.factor > 1), key=lambda entry: -entry.factor),
+        sorted((entry for entry in changes if entry.factor <= 1), key=lambda entry: entry.factor),
         len(old.keys() & new.keys()),
         len(old.keys() - new.keys()),
     )

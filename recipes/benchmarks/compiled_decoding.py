@@ -24,11 +24,11 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.utils.files import write_json
 from recipes.benchmarks.shapes import gpt2_small, small_decoder
-from recipes.benchmarks.turns import spread
+from recipes.benchmarks.timing import spread
 
 #: Models by name, and the rounds that each is measured in.
 MODELS: dict[str, tuple[Callable[[int], PreTrainedModel], int]] = {
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 def variants(exact: PreTrainedModel) -> dict[tuple[str, bool], PreTrainedModel]:
     """Eager and compiled models by attention."""
-    found = {}
+    models = {}
     for name in ("sdpa", *MECHANISMS):
         for compiled in (False, True):
             model = shared_copy(exact)
@@ -52,8 +52,8 @@ def variants(exact: PreTrainedModel) -> dict[tuple[str, bool], PreTrainedModel]:
                 patch_model(model, name)
             if compiled:
                 model.forward = torch.compile(model.forward)
-            found[name, compiled] = model
-    return found
+            models[name, compiled] = model
+    return models
 
 
 def seconds_a_token(model: PreTrainedModel, compiled: bool, prompt: torch.Tensor, tokens: int) -> float:
@@ -78,8 +78,8 @@ def measure(name: str, contexts: list[int], tokens: int, console: Console) -> li
         for (attention, compiled), model in models.items():
             began = time.perf_counter()
             seconds_a_token(model, compiled, prompt, tokens)
-            told = f"{name}, {attention}{', compiled' if compiled else ''}, {context:,} tokens"
-            console.print(f"{told}: {time.perf_counter() - began:.0f} s to begin with")
+            setting = f"{name}, {attention}{', compiled' if compiled else ''}, {context:,} tokens"
+            console.print(f"{setting}: {time.perf_counter() - began:.0f} s to begin with")
         for _ in range(rounds):
             for (attention, compiled), model in models.items():
                 samples[attention, compiled].append(seconds_a_token(model, compiled, prompt, tokens))
@@ -100,10 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 100  # of one piece of code of Transformers, which all models here share
     console = Console()
-    found = environment(torch.device("cpu"))
+    machine = environment(torch.device("cpu"))
     rows = [row for name in arguments.models for row in measure(name, arguments.contexts, arguments.tokens, console)]
     settings = {"contexts": arguments.contexts, "tokens": arguments.tokens, "threads": 1}
-    write_json(arguments.out, {"format_version": 1, "settings": settings, "environment": found, "rows": rows})
+    write_json(arguments.out, {"format_version": 1, "settings": settings, "environment": machine, "rows": rows})
     console.print(f"Written: {arguments.out}")
     return 0
 

@@ -14,10 +14,10 @@ from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.ops.common import InPlaceState, State
 from hf_linear_attn.registry import ATTENTIONS
 
-from . import subjects
+from . import workloads
 from .bench import Bench
 from .resident import available_bytes
-from .turns import Within, ratio, spread, take_turns
+from .timing import InContext, ratio, sample_interleaved, spread
 
 SECTION = "decode"
 STEP = "step"
@@ -31,7 +31,7 @@ PIECE = 1024
 SETTLED = 4096
 
 #: Tokens that a mechanism built for a largest length must take beyond the longest context: those that are timed.
-ROOM = 16384
+EXTRA_TOKENS = 16384
 
 #: Share of the free memory that the caches of one cell may take.
 MEMORY_SHARE = 0.7
@@ -59,7 +59,7 @@ class Stepper:
 
     @property
     def features(self) -> int | None:
-        return subjects.num_features(self.module)
+        return workloads.num_features(self.module)
 
     @torch.no_grad()
     def fill(self, context: int, token: Callable[[int], tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -74,7 +74,7 @@ class Stepper:
             self.tokens += query.shape[2]
 
     def bytes(self) -> int:
-        return sum(held.nbytes for held in (self.state or {}).values())
+        return sum(tensor.nbytes for tensor in (self.state or {}).values())
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], object]:
         scaling = query.shape[3] ** -0.5
@@ -92,7 +92,7 @@ class Stepper:
             if self.constant:
                 self.state = after
 
-        return subjects.on_backend(Within(step, torch.no_grad), self.backend)
+        return workloads.on_backend(InContext(step, torch.no_grad), self.backend)
 
 
 def run_steps(bench: Bench) -> list[dict[str, Any]]:
@@ -116,35 +116,39 @@ def run_steps(bench: Bench) -> list[dict[str, Any]]:
 
 def _steppers(bench: Bench, first: StepCell, longest: int) -> list[Stepper]:
     options = bench.options
-    found: list[Stepper] = []
+    steppers: list[Stepper] = []
     for name in bench.names():
         entry = ATTENTIONS.get(name)
         if not entry.causal or entry.state == "none":
             continue
-        identity = {"name": name, "options": subjects.options_of(entry, options.seed), "longest": longest + ROOM}
+        identity = {
+            "name": name,
+            "options": workloads.options_of(entry, options.seed),
+            "longest": longest + EXTRA_TOKENS,
+        }
         try:
-            module = subjects.build(
+            module = workloads.build(
                 name,
                 heads=options.heads,
                 head_dim=options.head_dim,
-                longest=longest + ROOM,
+                longest=longest + EXTRA_TOKENS,
                 causal=True,
                 seed=options.seed,
                 dtype=first.torch_dtype,
                 device=bench.device,
             )
-            trial = Stepper(name, identity, module, subjects.OWN, entry.state == "constant")
+            trial = Stepper(name, identity, module, workloads.OWN, entry.state == "constant")
             trial.fill(2, first.tokens)
-            serving, refused = subjects.backends_of(trial.call(*first.tokens(1)), options.backend)
-        except subjects.REFUSALS as error:
+            supported, unsupported = workloads.backends_of(trial.call(*first.tokens(1)), options.backend)
+        except workloads.UNSUPPORTED_ERRORS as error:
             bench.note(SECTION, f"{name}, {first.dtype}: left out ({' '.join(str(error).split())})")
             continue
-        for backend, reason in refused.items():
+        for backend, reason in unsupported.items():
             bench.refuse(SECTION, backend, reason, f"{name} (one step, {first.dtype})")
-        for backend in serving:
-            label = name if backend == subjects.OWN else f"{name} [{backend}]"
-            found.append(Stepper(label, {**identity, "backend": backend}, module, backend, trial.constant))
-    return found
+        for backend in supported:
+            label = name if backend == workloads.OWN else f"{name} [{backend}]"
+            steppers.append(Stepper(label, {**identity, "backend": backend}, module, backend, trial.constant))
+    return steppers
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class StepCell:
     def tokens(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of so many tokens, the same for the same length."""
         options = self.bench.options
-        made = subjects.Inputs.make(
+        inputs = workloads.Inputs.make(
             self.batch,
             options.heads,
             length,
@@ -182,7 +186,7 @@ class StepCell:
             self.bench.device,
             options.seed,
         )
-        return made.query, made.key, made.value
+        return inputs.query, inputs.key, inputs.value
 
     def run(self, steppers: Sequence[Stepper]) -> list[dict[str, Any]]:
         measure = {"what": "decode step", "dtype": self.dtype, "batch": self.batch, "context": self.context}
@@ -190,12 +194,12 @@ class StepCell:
             name: {"name": "softmax", "implementation": f"sdpa, {name}"} for name in (GROWING, PREALLOCATED)
         }
         identities |= {stepper.name: stepper.identity for stepper in steppers}
-        keys = {name: self.bench.key(self.shape, held, measure) for name, held in identities.items()}
-        found = self.bench.rows(keys, partial(self._measure, steppers))
+        keys = {name: self.bench.key(self.shape, identity, measure) for name, identity in identities.items()}
+        values = self.bench.rows(keys, partial(self._measure, steppers))
         facts = {"what": STEP, "shape": self.shape["name"], "dtype": self.dtype, "batch": self.batch}
         return [
             {"name": name, "mechanism": identities[name], **facts, "context": self.context, **value}
-            for name, value in found.items()
+            for name, value in values.items()
         ]
 
     def _measure(self, steppers: Sequence[Stepper], missing: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -207,17 +211,19 @@ class StepCell:
         calls |= {name: stepper.call(*single) for name, stepper in chosen.items()}
         features = {stepper.features for stepper in chosen.values()}
         floors = {_floor(count): state_floor(single[0], count) for count in features if count is not None}
-        samples = take_turns(calls | floors, seconds=self.bench.options.number("seconds"), device=self.bench.device)
-        found: dict[str, dict[str, Any]] = {}
+        samples = sample_interleaved(
+            calls | floors, seconds=self.bench.options.number("seconds"), device=self.bench.device
+        )
+        values: dict[str, dict[str, Any]] = {}
         for name in calls:
-            held = chosen.get(name)
-            found[name] = {"seconds": spread(samples[name]), "bytes": held.bytes() if held else self.cache_bytes}
+            stepper = chosen.get(name)
+            values[name] = {"seconds": spread(samples[name]), "bytes": stepper.bytes() if stepper else self.cache_bytes}
             if GROWING in samples:
-                found[name]["speedup"] = ratio(samples[GROWING], samples[name])
-                found[name]["over_preallocated"] = ratio(samples[PREALLOCATED], samples[name])
-            if held is not None and held.features is not None:
-                found[name]["over_floor"] = ratio(samples[name], samples[_floor(held.features)])
-        return found
+                values[name]["speedup"] = ratio(samples[GROWING], samples[name])
+                values[name]["over_preallocated"] = ratio(samples[PREALLOCATED], samples[name])
+            if stepper is not None and stepper.features is not None:
+                values[name]["over_floor"] = ratio(samples[name], samples[_floor(stepper.features)])
+        return values
 
     def _caches(self, single: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], object]]:
         """The steps of exact attention; none where the caches do not fit."""
@@ -233,18 +239,18 @@ class StepCell:
         generator = torch.Generator().manual_seed(self.bench.options.seed)
         size = (*key.shape[:2], self.context, key.shape[3])
         keys, values = (torch.randn(size, generator=generator).to(key) for _ in range(2))
-        key_room, value_room = (torch.cat([held, held[:, :, :1]], dim=2) for held in (keys, values))
+        key_buffer, value_buffer = (torch.cat([tensor, tensor[:, :, :1]], dim=2) for tensor in (keys, values))
         attend = torch.nn.functional.scaled_dot_product_attention
 
         def growing() -> Tensor:
             return attend(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
 
         def preallocated() -> Tensor:
-            key_room[:, :, -1:] = key
-            value_room[:, :, -1:] = value
-            return attend(query, key_room, value_room)
+            key_buffer[:, :, -1:] = key
+            value_buffer[:, :, -1:] = value
+            return attend(query, key_buffer, value_buffer)
 
-        return {GROWING: Within(growing, torch.no_grad), PREALLOCATED: Within(preallocated, torch.no_grad)}
+        return {GROWING: InContext(growing, torch.no_grad), PREALLOCATED: InContext(preallocated, torch.no_grad)}
 
 
 def state_floor(query: Tensor, features: int) -> Callable[[], object]:
@@ -258,7 +264,7 @@ def state_floor(query: Tensor, features: int) -> Callable[[], object]:
         state.baddbmm_(mapped.transpose(1, 2), value)
         torch.bmm(mapped, state, out=out)
 
-    return Within(run, torch.no_grad)
+    return InContext(run, torch.no_grad)
 
 
 def _floor(features: int) -> str:

@@ -26,14 +26,13 @@ from rich.table import Table
 
 from hf_linear_attn.demo import DemoOptions, _load, make_plan, resolve_model
 from hf_linear_attn.evaluation.judges import judges_for
-from hf_linear_attn.evaluation.measurements import plain
 from hf_linear_attn.evaluation.preparing import Data, prepare
-from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.evaluation.screen import Screen
 from hf_linear_attn.evaluation.study import Study
 from hf_linear_attn.evaluation.subject import Subject
 from hf_linear_attn.evaluation.texts import read_text
 from hf_linear_attn.registry import ATTENTIONS, list_attentions
+from hf_linear_attn.utils.environment import environment, json_safe
 
 
 def names_for(decoder: bool) -> list[str]:
@@ -84,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "split": arguments.split,
         "text": {**data.facts, "source": Path(text).name if text else data.facts["source"]},
     }
-    done = {(row["model"], row["mechanism"]) for row in rows if row["settings"] == plain(settings)}
+    done = {(row["model"], row["mechanism"]) for row in rows if row["settings"] == json_safe(settings)}
     wanted = arguments.attentions or names_for(loaded.decoder)
     with Screen(Console()) as screen:
         subject = Subject.of(loaded.model, "decoder" if loaded.decoder else "encoder", name)
@@ -105,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 **{key: result[key] for key in ("options", "learned_parameters", "untrained", "transfer", "trained")},
                 "environment": environment(loaded.model.device),
             }
-            rows.append(plain(row))
+            rows.append(json_safe(row))
             write_rows(path, rows)
     return rows
 

@@ -15,11 +15,11 @@ from hf_linear_attn.evaluation.speed import FREE, position_inputs, shared_copy, 
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
 
-from . import subjects
+from . import workloads
 from .bench import Bench
 from .decode import PIECE, SECTION
 from .shapes import DECODERS, Decoder, checkpoint_decoder
-from .turns import ratio, spread, take_turns
+from .timing import ratio, sample_interleaved, spread
 
 GENERATE = "generate"
 CACHED, EAGER, UNCACHED = "sdpa, cache", "eager, cache", "sdpa, no cache"
@@ -35,7 +35,7 @@ def run_generate(bench: Bench) -> list[dict[str, Any]]:
         if decoder.headline and (bench.options.quick or not bench.options.headlines):
             continue
         contexts = decoder.contexts or bench.options.numbers("contexts")
-        contexts = tuple(held for held in contexts if decoder.longest is None or held <= decoder.longest)
+        contexts = tuple(context for context in contexts if decoder.longest is None or context <= decoder.longest)
         if not contexts:
             bench.note(SECTION, f"{decoder.name}: no context of at most {decoder.longest:,} tokens was asked for")
             continue
@@ -54,7 +54,7 @@ def _one_decoder(bench: Bench, decoder: Decoder, batch: int, contexts: Sequence[
         for row in study.run(context):
             seconds = row["seconds"]
             if row["name"] in first and row["mechanism"].get("state") == "constant":
-                scaled = {held: seconds[held] / first[row["name"]] for held in ("median", "p20", "p80")}
+                scaled = {name: seconds[name] / first[row["name"]] for name in ("median", "p20", "p80")}
                 row["growth"] = {**scaled, "rounds": seconds["rounds"]}
             first.setdefault(row["name"], seconds["median"])
             rows.append(row)
@@ -87,14 +87,14 @@ class Generation:
 
     @cached_property
     def identities(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {
+        identities: dict[str, dict[str, Any]] = {
             name: {"name": "softmax", "implementation": name} for name in (CACHED, EAGER, UNCACHED)
         }
-        found[FREE] = {"name": FREE}
+        identities[FREE] = {"name": FREE}
         for name in self._mechanisms():
             entry = ATTENTIONS.get(name)
-            found[name] = {"name": name, "options": self._options(name), "state": entry.state}
-        return found
+            identities[name] = {"name": name, "options": self._options(name), "state": entry.state}
+        return identities
 
     def _mechanisms(self) -> Iterator[str]:
         for name in self.bench.names(("elu",) if self.decoder.headline else FEW):
@@ -105,7 +105,9 @@ class Generation:
     def _options(self, name: str) -> dict[str, Any]:
         entry = ATTENTIONS.get(name)
         accepted = [field.name for field in fields(entry.options)]
-        return timing_options(subjects.options_of(entry, self.bench.options.seed), accepted, None, self.longest + PIECE)
+        return timing_options(
+            workloads.options_of(entry, self.bench.options.seed), accepted, None, self.longest + PIECE
+        )
 
     # ---------------------------------------------------------------------------------------------- one context
 
@@ -114,11 +116,13 @@ class Generation:
         names = [name for name in self.identities if self._feasible(name, context)]
         described = {"name": self.decoder.name, **self.decoder.describe()}
         keys = {name: self.bench.key(described, self.identities[name], measure) for name in names}
-        found = self.bench.rows(keys, partial(self._measure, context))
+        measured = self.bench.rows(keys, partial(self._measure, context))
         facts = {"what": GENERATE, "model": self.decoder.name, "batch": self.batch, "context": context}
-        for name, value in found.items():
+        for name, value in measured.items():
             self._last[name] = (context, value["seconds"]["median"])
-        return [{"name": name, "mechanism": self.identities[name], **facts, **value} for name, value in found.items()]
+        return [
+            {"name": name, "mechanism": self.identities[name], **facts, **value} for name, value in measured.items()
+        ]
 
     def _feasible(self, name: str, context: int) -> bool:
         if name != UNCACHED or name not in self._last:
@@ -127,10 +131,10 @@ class Generation:
         expected = seconds * (context / before) ** 1.5  # most of a small model is linear in its length
         if expected <= self.bench.options.number("longest"):
             return True
-        told = (
+        message = (
             f"{self.decoder.name}, {name}, after {context:,} tokens: left out, one token would take ~{expected:.0f} s"
         )
-        self.bench.note(SECTION, told)
+        self.bench.note(SECTION, message)
         return False
 
     @torch.no_grad()
@@ -141,9 +145,9 @@ class Generation:
         for name in names:
             try:
                 calls[name], sizes[name] = self._step(name, context)
-            except subjects.REFUSALS as error:
+            except workloads.UNSUPPORTED_ERRORS as error:
                 self.bench.note(SECTION, f"{self.decoder.name}, {name}: left out ({' '.join(str(error).split())})")
-        samples = take_turns(calls, seconds=self.bench.options.number("seconds"), device=self.bench.device)
+        samples = sample_interleaved(calls, seconds=self.bench.options.number("seconds"), device=self.bench.device)
         return {
             name: {
                 "seconds": spread(samples[name]),
@@ -188,11 +192,11 @@ class Generation:
             keys, values = (torch.randn(self.batch, heads, context, dim).to(self.bench.device, dtype) for _ in range(2))
             cache.update(keys, values, layer)
         layers: list[Any] = list(cache.layers)
-        held = [(layer, layer.keys, layer.values) for layer in layers]
+        caches = [(layer, layer.keys, layer.values) for layer in layers]
         places = position_inputs(model, 1, context)
 
         def step() -> None:
-            for layer, keys, values in held:
+            for layer, keys, values in caches:
                 layer.keys, layer.values = keys, values
             model(input_ids=ids, past_key_values=cache, use_cache=True, **places)
 
@@ -226,11 +230,11 @@ def _quiet(call: Callable[[], object]) -> Callable[[], object]:
 def total_seconds(contexts: Sequence[int], seconds: Sequence[float], tokens: int) -> float:
     """Time of `tokens` tokens one after the other: the integral of the time of one, linear between the contexts."""
     total = min(contexts[0], tokens) * seconds[0]
-    for place in range(1, len(contexts)):
-        low, high = contexts[place - 1], min(contexts[place], tokens)
+    for index in range(1, len(contexts)):
+        low, high = contexts[index - 1], min(contexts[index], tokens)
         if high <= low:
             break
-        share = (high - low) / (contexts[place] - low)
-        end = seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
-        total += (high - low) * (seconds[place - 1] + end) / 2
+        share = (high - low) / (contexts[index] - low)
+        end = seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+        total += (high - low) * (seconds[index - 1] + end) / 2
     return total

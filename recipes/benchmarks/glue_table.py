@@ -130,11 +130,11 @@ def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     state = results["stages"]
     config = results["config"]
     config["model"] = config["output"] = config["data"]["folder"] = None
-    kept = {stage: state[stage] for stage in ("teacher", "patched", "transferred", "distilled") if stage in state}
+    stages = {stage: state[stage] for stage in ("teacher", "patched", "transferred", "distilled") if stage in state}
     return {
         **key,
         "metric": results["goal"]["metric"],
-        **kept,
+        **stages,
         "seconds": round(results["seconds"], 1),
         "learned_parameters": results["learned_parameters"],
         "data": results["data"],
@@ -159,11 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     base = parse_config(ConvertConfig, ["--config", arguments.config, *rest], program="glue_table")
     # Each variant has a control of its own: the exact model through the same losses.
     mechanisms = (None, *arguments.mechanisms)
-    wanted = [(mechanism, variant) for variant in arguments.variants for mechanism in mechanisms]
+    runs = [(mechanism, variant) for variant in arguments.variants for mechanism in mechanisms]
     name = arguments.name or Path(arguments.model).name
     for seed in arguments.seeds:
         for task in arguments.tasks:
-            for mechanism, variant in wanted:
+            for mechanism, variant in runs:
                 key = {
                     "model": name,
                     "task": task,

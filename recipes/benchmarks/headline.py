@@ -10,7 +10,7 @@ from hf_linear_attn.evaluation.speed import FREE
 from .bench import BASELINE
 from .decode import STEP
 from .runner import where
-from .tables import EMPTY, Row, Table, amount, markdown, tables_of, times
+from .tables import EMPTY, Row, Table, markdown, optional_bytes, tables_of, times
 
 #: Lengths of the speedups shown, where they were measured.
 LENGTHS = (512, 4096, 16384)
@@ -22,9 +22,9 @@ def headline(report: dict[str, Any]) -> str:
     """One table: speedup over `sdpa` by length, time over limit at the longest, one decoding step; then whole models
     and memory in words. Each mechanism on its fastest backend."""
     parts = [where(report)]
-    held = [row for row in report["sections"].get("ops", []) if _matches(row, FORWARD) and "speedup" in row]
-    if held:
-        parts.append(markdown(_table(report, [row for row in held if row["shape"] == held[0]["shape"]])))
+    rows = [row for row in report["sections"].get("ops", []) if _matches(row, FORWARD) and "speedup" in row]
+    if rows:
+        parts.append(markdown(_table(report, [row for row in rows if row["shape"] == rows[0]["shape"]])))
     return "\n\n".join([*parts, *_sentences(report)])
 
 
@@ -65,14 +65,14 @@ def _matches(row: Row, facts: dict[str, Any]) -> bool:
     return all(row.get(name) == value for name, value in facts.items())
 
 
-def _best(rows: list[Row], place: int, axis: str = "length") -> str:
-    found = [row["speedup"]["median"] for row in rows if row[axis] == place]
-    return f"{times(max(found))}×" if found else EMPTY
+def _best(rows: list[Row], position: int, axis: str = "length") -> str:
+    speedups = [row["speedup"]["median"] for row in rows if row[axis] == position]
+    return f"{times(max(speedups))}×" if speedups else EMPTY
 
 
 def _over_limit(rows: list[Row], length: int) -> str:
-    found = [row["over_limit"]["median"] for row in rows if row["length"] == length and "over_limit" in row]
-    return times(min(found)) if found else EMPTY
+    ratios = [row["over_limit"]["median"] for row in rows if row["length"] == length and "over_limit" in row]
+    return times(min(ratios)) if ratios else EMPTY
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
@@ -83,30 +83,32 @@ def _sentences(report: dict[str, Any]) -> list[str]:
         own = [row for row in models if (row["model"], row["dtype"]) == (model, dtype)]
         longest = max(row["length"] for row in own if row["name"] == FREE)
         last = [row for row in own if row["length"] == longest]
-        told = [
+        texts = [
             f"`{row['name']}` {row['speedup']['median']:.2f}×" for row in last if row["name"] not in (BASELINE, FREE)
         ]
-        if last and told:
+        if last and texts:
             ceiling = last[0]["ceiling"]["median"]
             kind = "" if dtype == "float32" else f", {dtype}"
-            lines.append(f"- {model} at {longest:,} tokens{kind}: {', '.join(told)}; a free attention: {ceiling:.2f}×.")
+            lines.append(
+                f"- {model} at {longest:,} tokens{kind}: {', '.join(texts)}; a free attention: {ceiling:.2f}×."
+            )
     memory = [row for row in report["sections"].get("memory", []) if row["pass"] == "forward"]
     for what in dict.fromkeys(row["what"] for row in memory):
         own = [row for row in memory if row["what"] == what and row["shape"] == memory[0]["shape"]]
         if own:
             longest = max(row["length"] for row in own)
-            told = [f"`{row['name']}` {amount(row['bytes'])}" for row in own if row["length"] == longest]
-            lines.append(f"- Peak extra memory, {what}, {longest:,} tokens, forward: {', '.join(told)}.")
+            texts = [f"`{row['name']}` {optional_bytes(row['bytes'])}" for row in own if row["length"] == longest]
+            lines.append(f"- Peak extra memory, {what}, {longest:,} tokens, forward: {', '.join(texts)}.")
     return ["\n".join(lines)] if lines else []
 
 
 def forward_tables(report: dict[str, Any]) -> str:
     """Speedup and time over limit of attention by itself, forward, float32: the tables of the recipes' page."""
 
-    def wanted(table: Table) -> bool:
+    def selects(table: Table) -> bool:
         return table.section == "ops" and "float32, forward (" in table.title and "moving the bytes" not in table.title
 
-    return _chosen_tables(report, wanted)
+    return _chosen_tables(report, selects)
 
 
 def memory_part(report: dict[str, Any]) -> str:
@@ -114,5 +116,5 @@ def memory_part(report: dict[str, Any]) -> str:
     return _chosen_tables(report, lambda table: table.section == "memory")
 
 
-def _chosen_tables(report: dict[str, Any], wanted: Callable[[Table], bool]) -> str:
-    return "\n\n".join([where(report), *(markdown(table) for table in tables_of(report) if wanted(table))])
+def _chosen_tables(report: dict[str, Any], selects: Callable[[Table], bool]) -> str:
+    return "\n\n".join([where(report), *(markdown(table) for table in tables_of(report) if selects(table))])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .turns import Within
+from .timing import InContext
 
 #: Tokens of a chunk of the causal products.
 CHUNK = 128
@@ -24,22 +24,22 @@ def bidirectional_products(key: Tensor, value: Tensor, features: int) -> Callabl
 
     key, value `[B, H, L, d]` tell shapes, dtype and device.
     """
-    values, mapped = _given(key, value, features)
+    values, mapped = _random_inputs(key, value, features)
     length, block = values.shape[1], mapped.shape[1]
-    sums = values.new_zeros(values.shape[0], features, values.shape[2])
+    state = values.new_zeros(values.shape[0], features, values.shape[2])
     out = torch.empty_like(values)
 
     def run() -> None:
         if block == length:
-            torch.bmm(mapped.transpose(1, 2), values, out=sums)
-            torch.bmm(mapped, sums, out=out)
+            torch.bmm(mapped.transpose(1, 2), values, out=state)
+            torch.bmm(mapped, state, out=out)
             return
         for start in range(0, length, block):
             held = values[:, start : start + block]
-            torch.baddbmm(sums, mapped[:, : held.shape[1]].transpose(1, 2), held, beta=0, out=sums)
+            torch.baddbmm(state, mapped[:, : held.shape[1]].transpose(1, 2), held, beta=0, out=state)
         for start in range(0, length, block):
             room = out[:, start : start + block]
-            torch.bmm(mapped[:, : room.shape[1]], sums, out=room)
+            torch.bmm(mapped[:, : room.shape[1]], state, out=room)
 
     return run
 
@@ -49,26 +49,26 @@ def causal_products(key: Tensor, value: Tensor, features: int) -> Callable[[], o
 
     B·H·L·(2·128·(m + e) + 4·m·e) operations.
     """
-    values, mapped = _given(key, value, features)
+    values, mapped = _random_inputs(key, value, features)
     rows, length, width = values.shape
     chunk, block = min(CHUNK, length), mapped.shape[1]
     weights = values.new_empty(rows, chunk, chunk)
     inner, outer = values.new_empty(rows, chunk, width), values.new_empty(rows, chunk, width)
-    sums, fresh = values.new_zeros(rows, features, width), values.new_empty(rows, features, width)
+    state, fresh = values.new_zeros(rows, features, width), values.new_empty(rows, features, width)
 
     def run() -> None:
         for start in range(0, length - chunk + 1, chunk):
-            place = start % max(1, block - chunk + 1)
-            part, held = mapped[:, place : place + chunk], values[:, start : start + chunk]
-            torch.bmm(part, part.transpose(1, 2), out=weights)
-            torch.bmm(weights, held, out=inner)
-            torch.bmm(part, sums, out=outer)
-            torch.bmm(part.transpose(1, 2), held, out=fresh)
+            offset = start % max(1, block - chunk + 1)
+            mapped_chunk, value_chunk = mapped[:, offset : offset + chunk], values[:, start : start + chunk]
+            torch.bmm(mapped_chunk, mapped_chunk.transpose(1, 2), out=weights)
+            torch.bmm(weights, value_chunk, out=inner)
+            torch.bmm(mapped_chunk, state, out=outer)
+            torch.bmm(mapped_chunk.transpose(1, 2), value_chunk, out=fresh)
 
     return run
 
 
-def _given(key: Tensor, value: Tensor, features: int) -> tuple[Tensor, Tensor]:
+def _random_inputs(key: Tensor, value: Tensor, features: int) -> tuple[Tensor, Tensor]:
     """Values `[B·H, L, e]` and random features `[B·H, L or less, m]`."""
     rows, length = key.shape[0] * key.shape[1], key.shape[2]
     block = min(length, max(CHUNK, MOST_FEATURES // (rows * features)))
@@ -78,7 +78,7 @@ def _given(key: Tensor, value: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Callable[[], object]:
     make = causal_products if causal else bidirectional_products
-    return Within(make(key, value, features), torch.no_grad)
+    return InContext(make(key, value, features), torch.no_grad)
 
 
 def reference_product(key: Tensor, value: Tensor) -> tuple[Callable[[], object], int]:
@@ -92,11 +92,11 @@ def reference_product(key: Tensor, value: Tensor) -> tuple[Callable[[], object],
     def run() -> None:
         torch.bmm(left, right, out=out)
 
-    return Within(run, torch.no_grad), 2 * rows * length * dim * right.shape[2]
+    return InContext(run, torch.no_grad), 2 * rows * length * dim * right.shape[2]
 
 
-def copying(amount: int, device: torch.device) -> Callable[[], object]:
+def copying(num_bytes: int, device: torch.device) -> Callable[[], object]:
     """Read half of `amount` bytes and write the other half."""
-    source = torch.zeros(max(1, amount // 2), dtype=torch.uint8, device=device)
+    source = torch.zeros(max(1, num_bytes // 2), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return Within(lambda: target.copy_(source), torch.no_grad)
+    return InContext(lambda: target.copy_(source), torch.no_grad)

@@ -72,9 +72,9 @@ def documents(base: ConvertConfig, model: str, tokens: int, seed: int) -> list[l
     return token_documents(AutoTokenizer.from_pretrained(model), data["validation"][column], tokens)
 
 
-def perplexity(model: PreTrainedModel, held_out: list[list[int]], context: int) -> dict[str, Any]:
+def perplexity(model: PreTrainedModel, documents: list[list[int]], context: int) -> dict[str, Any]:
     """Token-weighted perplexity at a context, windows half of it apart, with the loss in each eighth of the window."""
-    return asdict(measure_perplexity(model.eval(), held_out, context=context, stride=context // 2, batch_size=8))
+    return asdict(measure_perplexity(model.eval(), documents, context=context, stride=context // 2, batch_size=8))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def check_head(path: Path, head: dict[str, Any]) -> None:
             )
 
 
-def run_variant(config: ConvertConfig, held_out: list[list[int]], contexts: list[int]) -> dict[str, Any]:
+def run_variant(config: ConvertConfig, documents: list[list[int]], contexts: list[int]) -> dict[str, Any]:
     """Convert, measure, and keep the numbers."""
     began = time.perf_counter()
     folder = Path(str(config.output))
@@ -106,7 +106,7 @@ def run_variant(config: ConvertConfig, held_out: list[list[int]], contexts: list
     return {
         "stages": {name: state[name] for name in ("teacher", "patched", "transferred", "distilled") if name in state},
         "steps": {"transfer": state.get("transfer", {}).get("step", 0), "distill": state["distill"]["step"]},
-        "perplexity": {str(context): perplexity(model, held_out, context) for context in contexts},
+        "perplexity": {str(context): perplexity(model, documents, context) for context in contexts},
         "seconds": round(time.perf_counter() - began, 1),
         "learned_parameters": results["learned_parameters"],
         "parameters": results["parameters"],
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     contexts = arguments.contexts or [base.data.max_length or DEFAULT_MAX_LENGTH]
     pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)
     for seed in arguments.seeds:
-        held_out = documents(base, arguments.model, arguments.tokens, seed)
+        documents_ids = documents(base, arguments.model, arguments.tokens, seed)
         head = {
             "format_version": 1,
             "name": arguments.name,
@@ -144,13 +144,13 @@ def main(argv: list[str] | None = None) -> int:
             "settings": {**to_dict(base.distill), "transfer_steps": base.transfer.max_steps},
         }
         check_head(out, head)
-        head["pretrained"] = {str(context): perplexity(pretrained, held_out, context) for context in contexts}
+        head["pretrained"] = {str(context): perplexity(pretrained, documents_ids, context) for context in contexts}
         for variant in arguments.variants:
             if any((row["variant"], row["seed"]) == (variant, seed) for row in read_rows(out)):
                 continue
             folder = arguments.work / f"seed{seed}" / variant.replace(" ", "-")
             config = variant_config(base, variant, arguments.window, seed, folder)
-            row = {"variant": variant, "seed": seed, **run_variant(config, held_out, contexts)}
+            row = {"variant": variant, "seed": seed, **run_variant(config, documents_ids, contexts)}
             write_json(out, {**head, "rows": [*read_rows(out), row]})
             shutil.rmtree(folder)
     return 0

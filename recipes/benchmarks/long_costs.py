@@ -28,7 +28,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.evaluation.resources import peak_memory
 from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.integration.positions import position_limit
@@ -74,49 +74,49 @@ def one_pass(model: Any, inputs: Sequence[list[int]], bf16: bool, backward: bool
     return run
 
 
-def in_turns(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def sample_interleaved(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Processor seconds of each call in each round; every round begins with another one."""
     names = list(calls)
     for call in calls.values():  # to warm up
         call()
-    found: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             began = time.process_time()
             calls[name]()
-            found[name].append(time.process_time() - began)
-    return found
+            samples[name].append(time.process_time() - began)
+    return samples
 
 
 def at_length(models: dict[str, Any], inputs: list[list[int]], longest: list[int], rounds: int, bf16: bool) -> Any:
     """Costs of every mechanism on inputs that are cut already; `longest` for the memory."""
-    found: dict[str, Any] = {name: {} for name in models}
+    costs: dict[str, Any] = {name: {} for name in models}
     for kind, backward in (("inference", False), ("training", True)):
         calls = {name: one_pass(model, inputs, bf16, backward) for name, model in models.items()}
-        samples = in_turns(calls, rounds)
+        samples = sample_interleaved(calls, rounds)
         for name, seconds in samples.items():
             each = [1000 * value / len(inputs) for value in seconds]
             ratios = [exact / own for exact, own in zip(samples[EXACT], seconds, strict=True)]
-            found[name][kind] = {
+            costs[name][kind] = {
                 "seconds_per_1000": statistics.median(each),
                 "least": min(each),
                 "most": max(each),
                 "speedup": statistics.median(ratios),
             }
     for name, model in models.items():
-        found[name]["peak_bytes"] = peak_memory(one_pass(model, [longest], bf16, True), CPU)
-    return found
+        costs[name]["peak_bytes"] = peak_memory(one_pass(model, [longest], bf16, True), CPU)
+    return costs
 
 
 def whole(models: dict[str, Any], ids: list[int], bf16: bool) -> dict[str, Any]:
     """The longest input, uncut, once a variant; the memory is that of the pass that is timed."""
-    found: dict[str, Any] = {"tokens": len(ids), "inference": {}, "training": {}, "peak_bytes": {}}
+    costs: dict[str, Any] = {"tokens": len(ids), "inference": {}, "training": {}, "peak_bytes": {}}
     for name, model in models.items():
         for kind, backward in (("inference", False), ("training", True)):
             began = time.process_time()
-            found["peak_bytes"][name] = peak_memory(one_pass(model, [ids], bf16, backward), CPU)
-            found[kind][name] = time.process_time() - began
-    return found
+            costs["peak_bytes"][name] = peak_memory(one_pass(model, [ids], bf16, backward), CPU)
+            costs[kind][name] = time.process_time() - began
+    return costs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     exact = AutoModelForSequenceClassification.from_pretrained(short, attention_probs_dropout_prob=0.0)
     models = variants(exact, PARTS[arguments.part], max(*lengths, len(longest)))
     bf16 = base.bf16
-    held: dict[str, Any] = {
+    report: dict[str, Any] = {
         "format_version": 1,
         "part": arguments.part,
         "settings": {
@@ -158,19 +158,19 @@ def main(argv: list[str] | None = None) -> int:
     }
     for length in lengths:
         cut = [ids[: length - 1] + ids[-1:] if len(ids) > length else ids for ids in drawn]
-        held["lengths"][str(length)] = at_length(models, cut, longest[:length], arguments.rounds, bf16)
-        Console(stderr=True).print(length, held["lengths"][str(length)])
-        write_json(out, held)
-    held["longest"] = whole(models, longest, bf16)
-    write_json(out, held)
+        report["lengths"][str(length)] = at_length(models, cut, longest[:length], arguments.rounds, bf16)
+        Console(stderr=True).print(length, report["lengths"][str(length)])
+        write_json(out, report)
+    report["longest"] = whole(models, longest, bf16)
+    write_json(out, report)
     return 0
 
 
 def read_long(folder: Path, beyond: int) -> list[str]:
     """Held-out texts that are longer, in a drawn order."""
-    found = [row["text"] for row in read_scored(folder) if int(row["length"]) > beyond]
-    random.Random(0).shuffle(found)
-    return found
+    texts = [row["text"] for row in read_scored(folder) if int(row["length"]) > beyond]
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hf_linear_attn.data.tasks import load_task
 
 #: ESM's tokens: one a residue, with the special ones in their places.
 VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
-HELD_OUT_PARTITIONS = 2
+TEST_PARTITIONS = 2
 LONG_PROTEIN, LONG_REVIEW = 1024, 512
 
 Row = dict[str, Any]
@@ -32,13 +32,13 @@ def write_rows(path: Path, rows: Iterable[tuple[str, str, int]]) -> None:
         writer.writerows(rows)
 
 
-def write_parts(folder: Path, short: Sequence[Any], long: Sequence[Any], held_out: Sequence[Any]) -> None:
+def write_parts(folder: Path, short: Sequence[Any], long: Sequence[Any], scored: Sequence[Any]) -> None:
     """Short inputs to begin with, inputs to go on with, and what is scored. A validation split must exist: it decides
     nothing."""
     for name, rows in (("short", short), ("long", long)):
         write_rows(folder / name / "train.csv", rows)
-        write_rows(folder / name / "validation.csv", [*held_out[:8], *held_out[-8:]])
-    write_rows(folder / "scored.csv", held_out)
+        write_rows(folder / name / "validation.csv", [*scored[:8], *scored[-8:]])
+    write_rows(folder / "scored.csv", scored)
 
 
 def write_proteins(arguments: argparse.Namespace, folder: Path, short_length: int) -> None:
@@ -46,14 +46,14 @@ def write_proteins(arguments: argparse.Namespace, folder: Path, short_length: in
     held-out proteins beyond 1,024 residues, and `--scored` others."""
     from transformers import EsmTokenizer
 
-    held = [
+    proteins = [
         (row["sequence"], "membrane" if float(row["membrane"]) else "soluble", int(row["partition"]))
         for row in csv.DictReader(read_text(Path(arguments.source)).splitlines())
     ]
-    random.Random(0).shuffle(held)
-    kept = sorted({row[2] for row in held})[:-HELD_OUT_PARTITIONS]
-    train = [(text, label, len(text)) for text, label, partition in held if partition in kept]
-    rest = [(text, label, len(text)) for text, label, partition in held if partition not in kept]
+    random.Random(0).shuffle(proteins)
+    training_partitions = sorted({row[2] for row in proteins})[:-TEST_PARTITIONS]
+    train = [(text, label, len(text)) for text, label, partition in proteins if partition in training_partitions]
+    rest = [(text, label, len(text)) for text, label, partition in proteins if partition not in training_partitions]
     short = [row for row in train if row[2] <= short_length]
     long = [row for row in train if row[2] > LONG_PROTEIN]
     others = [row for row in train if row[2] <= LONG_PROTEIN][: len(long)]
@@ -72,18 +72,18 @@ def write_reviews(arguments: argparse.Namespace, folder: Path, short_length: int
     tokenizer.save_pretrained(folder / "tokenizer")
     loaded = load_task("imdb", folder=arguments.source)
 
-    def draw(split: str, wanted: int, above: int, skip: int = 0) -> list[tuple[str, str, int]]:
+    def draw(split: str, count: int, above: int, skip: int = 0) -> list[tuple[str, str, int]]:
         order = list(range(len(loaded[split])))
         random.Random(0).shuffle(order)
-        found: list[tuple[str, str, int]] = []
+        rows: list[tuple[str, str, int]] = []
         for index in order[skip:]:
             row = loaded[split][index]
             length = len(tokenizer(row["text"], verbose=False)["input_ids"])
             if length > above:
-                found.append((row["text"], ("negative", "positive")[row["label"]], length))
-            if len(found) == wanted:
+                rows.append((row["text"], ("negative", "positive")[row["label"]], length))
+            if len(rows) == count:
                 break
-        return found
+        return rows
 
     short = draw("train", arguments.short, 0)
     long = draw("train", arguments.long, LONG_REVIEW, skip=arguments.short)

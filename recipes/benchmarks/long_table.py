@@ -34,7 +34,7 @@ import torch
 from rich.console import Console
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.arguments import parse_config, to_dict
@@ -120,18 +120,18 @@ def finetune_config(base: ConvertConfig, stage: StageConfig, **changes: Any) -> 
     return FinetuneConfig(**{**shared, "attention": None, **changes}, train=train)
 
 
-def short_model(base: ConvertConfig, name: str, part: Part, folder: Path, place: Path) -> Path:
+def short_model(base: ConvertConfig, name: str, part: Part, folder: Path, output: Path) -> Path:
     """The model that goes on at each length. Pretrained: the exact one is trained, and converted by attention transfer
     on the same inputs. From random weights: there is nothing to convert."""
-    layers, out = part.variants[name], place / f"{slug(name)}-short"
+    layers, out = part.variants[name], output / f"{slug(name)}-short"
     plan = None
     if layers is not None:
-        plan = place / f"{slug(name)}-plan.json"
-        place.mkdir(parents=True, exist_ok=True)
+        plan = output / f"{slug(name)}-plan.json"
+        output.mkdir(parents=True, exist_ok=True)
         write_json(plan, layers)
     if plan is None or base.model_type is not None:
         return train_short(base, plan, folder, out)
-    teacher = train_short(base, None, folder, place / f"{EXACT}-short")
+    teacher = train_short(base, None, folder, output / f"{EXACT}-short")
     if not (out / "results.json").exists():
         config = replace(
             base,
@@ -189,9 +189,9 @@ def encode_pieces(tokenizer: Any, text: str, length: int) -> list[list[int]]:
     """The whole text in pieces of a length that overlap by a quarter."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     first, *_, last = tokenizer("", verbose=False)["input_ids"]
-    room = length - 2
-    starts = range(0, max(len(ids) - room // 4, 1), room - room // 4)
-    return [[first, *ids[start : start + room], last] for start in starts]
+    capacity = length - 2
+    starts = range(0, max(len(ids) - capacity // 4, 1), capacity - capacity // 4)
+    return [[first, *ids[start : start + capacity], last] for start in starts]
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def margins(model: Any, inputs: Sequence[list[int]], pad: int, precision: str) -
     """Logit of the first label less that of the second, `[len(inputs)]`."""
     from hf_linear_attn.data.collate import collate_padded
 
-    found: list[torch.Tensor] = []
+    margins_of_batches: list[torch.Tensor] = []
     start = 0
     while start < len(inputs):
         stop = start + 1
@@ -208,12 +208,12 @@ def margins(model: Any, inputs: Sequence[list[int]], pad: int, precision: str) -
         batch = collate_padded([{"input_ids": ids} for ids in inputs[start:stop]], pad)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             logits = model(**batch).logits.float()
-        found.append(logits[:, 0] - logits[:, 1])
+        margins_of_batches.append(logits[:, 0] - logits[:, 1])
         start = stop
-    return torch.cat(found)
+    return torch.cat(margins_of_batches)
 
 
-def judge(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, float]:
+def classification_metrics(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, float]:
     """Accuracy, Matthews correlation with the standard deviation of its bootstrap, area under the ROC curve."""
     from sklearn.metrics import roc_auc_score
 
@@ -246,16 +246,16 @@ def score(model: Any, folder: Path, part: Part, length: int, pieces: bool, preci
     labels = np.array([row["label"] == first for row in rows])
     lengths = np.array([int(row["length"]) for row in rows])
     each = [encode_pieces(tokenizer, row["text"], length) if pieces else None for row in rows]
-    whole = [held or [encode(tokenizer, row["text"], length)] for held, row in zip(each, rows, strict=True)]
+    whole = [pieces_of_row or [encode(tokenizer, row["text"], length)] for pieces_of_row, row in zip(each, rows, strict=True)]
     began, used = time.perf_counter(), time.process_time()
-    found = margins(model.eval(), [ids for held in whole for ids in held], tokenizer.pad_token_id, precision).numpy()
+    margins_of_pieces = margins(model.eval(), [ids for pieces_of_row in whole for ids in pieces_of_row], tokenizer.pad_token_id, precision).numpy()
     spent = {"score_seconds": time.perf_counter() - began, "score_cpu_seconds": time.process_time() - used}
     # The largest of the first label: one segment is enough for "membrane", which comes first by its name.
-    ends = np.cumsum([len(held) for held in whole])
-    best = np.array([found[end - len(held) : end].max() for end, held in zip(ends, whole, strict=True)])
+    ends = np.cumsum([len(pieces_of_row) for pieces_of_row in whole])
+    best = np.array([margins_of_pieces[end - len(pieces_of_row) : end].max() for end, pieces_of_row in zip(ends, whole, strict=True)])
     chosen = {name: (lengths > low) & (lengths <= high) for name, (low, high) in part.strata.items()}
-    judged = {name: judge(best[kept], labels[kept]) for name, kept in chosen.items() if len({*labels[kept]}) == 2}
-    return {"strata": judged, **{name: round(value, 1) for name, value in spent.items()}}
+    metrics = {name: classification_metrics(best[selected], labels[selected]) for name, selected in chosen.items() if len({*labels[selected]}) == 2}
+    return {"strata": metrics, **{name: round(value, 1) for name, value in spent.items()}}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -280,11 +280,11 @@ def stated(base: ConvertConfig) -> dict[str, Any]:
 def measure(arguments: argparse.Namespace, base: ConvertConfig, key: Row, part: Part) -> None:
     """One row: train at its length unless its model is there already, and score."""
     seeded = replace(base, seed=key["seed"])
-    folder, place = arguments.work / arguments.part, arguments.work / arguments.part / f"seed{key['seed']}"
-    out = place / f"{slug(key['variant'])}-{key['length']}-{key['steps']}"
+    folder, seed_folder = arguments.work / arguments.part, arguments.work / arguments.part / f"seed{key['seed']}"
+    out = seed_folder / f"{slug(key['variant'])}-{key['length']}-{key['steps']}"
     trained = out / "trained.json"
     if not trained.exists():
-        source = short_model(seeded, key["variant"], part, folder, place)
+        source = short_model(seeded, key["variant"], part, folder, seed_folder)
         spent = train_long(seeded, source, folder, key["length"], out)
         write_json(trained, spent)
         shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import subjects
+from . import workloads
 from .bench import BASELINE, Bench
 from .ops import PASSES
 from .resident import available_bytes
@@ -71,14 +71,14 @@ def _requests(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def _candidates(bench: Bench, facts: dict[str, Any], exact: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for name in exact:
-        request = {**facts, "name": name, "mechanism": None, "backend": subjects.OWN}
+        request = {**facts, "name": name, "mechanism": None, "backend": workloads.OWN}
         if _fits(bench, request):
             yield request
     for name in bench.names(FEW):
-        if not subjects.serves(name, facts["direction"] == "causal"):
+        if not workloads.serves(name, facts["direction"] == "causal"):
             continue
         for backend in _backends(bench, name, facts):
-            label = name if backend == subjects.OWN else f"{name} [{backend}]"
+            label = name if backend == workloads.OWN else f"{name} [{backend}]"
             yield {**facts, "name": label, "mechanism": name, "backend": backend}
 
 
@@ -87,33 +87,35 @@ def _backends(bench: Bench, name: str, facts: dict[str, Any]) -> list[str]:
     options, length = bench.options, 64
     causal, backward = facts["direction"] == "causal", facts["pass"] == PASSES[True]
     heads, dim = facts["heads"], facts["head_dim"]
-    inputs = subjects.Inputs.make(1, heads, length, dim, torch.float32, bench.device, options.seed)
+    inputs = workloads.Inputs.make(1, heads, length, dim, torch.float32, bench.device, options.seed)
     try:
-        module = subjects.build(
+        module = workloads.build(
             name, heads=heads, head_dim=dim, longest=length, causal=causal, seed=options.seed, device=bench.device
         )
-        serving, refused = subjects.backends_of(subjects.timed_call(module, inputs, causal, backward), options.backend)
-    except subjects.REFUSALS as error:
+        supported, unsupported = workloads.backends_of(
+            workloads.timed_call(module, inputs, causal, backward), options.backend
+        )
+    except workloads.UNSUPPORTED_ERRORS as error:
         bench.note(SECTION, f"{name}, {facts['direction']}: left out ({' '.join(str(error).split())})")
         return []
-    for backend, reason in refused.items():
+    for backend, reason in unsupported.items():
         bench.refuse(SECTION, backend, reason, f"{name} ({facts['direction']}, {facts['pass']})")
-    return serving
+    return supported
 
 
 def _fits(bench: Bench, request: dict[str, Any]) -> bool:
     """Whether exact attention is worth trying: eager writes several matrices of L × L."""
     length, heads = request["length"], request["batch"] * request["heads"]
     backward = request["pass"] == PASSES[True]
-    told = f"{request['name']}, {request['what']}, {length:,} tokens, {request['pass']}: left out"
+    message = f"{request['name']}, {request['what']}, {length:,} tokens, {request['pass']}: left out"
     seconds = SECONDS_A_PAIR * heads * length**2 * (3.5 if backward else 1.0)
     seconds *= EAGER_FACTOR if request["name"] == EAGER else 1
     if seconds > bench.options.number("longest"):
-        bench.note(SECTION, f"{told}, it would take ~{seconds:.0f} s")
+        bench.note(SECTION, f"{message}, it would take ~{seconds:.0f} s")
         return False
     needed, free = (6 if backward else 3) * 4 * heads * length**2, available_bytes(bench.device)
     if request["name"] == EAGER and free is not None and needed > MEMORY_SHARE * free:
-        bench.note(SECTION, f"{told}, it would take ~{needed / 1e9:.0f} GB")
+        bench.note(SECTION, f"{message}, it would take ~{needed / 1e9:.0f} GB")
         return False
     return True
 
@@ -129,16 +131,22 @@ def _measured(bench: Bench, request: dict[str, Any], ask: Any) -> dict[str, Any]
     }
     model = {"name": request["what"], **shape}
     key = bench.key(model, mechanism, {"what": SECTION, "dtype": "float32", **measure})
-    found = bench.store.known(key)
-    if found is None:
+    measurement = bench.store.known(key)
+    if measurement is None:
         answer = ask({**request, "seed": bench.options.seed, "device": str(bench.device)})
         if "error" in answer:
-            told = f"{request['name']}, {request['what']}, {request['direction']}, {request['pass']}"
-            bench.note(SECTION, f"{told}: left out ({answer['error']})")
+            label_text = f"{request['name']}, {request['what']}, {request['direction']}, {request['pass']}"
+            bench.note(SECTION, f"{label_text}: left out ({answer['error']})")
             return None
-        found = bench.store.add(key, answer)
+        measurement = bench.store.add(key, answer)
     facts = {"what": request["what"], "shape": label, **measure, "dtype": "float32"}
-    return {"name": request["name"], "mechanism": mechanism, **facts, **found.value, "measurement": found.id}
+    return {
+        "name": request["name"],
+        "mechanism": mechanism,
+        **facts,
+        **measurement.value,
+        "measurement": measurement.id,
+    }
 
 
 @contextmanager

@@ -17,13 +17,13 @@ from transformers import BertConfig, BertModel
 from hf_linear_attn.evaluation.resources import peak_memory
 from hf_linear_attn.patching import patch_model
 
-from . import subjects
+from . import workloads
 from .bench import BASELINE
 from .ops import PASSES
 
 
 def main() -> None:
-    subjects.mechanism_names(None)  # imported once, before the forks
+    workloads.mechanism_names(None)  # imported once, before the forks
     for line in sys.stdin:
         sys.stdout.write(_answer(line) + "\n")
         sys.stdout.flush()
@@ -41,8 +41,8 @@ def _answer(line: str) -> str:
             out.write(json.dumps(_try(request)))
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, encoding="utf-8") as held:
-        text = held.read()
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
     return text or json.dumps({"error": f"its process ended with status {status}, perhaps for want of memory"})
 
@@ -50,7 +50,7 @@ def _answer(line: str) -> str:
 def _try(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return measure(request)
-    except (*subjects.REFUSALS, RuntimeError, MemoryError) as error:
+    except (*workloads.UNSUPPORTED_ERRORS, RuntimeError, MemoryError) as error:
         return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
@@ -73,13 +73,13 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _attention(request: dict[str, Any], device: torch.device) -> tuple[Callable[[], object], int]:
     batch, heads, length, dim = (request[name] for name in ("batch", "heads", "length", "head_dim"))
     causal, backward = request["direction"] == "causal", request["pass"] == PASSES[True]
-    inputs = subjects.Inputs.make(batch, heads, length, dim, torch.float32, device, request["seed"])
+    inputs = workloads.Inputs.make(batch, heads, length, dim, torch.float32, device, request["seed"])
     output = inputs.value.nbytes
     if request["name"] == BASELINE:
-        return subjects.exact_call(inputs, causal, backward), output
+        return workloads.exact_call(inputs, causal, backward), output
     if request["mechanism"] is None:
         return _eager(inputs, causal, backward), output
-    module = subjects.build(
+    module = workloads.build(
         request["mechanism"],
         heads=heads,
         head_dim=dim,
@@ -88,20 +88,20 @@ def _attention(request: dict[str, Any], device: torch.device) -> tuple[Callable[
         seed=request["seed"],
         device=device,
     )
-    return subjects.on_backend(subjects.timed_call(module, inputs, causal, backward), request["backend"]), output
+    return workloads.on_backend(workloads.timed_call(module, inputs, causal, backward), request["backend"]), output
 
 
-def _eager(inputs: subjects.Inputs, causal: bool, backward: bool) -> Callable[[], object]:
+def _eager(inputs: workloads.Inputs, causal: bool, backward: bool) -> Callable[[], object]:
     if backward:
 
         def attend(query: Any, key: Any, value: Any) -> Any:
-            return subjects.eager(subjects.Inputs(query, key, value, inputs.gradient), causal)
+            return workloads.eager(workloads.Inputs(query, key, value, inputs.gradient), causal)
 
-        return subjects.forward_backward(attend, inputs)
+        return workloads.forward_backward(attend, inputs)
 
     def run() -> object:
         with torch.no_grad():
-            return subjects.eager(inputs, causal)
+            return workloads.eager(inputs, causal)
 
     return run
 
@@ -113,15 +113,15 @@ def _layer(request: dict[str, Any], device: torch.device) -> tuple[Callable[[], 
     torch.manual_seed(request["seed"])
     model = BertModel(BertConfig(num_hidden_layers=1, vocab_size=8, max_position_embeddings=length)).eval().to(device)
     if request["mechanism"] is not None:
-        entry = subjects.ATTENTIONS.get(request["mechanism"])
-        patch_model(model, request["mechanism"], **subjects.options_of(entry, request["seed"]))
+        entry = workloads.ATTENTIONS.get(request["mechanism"])
+        patch_model(model, request["mechanism"], **workloads.options_of(entry, request["seed"]))
     layer, hidden = model.encoder.layer[0].attention, torch.randn(1, length, 768, device=device)
 
     def run() -> object:
         with torch.no_grad():
             return layer(hidden, attention_mask=None)
 
-    return subjects.on_backend(run, request["backend"]), hidden.nbytes
+    return workloads.on_backend(run, request["backend"]), hidden.nbytes
 
 
 if __name__ == "__main__":

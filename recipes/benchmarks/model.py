@@ -25,10 +25,10 @@ from hf_linear_attn.ops import backends
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
 
-from . import subjects
+from . import workloads
 from .bench import BASELINE, Bench
 from .shapes import MODELS, Shape, checkpoint_model
-from .turns import ratio, spread, take_turns
+from .timing import ratio, sample_interleaved, spread
 
 SECTION = "model"
 FEW = ("elu", "favor+", "hedgehog", "window")
@@ -75,24 +75,24 @@ class WholeModel:
     @cached_property
     def identities(self) -> dict[str, dict[str, Any]]:
         options, causal = self.bench.options, self_attention(self.exact)[0].causal
-        found: dict[str, dict[str, Any]] = {
+        identities: dict[str, dict[str, Any]] = {
             BASELINE: {"name": "softmax", "implementation": BASELINE},
             FREE: {"name": FREE},
         }
         for name in self.bench.names(FEW):
-            if not subjects.serves(name, causal):
+            if not workloads.serves(name, causal):
                 continue
             for backend in options.backend or (USUAL,):
                 label = name if backend == USUAL else f"{name} [{backend}]"
-                found[label] = {"name": name, "options": self._options(name), "backend": backend}
-        return found
+                identities[label] = {"name": name, "options": self._options(name), "backend": backend}
+        return identities
 
     def _options(self, name: str) -> dict[str, Any]:
         entry = ATTENTIONS.get(name)
         longest = max(self.bench.options.numbers("model_lengths"))
         accepted = [field.name for field in fields(entry.options)]
         limit = longest_input(self.exact)
-        return timing_options(subjects.options_of(entry, self.bench.options.seed), accepted, limit, longest)
+        return timing_options(workloads.options_of(entry, self.bench.options.seed), accepted, limit, longest)
 
     # ---------------------------------------------------------------------------------------------- lengths
 
@@ -117,11 +117,13 @@ class WholeModel:
         names = [name for name in self.identities if self._feasible(name, length)]
         described = {"name": self.shape.name, **self.shape.describe()}
         keys = {name: self.bench.key(described, self.identities[name], measure) for name in names}
-        found = self.bench.rows(keys, partial(self._measure, length))
+        measured = self.bench.rows(keys, partial(self._measure, length))
         facts = {"model": self.shape.name, "dtype": self.dtype, "length": length}
-        for name, value in found.items():
+        for name, value in measured.items():
             self._last[name] = (length, value["seconds"]["median"])
-        return [{"name": name, "mechanism": self.identities[name], **facts, **value} for name, value in found.items()]
+        return [
+            {"name": name, "mechanism": self.identities[name], **facts, **value} for name, value in measured.items()
+        ]
 
     def _feasible(self, name: str, length: int) -> bool:
         if name not in self._last:
@@ -130,8 +132,8 @@ class WholeModel:
         expected = seconds * (length / before) ** GROWTH
         if expected <= self.bench.options.number("longest"):
             return True
-        told = f"{self.shape.name}, {name}, {self.dtype}, {length:,} tokens: left out, one call would take "
-        self.bench.note(SECTION, f"{told}~{expected:.0f} s")
+        message = f"{self.shape.name}, {name}, {self.dtype}, {length:,} tokens: left out, one call would take "
+        self.bench.note(SECTION, f"{message}~{expected:.0f} s")
         return False
 
     @torch.no_grad()
@@ -146,12 +148,12 @@ class WholeModel:
                 calls[name] = _call(forward_of(model), inputs, backend)
                 if name not in (BASELINE, FREE) and length == min(self.bench.options.numbers("model_lengths")):
                     calls[name]()  # a backend that refuses says so here
-            except subjects.REFUSALS as error:
+            except workloads.UNSUPPORTED_ERRORS as error:
                 calls.pop(name, None)
-                told = f"{self.shape.name}, {name}, {self.dtype}: left out ({' '.join(str(error).split())})"
-                self.bench.note(SECTION, told)
+                message = f"{self.shape.name}, {name}, {self.dtype}: left out ({' '.join(str(error).split())})"
+                self.bench.note(SECTION, message)
         seconds = self.bench.options.number("seconds")
-        samples = take_turns(calls, seconds=seconds, device=self.bench.device, slow=SLOW)
+        samples = sample_interleaved(calls, seconds=seconds, device=self.bench.device, slow=SLOW)
         ceiling = ratio(samples[BASELINE], samples[FREE])
         return {
             name: {

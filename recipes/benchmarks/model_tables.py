@@ -11,12 +11,12 @@ from .tables import Row, Table, grid, kinds, seconds, times
 
 
 def model_tables(report: dict[str, Any]) -> list[Table]:
-    found = []
+    tables = []
     for kind, rows in kinds(report["sections"]["model"], "model", "dtype").items():
-        told = f"{kind[0]}, {kind[1]}, forward, batch 1"
-        found.append(
+        setting = f"{kind[0]}, {kind[1]}, forward, batch 1"
+        tables.append(
             grid(
-                f"Speedup over {BASELINE}: {told}",
+                f"Speedup over {BASELINE}: {setting}",
                 rows,
                 "length",
                 _speedup,
@@ -24,16 +24,16 @@ def model_tables(report: dict[str, Any]) -> list[Table]:
                 section="model",
             )
         )
-        found.append(
+        tables.append(
             grid(
-                f"Share of the ceiling reached: {told}",
+                f"Share of the ceiling reached: {setting}",
                 [row for row in rows if row["name"] != FREE],
                 "length",
                 lambda row: f"{100 * row['ceiling_share']['median']:.0f} %",
                 section="model",
             )
         )
-    return found
+    return tables
 
 
 def _speedup(row: Row) -> str:

@@ -12,11 +12,11 @@ import torch
 from hf_linear_attn.evaluation.resources import count_flops
 from hf_linear_attn.mechanisms.base import LinearAttention
 
-from . import limits, subjects
+from . import limits, workloads
 from .bench import BASELINE, Bench
 from .peers import PEERS
-from .subjects import Inputs
-from .turns import Samples, Within, ratio, spread, take_turns
+from .timing import InContext, Samples, ratio, sample_interleaved, spread
+from .workloads import Inputs
 
 SECTION = "ops"
 COPY = "copy"
@@ -101,15 +101,17 @@ class Table:
 
     def feasible(self, length: int, where: str) -> list[Candidate]:
         longest = self.bench.options.number("longest")
-        kept = []
+        feasible = []
         for candidate in self.candidates:
             expected = self.expected(candidate, length)
             if expected <= (longest if candidate.name == BASELINE else longest * SHARE_OF_LONGEST):
-                kept.append(candidate)
+                feasible.append(candidate)
             else:
-                told = f"{candidate.name}, {where}, {length:,} tokens: left out, one call would take ~{expected:.0f} s"
-                self.bench.note(SECTION, told)
-        return kept
+                message = (
+                    f"{candidate.name}, {where}, {length:,} tokens: left out, one call would take ~{expected:.0f} s"
+                )
+                self.bench.note(SECTION, message)
+        return feasible
 
 
 def run_ops(bench: Bench) -> list[dict[str, Any]]:
@@ -125,15 +127,15 @@ def run_ops(bench: Bench) -> list[dict[str, Any]]:
     ]
     bench.progress.start("attention by itself", len(kinds) * len(lengths))
     rows: list[dict[str, Any]] = []
-    for place, (causal, dtype, backward) in enumerate(kinds):
+    for index, (causal, dtype, backward) in enumerate(kinds):
         shape = (options.batch, options.heads, options.head_dim)
         cells = [Cell(causal, dtype, backward, length, *shape, options.seed, bench.device) for length in lengths]
-        told = f"{cells[0].direction}, {dtype}, {PASSES[backward]}"
-        bench.progress.update(place * len(lengths), f"{told}: building")
+        setting = f"{cells[0].direction}, {dtype}, {PASSES[backward]}"
+        bench.progress.update(index * len(lengths), f"{setting}: building")
         table = Table(bench, candidates(bench, cells[0]))
         for index, cell in enumerate(cells):
-            bench.progress.update(place * len(lengths) + index, f"{told}, {cell.length:,} tokens")
-            rows += run_cell(bench, cell, table.feasible(cell.length, told), table)
+            bench.progress.update(index * len(lengths) + index, f"{setting}, {cell.length:,} tokens")
+            rows += run_cell(bench, cell, table.feasible(cell.length, setting), table)
     if options.headlines and not options.quick:
         rows += headline_cells(bench)
     return rows
@@ -158,7 +160,7 @@ def eager_candidate(cell: Cell) -> Candidate:
     """Exact attention that writes all weights down, as published comparisons have it."""
 
     def make(inputs: Inputs) -> Callable[[], object]:
-        return Within(lambda: subjects.eager(inputs, cell.causal), torch.no_grad)
+        return InContext(lambda: workloads.eager(inputs, cell.causal), torch.no_grad)
 
     return Candidate("eager", {"name": "softmax", "implementation": "eager"}, make, forward=make, quadratic=True)
 
@@ -171,21 +173,21 @@ def candidates(bench: Bench, first: Cell, names: Sequence[str] | None = None) ->
     """Exact attention, every mechanism on every backend, and the other packages; tried on the shortest cell."""
     causal, backward = first.causal, first.backward
     inputs = first.inputs()
-    found = [
+    candidates = [
         Candidate(
             BASELINE,
             {"name": "softmax", "implementation": BASELINE},
-            lambda given: subjects.exact_call(given, causal, backward),
+            lambda inputs: workloads.exact_call(inputs, causal, backward),
             quadratic=True,
         )
     ]
     for name in bench.names() if names is None else names:
-        if subjects.serves(name, causal):
+        if workloads.serves(name, causal):
             try:
-                found += _mechanism(bench, first, inputs, name)
-            except subjects.REFUSALS as error:
+                candidates += _mechanism(bench, first, inputs, name)
+            except workloads.UNSUPPORTED_ERRORS as error:
                 bench.note(SECTION, f"{name}, {first.direction}, {first.dtype}: left out ({_line(error)})")
-    return found + (_peers(bench, first, inputs) if bench.options.peers else [])
+    return candidates + (_peers(bench, first, inputs) if bench.options.peers else [])
 
 
 def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str) -> list[Candidate]:
@@ -193,7 +195,7 @@ def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str) -> list[Can
 
     @functools.lru_cache(maxsize=1)  # cells come length by length
     def built(length: int) -> LinearAttention:
-        return subjects.build(
+        return workloads.build(
             name,
             heads=first.heads,
             head_dim=first.head_dim,
@@ -205,30 +207,30 @@ def _mechanism(bench: Bench, first: Cell, inputs: Inputs, name: str) -> list[Can
         )
 
     module = built(first.length)
-    entry_options = subjects.options_of(subjects.ATTENTIONS.get(name), options.seed)
-    call = subjects.timed_call(module, inputs, causal, backward)
-    serving, refused = subjects.backends_of(call, options.backend)
-    for backend, reason in refused.items():
+    entry_options = workloads.options_of(workloads.ATTENTIONS.get(name), options.seed)
+    call = workloads.timed_call(module, inputs, causal, backward)
+    supported, unsupported = workloads.backends_of(call, options.backend)
+    for backend, reason in unsupported.items():
         bench.refuse(SECTION, backend, reason, f"{name} ({first.direction}, {first.dtype}, {PASSES[backward]})")
 
-    def make(given: Inputs, backend: str) -> Callable[[], object]:
-        return subjects.on_backend(subjects.timed_call(built(given.length), given, causal, backward), backend)
+    def make(inputs: Inputs, backend: str) -> Callable[[], object]:
+        return workloads.on_backend(workloads.timed_call(built(inputs.length), inputs, causal, backward), backend)
 
     return [
         Candidate(
-            name if backend == subjects.OWN else f"{name} [{backend}]",
+            name if backend == workloads.OWN else f"{name} [{backend}]",
             {"name": name, "options": entry_options, "backend": backend, "least_limit": LEAST_LIMIT},
-            lambda given, backend=backend: make(given, backend),  # type: ignore[misc]
-            subjects.num_features(module),
-            lambda given: subjects.forward(built(given.length), given, causal),
+            lambda inputs, backend=backend: make(inputs, backend),  # type: ignore[misc]
+            workloads.num_features(module),
+            lambda inputs: workloads.forward(built(inputs.length), inputs, causal),
         )
-        for backend in serving
+        for backend in supported
     ]
 
 
 def _peers(bench: Bench, first: Cell, inputs: Inputs) -> list[Candidate]:
     causal, backward = first.causal, first.backward
-    found = []
+    candidates = []
     for peer in PEERS:
         reason = peer.missing()
         if reason is not None:
@@ -239,20 +241,20 @@ def _peers(bench: Bench, first: Cell, inputs: Inputs) -> list[Candidate]:
             bench.note(SECTION, f"{peer.name}: not measured {first.direction} in {first.dtype}: {reason}")
             continue
 
-        def make(given: Inputs, peer: Any = peer) -> Callable[[], object]:
-            attend = peer.attend(given, causal)
+        def make(inputs: Inputs, peer: Any = peer) -> Callable[[], object]:
+            attend = peer.attend(inputs, causal)
             if backward:
-                return subjects.forward_backward(attend, given)
-            return Within(lambda: attend(given.query, given.key, given.value), torch.no_grad)
+                return workloads.forward_backward(attend, inputs)
+            return InContext(lambda: attend(inputs.query, inputs.key, inputs.value), torch.no_grad)
 
         try:
             make(inputs)()
-        except (*subjects.REFUSALS, RuntimeError, AssertionError) as error:
+        except (*workloads.UNSUPPORTED_ERRORS, RuntimeError, AssertionError) as error:
             bench.note(SECTION, f"{peer.name}: not measured {first.direction}, {PASSES[backward]}: {_line(error)}")
             continue
         identity = {"name": peer.what, "package": peer.package, "version": peer.version}
-        found.append(Candidate(peer.name, identity, make, peer.features or first.head_dim))
-    return found
+        candidates.append(Candidate(peer.name, identity, make, peer.features or first.head_dim))
+    return candidates
 
 
 def _line(error: BaseException) -> str:
@@ -265,13 +267,13 @@ def _line(error: BaseException) -> str:
 
 def run_cell(bench: Bench, cell: Cell, chosen: list[Candidate], table: Table | None) -> list[dict[str, Any]]:
     by_name = {candidate.name: candidate for candidate in chosen}
-    keys = {name: bench.key(cell.shape, held.identity, cell.measure) for name, held in by_name.items()}
-    found = bench.rows(keys, lambda missing: measure_cell(bench, cell, by_name, missing))
+    keys = {name: bench.key(cell.shape, candidate.identity, cell.measure) for name, candidate in by_name.items()}
+    measured = bench.rows(keys, lambda missing: measure_cell(bench, cell, by_name, missing))
     rows = []
-    for name, value in found.items():
+    for name, value in measured.items():
         if table is not None:
             table.last[name] = (cell.length, value["seconds"]["median"])
-        facts = {key: held for key, held in cell.measure.items() if key != "what"}
+        facts = {key: candidate for key, candidate in cell.measure.items() if key != "what"}
         rows.append({"name": name, "mechanism": by_name[name].identity, "shape": cell.shape["name"], **facts, **value})
     return rows
 
@@ -281,18 +283,18 @@ def measure_cell(
 ) -> dict[str, dict[str, Any]]:
     """Time what is missing beside exact attention and the limits."""
     inputs = cell.inputs()
-    chosen = {name: held for name, held in by_name.items() if name in missing or name == BASELINE}
+    chosen = {name: candidate for name, candidate in by_name.items() if name in missing or name == BASELINE}
     calls: dict[str, Callable[[], object]] = {}
     for name, candidate in chosen.items():
         try:
             calls[name] = candidate.make(inputs)
-        except subjects.REFUSALS as error:
+        except workloads.UNSUPPORTED_ERRORS as error:
             bench.note(cell.section, f"{name}, {cell.direction}, {cell.length:,} tokens: left out ({_line(error)})")
     factor = limits.BACKWARD_FACTOR if cell.backward else 1.0
     flops = {
-        name: factor * count_flops(held.forward(inputs))
-        for name, held in chosen.items()
-        if name in calls and held.features is None and held.forward is not None
+        name: factor * count_flops(candidate.forward(inputs))
+        for name, candidate in chosen.items()
+        if name in calls and candidate.features is None and candidate.forward is not None
     }
     product, product_flops = limits.reference_product(inputs.key, inputs.value)
     moved = inputs.moved_bytes(cell.backward)
@@ -301,22 +303,22 @@ def measure_cell(
         assert features is not None
         beside[_products(features)] = limits.products(inputs.key, inputs.value, features, cell.causal)
     seconds = bench.options.number("seconds")
-    samples = take_turns(calls | beside, seconds=seconds, device=cell.device, slow=SLOW)
-    found = {}
+    samples = sample_interleaved(calls | beside, seconds=seconds, device=cell.device, slow=SLOW)
+    values = {}
     for name in calls:
-        found[name] = _value(samples, name)
-        found[name]["moved_bytes"] = moved
+        values[name] = _value(samples, name)
+        values[name]["moved_bytes"] = moved
         features = chosen[name].features
         if features is not None:
-            limit = [factor * held for held in samples[_products(features)]]
-            found[name] |= {"limit": "products", "features": features}
+            limit = [factor * candidate for candidate in samples[_products(features)]]
+            values[name] |= {"limit": "products", "features": features}
         elif flops.get(name):
-            limit = [held * flops[name] / product_flops for held in samples[REFERENCE]]
-            found[name] |= {"limit": "operations", "flops": flops[name]}
+            limit = [candidate * flops[name] / product_flops for candidate in samples[REFERENCE]]
+            values[name] |= {"limit": "operations", "flops": flops[name]}
         else:
             continue
-        found[name] |= {"limit_seconds": spread(limit)["median"], "over_limit": ratio(samples[name], limit)}
-    return found
+        values[name] |= {"limit_seconds": spread(limit)["median"], "over_limit": ratio(samples[name], limit)}
+    return values
 
 
 def _products(features: int) -> str:

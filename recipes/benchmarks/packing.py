@@ -27,7 +27,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import padded_batches, read_text
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.utils.environment import environment
 
 VOCABULARY = 1000
 
@@ -65,8 +65,8 @@ def measure(model: PreTrainedModel, batches: list[list[list[int]]]) -> dict[str,
         flat, fast = timed(model, packed(documents))
         if number:
             ratios.append(slow / fast)
-            kept = wide[padded["attention_mask"].bool()]
-            difference = max(difference, float((kept - flat[0]).abs().max() / kept.abs().max()))
+            unpadded = wide[padded["attention_mask"].bool()]
+            difference = max(difference, float((unpadded - flat[0]).abs().max() / unpadded.abs().max()))
     return {"speedup": statistics.median(ratios), "speedups": sorted(ratios), "difference": difference}
 
 
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             row = {"attention": attention, "direction": direction}
             rows.append({**row, **measure(hla.patch_model(model, attention), batches)})
             Console().print(rows[-1])
-    held = {
+    report = {
         "format_version": 1,
         "settings": {"max_length": arguments.max_length, "batch_size": arguments.batch_size, "documents": len(made)},
         "text": {"source": Path(text.source).name if arguments.text else text.source, "sha256": text.sha256},
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         "environment": environment(torch.device("cpu")),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(held, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 
 

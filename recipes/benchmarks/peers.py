@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .subjects import Inputs
+from .workloads import Inputs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

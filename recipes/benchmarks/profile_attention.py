@@ -24,18 +24,22 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from hf_linear_attn.evaluation.report import environment
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.window import WindowAttention
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.ops.native.prepared_step import PreparedStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
+<<<<<<< HEAD
 from hf_linear_attn.utils.files import write_json
+=======
+from hf_linear_attn.training.saving import write_json
+from hf_linear_attn.utils.environment import environment
+>>>>>>> 9d74cf5 (Benchmarks and quality assurance in the field's words: workloads, interleaved samples, machine, settings)
 from recipes.benchmarks.decode import state_floor
 from recipes.benchmarks.limits import products
-from recipes.benchmarks.subjects import on_backend
-from recipes.benchmarks.turns import take_turns
+from recipes.benchmarks.timing import sample_interleaved
+from recipes.benchmarks.workloads import on_backend
 
 HEADS, SIZE = 12, 64
 SCALING = SIZE**-0.5
@@ -64,7 +68,7 @@ def mechanism(name: str, causal: bool, dtype: str = "float32") -> Any:
 
 def medians(**calls: Callable[[], object]) -> dict[str, float]:
     """Median times of calls, timed in turns."""
-    return {name: statistics.median(samples) for name, samples in take_turns(calls, seconds=0.5).items()}
+    return {name: statistics.median(samples) for name, samples in sample_interleaved(calls, seconds=0.5).items()}
 
 
 def kind_of(operation: str) -> str:
@@ -74,11 +78,11 @@ def kind_of(operation: str) -> str:
 def by_kind(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
     """Shares of the time of the operations themselves."""
     call()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(repeats):
             call()
     spent: dict[str, float] = defaultdict(float)
-    for event in found.key_averages():
+    for event in profiler.key_averages():
         if event.key.startswith("aten::"):
             spent[kind_of(event.key.removeprefix("aten::"))] += event.self_cpu_time_total
     total = sum(spent.values())
@@ -88,14 +92,14 @@ def by_kind(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
 def multiplications(module: Any, causal: bool) -> float:
     """Of all products, for one token and head, as the native kernels do them: half of a triangle of weights."""
     features, weight = module.feature_map.num_features, module.feature_map.fused(SCALING)[0].weight
-    found = 2 * features * SIZE + (0 if weight is None else 2 * SIZE * weight.shape[-1])
+    count = 2 * features * SIZE + (0 if weight is None else 2 * SIZE * weight.shape[-1])
     triangle = BLOCK // 2 * (features + SIZE)
     if not isinstance(module, WindowAttention):
-        return found + (triangle if causal else 0)
+        return count + (triangle if causal else 0)
     window = module.options.window_size
     if causal:
-        return found + triangle + 2 * SIZE * window
-    return found + features * SIZE + 2 * triangle + 2 * SIZE * (2 * window - 1)  # (sums from the end as well)
+        return count + triangle + 2 * SIZE * window
+    return count + features * SIZE + 2 * triangle + 2 * SIZE * (2 * window - 1)  # (sums from the end as well)
 
 
 def runs(module: Any, causal: bool, length: int, dtype: str) -> dict[str, Callable[[], object]]:
@@ -157,7 +161,7 @@ def step(name: str) -> dict[str, Any]:
 
     own = run(run(InPlaceState(state)))  # (the second step that writes over its state leaves it ready)
     times = medians(
-        alone=lambda: run(InPlaceState(state)),
+        single=lambda: run(InPlaceState(state)),
         again=lambda: run(own),
         floor=state_floor(token[0], module.feature_map.num_features),
     )
@@ -178,11 +182,11 @@ def inner_seconds(run: Callable[[], object], owner: Any, name: str, repeats: int
     """The median time of a function that `run` calls."""
     original, samples = getattr(owner, name), []
 
-    def timed(*given: Any) -> Any:
+    def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
-        made = original(*given)
+        call = original(*arguments)
         samples.append(time.perf_counter() - began)
-        return made
+        return call
 
     setattr(owner, name, timed)
     try:
@@ -203,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     length = arguments.length
     with torch.no_grad():
         peaks = {dtype: large_product(dtype) for dtype in DTYPES}
-        found = [torch_form(name, length, causal) for causal in (False, True) for name in NAMES]
+        forms = [torch_form(name, length, causal) for causal in (False, True) for name in NAMES]
         kernels = [
             native_kernel(name, length, causal, dtype)
             for dtype in DTYPES
@@ -216,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         "settings": {"length": arguments.length, "heads": HEADS, "size": SIZE},
         "environment": environment(torch.device("cpu")),
         "product_operations_per_second": peaks,
-        "torch_forms": found,
+        "torch_forms": forms,
         "native_kernels": kernels,
         "steps": steps,
     }

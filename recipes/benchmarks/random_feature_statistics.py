@@ -21,7 +21,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.utils.environment import environment
 
 from .random_features import FORMS, kernel_estimates, kernel_variance, pairs_at
 
@@ -55,12 +55,12 @@ def relative_errors(
             "orthogonal": orthogonal,
             "num_features": features,
             "norm_of_sum": length,
-            "mean_error": float(errors[:, place].mean()),
-            "standard_error_of_mean": float(errors[:, place].std() / len(errors) ** 0.5),
-            "rms_error": float(errors[:, place].square().mean().sqrt()),
-            "published_rms_error_of_independent_rows": float(published[place]),
+            "mean_error": float(errors[:, index].mean()),
+            "standard_error_of_mean": float(errors[:, index].std() / len(errors) ** 0.5),
+            "rms_error": float(errors[:, index].square().mean().sqrt()),
+            "published_rms_error_of_independent_rows": float(published[index]),
         }
-        for place, length in enumerate(lengths)
+        for index, length in enumerate(lengths)
     ]
 
 

@@ -17,5 +17,5 @@ def available_bytes(device: torch.device) -> int | None:
         lines = MEMINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else 1024 * int(found.split()[1])
+    line = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return None if line is None else 1024 * int(line.split()[1])

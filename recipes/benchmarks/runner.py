@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_linear_attn.evaluation.measurements import NAME, Store, plain, write_csv
+from hf_linear_attn.evaluation.measurements import NAME, Store, write_csv
+from hf_linear_attn.utils.environment import environment, json_safe
 
 from .options import SECTIONS, BenchmarkOptions
 
@@ -51,9 +52,9 @@ def run_benchmark(
     from rich.console import Console
 
     from .compare import compare, load_report, ratios_of
-    from .show import show, tell_comparison
-    from .subjects import check_backends, mechanism_names
+    from .show import show, show_comparison
     from .tables import tables_of
+    from .workloads import check_backends, mechanism_names
 
     began = time.perf_counter()
     console = console or Console()
@@ -67,7 +68,7 @@ def run_benchmark(
     folder.mkdir(parents=True, exist_ok=True)
     with _threads(options.threads):
         report = _measure(options, source, store, device, console)
-    report = plain({**report, "ratios": ratios_of(report["sections"]), "seconds": time.perf_counter() - began})
+    report = json_safe({**report, "ratios": ratios_of(report["sections"]), "seconds": time.perf_counter() - began})
     tables = tables_of(report)
     write(folder / REPORT, (json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     write(folder / TABLES, page(report, tables).encode())
@@ -75,9 +76,9 @@ def run_benchmark(
     show(console, report, tables, folder)
     if before is None:
         return report, 0
-    found = compare(before, report, options.tolerance)
-    tell_comparison(console, found, before, report, str(options.compare))
-    return report, 1 if found.worse else 0
+    comparison = compare(before, report, options.tolerance)
+    show_comparison(console, comparison, before, report, str(options.compare))
+    return report, 1 if comparison.worse else 0
 
 
 def _measure(
@@ -85,30 +86,29 @@ def _measure(
 ) -> dict[str, Any]:
     """All sections asked for. What was measured before an error or an interruption stays on disk."""
     from hf_linear_attn.evaluation.measurements import place_of
-    from hf_linear_attn.evaluation.report import environment
     from hf_linear_attn.evaluation.screen import Screen
 
     from .bench import Bench
 
     surroundings = environment(device)
-    settings = plain({**vars(options), "model": source})
+    settings = json_safe({**vars(options), "model": source})
     store.begin(TOOL, settings, surroundings)
     facts = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **surroundings}
-    held = len(store)
-    found: dict[str, list[dict[str, Any]]] = {}
+    num_known = len(store)
+    rows_by_section: dict[str, list[dict[str, Any]]] = {}
     try:
         with Screen(console) as screen:
-            if held:
-                screen.say(f"taken up: {held} measurements of earlier runs")
+            if num_known:
+                screen.say(f"taken up: {num_known} measurements of earlier runs")
             bench = Bench(options, store, screen, place_of(surroundings), device, source)
             for name, run in sections().items():
                 if name in options.section:
-                    found[name] = run(bench)
-                    screen.say(f"{name}: {len(found[name])} rows")
+                    rows_by_section[name] = run(bench)
+                    screen.say(f"{name}: {len(rows_by_section[name])} rows")
     except BaseException:
-        tell_what_is_kept(console, store, Path(options.output))
+        show_saved_measurements(console, store, Path(options.output))
         raise
-    return {**facts, "sections": found, "notes": bench.all_notes()}
+    return {**facts, "sections": rows_by_section, "notes": bench.all_notes()}
 
 
 @contextmanager
@@ -138,8 +138,8 @@ def where(report: dict[str, Any]) -> str:
     hardware, versions = report["hardware"], report["versions"]
     name = hardware["cpu"] if hardware["device"] == "cpu" else hardware["device"]
     load = hardware["load_average_at_start"]
-    told = "" if load is None else f", load at the start {load:.1f}"
-    return f"{name}, threads: {hardware['threads']}, torch {versions['torch']}{told}."
+    load_text = "" if load is None else f", load at the start {load:.1f}"
+    return f"{name}, threads: {hardware['threads']}, torch {versions['torch']}{load_text}."
 
 
 def write(path: Path, content: bytes) -> None:
@@ -197,12 +197,12 @@ def open_store(options: BenchmarkOptions) -> Store:
     return Store(folder / NAME, again=options.again)
 
 
-def tell_what_is_kept(console: Console, store: Store, folder: Path) -> None:
+def show_saved_measurements(console: Console, store: Store, folder: Path) -> None:
     from hf_linear_attn.evaluation.screen import readable
 
     if not len(store):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         return
-    told = f"{len(store)} measurements are kept in {folder / NAME}. To go on: the same command with --append."
-    console.print(readable(console, told), highlight=False, markup=False, soft_wrap=True)
+    message = f"{len(store)} measurements are kept in {folder / NAME}. To go on: the same command with --append."
+    console.print(readable(console, message), highlight=False, markup=False, soft_wrap=True)

@@ -110,9 +110,9 @@ def is_decoder(source: str) -> bool:
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise OSError(
-            f"The model {source!r} cannot be loaded ({told}). Give a local folder or a repository on the Hub."
+            f"The model {source!r} cannot be loaded ({reason}). Give a local folder or a repository on the Hub."
         ) from error
     if getattr(config, CONFIG_FIELD, None) is not None:
         raise ValueError(f"{source!r} is patched already. Give the model as it was before.")

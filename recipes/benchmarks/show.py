@@ -30,61 +30,61 @@ def show(console: Console, report: dict[str, Any], tables: list[Table], folder: 
         console.print(readable(console, f"• {escape(text)}"), style="dim", highlight=False)
     if len(notes) > SHOWN_NOTES:
         console.print(f"... and {len(notes) - SHOWN_NOTES} more notes in benchmark.md", style="dim", highlight=False)
-    told = f"Written: {folder / 'benchmark.json'}, benchmark.md, benchmark.csv ({report['seconds']:.0f} seconds)"
-    console.print(readable(console, told), highlight=False, markup=False, soft_wrap=True)
+    message = f"Written: {folder / 'benchmark.json'}, benchmark.md, benchmark.csv ({report['seconds']:.0f} seconds)"
+    console.print(readable(console, message), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_table(console: Console, table: Table) -> None:
     """One table, or several below each other where the screen is too narrow for all columns."""
     widths = [
-        max(len(readable(console, cell)) for cell in (table.columns[place], *(row[place] for row in table.rows)))
-        for place in range(len(table.columns))
+        max(len(readable(console, cell)) for cell in (table.columns[index], *(row[index] for row in table.rows)))
+        for index in range(len(table.columns))
     ]
     console.print(readable(console, escape(table.title)), style="bold", highlight=False)
-    places = list(range(1, len(table.columns)))
-    while places:
-        count = len(places)
-        while count > 1 and widths[0] + sum(widths[place] + 2 for place in places[:count]) > console.width:
+    indices = list(range(1, len(table.columns)))
+    while indices:
+        count = len(indices)
+        while count > 1 and widths[0] + sum(widths[index] + 2 for index in indices[:count]) > console.width:
             count -= 1
-        console.print(_part(console, table, [0, *places[:count]], widths))
-        places = places[count:]
+        console.print(_part(console, table, [0, *indices[:count]], widths))
+        indices = indices[count:]
     if table.caption:
         console.print(readable(console, escape(table.caption)), style="dim", highlight=False)
     console.print()
 
 
-def _part(console: Console, table: Table, places: list[int], widths: list[int]) -> RichTable:
+def _part(console: Console, table: Table, indices: list[int], widths: list[int]) -> RichTable:
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place in places:
+    for index in indices:
         made.add_column(
-            readable(console, escape(table.columns[place])),
-            justify="left" if place == 0 else "right",
-            min_width=min(widths[place], max(8, console.width // 2)),
+            readable(console, escape(table.columns[index])),
+            justify="left" if index == 0 else "right",
+            min_width=min(widths[index], max(8, console.width // 2)),
             overflow="fold",
         )
     for row in table.rows:
-        made.add_row(*(readable(console, escape(row[place])) for place in places))
+        made.add_row(*(readable(console, escape(row[index])) for index in indices))
     return made
 
 
-def tell_comparison(
-    console: Console, found: Comparison, before: dict[str, Any], after: dict[str, Any], name: str
+def show_comparison(
+    console: Console, comparison: Comparison, before: dict[str, Any], after: dict[str, Any], name: str
 ) -> None:
     """What became worse, what better, what could not be compared."""
-    said = [f"Compared with {name}: {found.common} ratios on both sides."]
+    lines = [f"Compared with {name}: {comparison.common} ratios on both sides."]
     if before["hardware"]["cpu"] != after["hardware"]["cpu"] or before["versions"] != after["versions"]:
-        said.append(
+        lines.append(
             f"It was measured elsewhere or with other versions ({before['hardware']['cpu']}, torch "
             f"{before['versions']['torch']}, hf-linear-attn {before['versions']['hf_linear_attn']}): differences may "
             "come from that."
         )
-    if found.missing:
-        said.append(f"{found.missing} of its ratios were not measured now.")
-    for line in said:
+    if comparison.missing:
+        lines.append(f"{comparison.missing} of its ratios were not measured now.")
+    for line in lines:
         console.print(readable(console, line), highlight=False, markup=False)
-    for title, changes in (("Worse", found.worse), ("Better", found.better)):
+    for title, changes in (("Worse", comparison.worse), ("Better", comparison.better)):
         rows = [change.cells() for change in changes]
         if rows:
             print_table(console, Table(title, ("", "ratio", "before", "now", "change"), rows))
-    if not found.worse:
+    if not comparison.worse:
         console.print("Nothing became worse by more than the noise.", highlight=False)

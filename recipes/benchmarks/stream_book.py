@@ -34,9 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import pad_token, padded_batches, read_text, token_passages
-from hf_linear_attn.evaluation.measurements import plain
-from hf_linear_attn.evaluation.report import environment
+from hf_linear_attn.evaluation.measurements import json_safe
 from hf_linear_attn.evaluation.streaming import POSITIONS, cache_bytes, file_tokens, read_stream, stream_losses
+from hf_linear_attn.utils.environment import environment
 
 #: Losses are summed up to each of these positions of the stream.
 RANGES = (512, 2048, 8192, 32768, 131072, 524288)
@@ -76,7 +76,7 @@ def mimic(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace)
     console.print(f"Attention transfer: {result.steps} steps, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
 
 
-class Sums:
+class LossTotals:
     """Losses by position of the stream, and since the last line on the screen."""
 
     def __init__(self) -> None:
@@ -114,27 +114,33 @@ def read(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) 
         positions=arguments.positions,
         period=arguments.period,
     )
-    sums, due, lines, began, stop, held = Sums(), arguments.every, [], time.perf_counter(), 0, 0
+    totals, due, lines, began, stop, state_bytes = LossTotals(), arguments.every, [], time.perf_counter(), 0, 0
     for piece, losses in stream_losses(pieces):
-        stop, held = piece.start + piece.ids.shape[1], max(held, cache_bytes(piece.cache))
-        sums.add(stop, losses)
+        stop, state_bytes = piece.start + piece.ids.shape[1], max(state_bytes, cache_bytes(piece.cache))
+        totals.add(stop, losses)
         if stop >= due:
-            lines.append(show(stop, sums.since_last(), held))
-            due, held = due + arguments.every, 0
+            lines.append(show(stop, totals.since_last(), state_bytes))
+            due, state_bytes = due + arguments.every, 0
     if not stop:
         raise ValueError(f"{arguments.text!r} holds no text.")
-    if sums.recent[1]:
-        lines.append(show(stop, sums.since_last(), held))
+    if totals.recent[1]:
+        lines.append(show(stop, totals.since_last(), state_bytes))
     seconds = time.perf_counter() - began
-    total = float(sums.loss.sum() / sums.count.sum().clamp_min(1))
-    return {"tokens": stop, "loss": total, "ranges": sums.ranges(), "lines": lines, "tokens_per_second": stop / seconds}
+    total = float(totals.loss.sum() / totals.count.sum().clamp_min(1))
+    return {
+        "tokens": stop,
+        "loss": total,
+        "ranges": totals.ranges(),
+        "lines": lines,
+        "tokens_per_second": stop / seconds,
+    }
 
 
-def show(stop: int, loss: float, held: int) -> dict[str, Any]:
+def show(stop: int, loss: float, state_bytes: int) -> dict[str, Any]:
     memory = resident_bytes()
     shown = "?" if memory is None else f"{memory / 2**20:,.0f} MiB"
-    console.print(f"{stop:>12,} tokens  loss {loss:.3f}  states {held:,} bytes  resident {shown}")
-    return {"tokens": stop, "loss": loss, "state_bytes": held, "resident_bytes": memory}
+    console.print(f"{stop:>12,} tokens  loss {loss:.3f}  states {state_bytes:,} bytes  resident {shown}")
+    return {"tokens": stop, "loss": loss, "state_bytes": state_bytes, "resident_bytes": memory}
 
 
 def growth(lines: list[dict[str, Any]]) -> dict[str, int | None]:
@@ -206,7 +212,7 @@ def add(arguments: argparse.Namespace, model: PreTrainedModel, result: dict[str,
         "environment": environment(model.device),
     }
     rows = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"] if arguments.out.exists() else []
-    rows = [held for held in rows if held["settings"] != settings] + [plain(row)]
+    rows = [row_before for row_before in rows if row_before["settings"] != settings] + [json_safe(row)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format_version": 1, "rows": rows}, indent=1, allow_nan=False)
     aside = arguments.out.with_name(f".{arguments.out.name}.part")

@@ -70,7 +70,7 @@ def seconds(value: float | None) -> str:
     return EMPTY if value is None else format_seconds(value)
 
 
-def amount(value: float | None) -> str:
+def optional_bytes(value: float | None) -> str:
     return EMPTY if value is None else format_bytes(value)
 
 
@@ -88,23 +88,23 @@ def grid(
     by_name: dict[str, dict[int, Row]] = {}
     for row in rows:
         by_name.setdefault(row["name"], {})[row[axis]] = row
-    places = sorted({place for held in by_name.values() for place in held})
+    positions = sorted({position for by_position in by_name.values() for position in by_position})
     lines = []
-    for name, held in by_name.items():
-        line = [name, *(cell(held[place]) if place in held else EMPTY for place in places)]
+    for name, by_position in by_name.items():
+        line = [name, *(cell(by_position[position]) if position in by_position else EMPTY for position in positions)]
         if last is not None:
-            line.append(last[1]([held[place] for place in places if place in held]))
+            line.append(last[1]([by_position[position] for position in positions if position in by_position]))
         lines.append(line)
-    columns = ["", *(f"{place:,}" for place in places), *([last[0]] if last else [])]
+    columns = ["", *(f"{position:,}" for position in positions), *([last[0]] if last else [])]
     return Table(title, columns, lines, caption, section)
 
 
 def kinds(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
     """Rows grouped by some of their facts, in the order of their first appearance."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return found
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -112,12 +112,12 @@ def kinds(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def ops_tables(report: dict[str, Any]) -> list[Table]:
-    found = []
+    tables = []
     for kind, rows in kinds(report["sections"]["ops"], "shape", "direction", "dtype", "pass").items():
-        told = f"{kind[1]}, {kind[2]}, {kind[3].replace('+', ' + ')} ({kind[0]})"
-        found.append(
+        setting = f"{kind[1]}, {kind[2]}, {kind[3].replace('+', ' + ')} ({kind[0]})"
+        tables.append(
             grid(
-                f"Speedup over {BASELINE}: {told}",
+                f"Speedup over {BASELINE}: {setting}",
                 rows,
                 "length",
                 _speedup,
@@ -126,9 +126,9 @@ def ops_tables(report: dict[str, Any]) -> list[Table]:
                 caption=f"The row {BASELINE} shows times. Crossover: from this length on faster than {BASELINE}.",
             )
         )
-        found.append(
+        tables.append(
             grid(
-                f"Time over limit: {told}",
+                f"Time over limit: {setting}",
                 [row for row in rows if "over_limit" in row],
                 "length",
                 lambda row: times(row["over_limit"]["median"]) + ("" if row["limit"] == "products" else "*"),
@@ -138,9 +138,9 @@ def ops_tables(report: dict[str, Any]) -> list[Table]:
                 "product of the heads in the same run.",
             )
         )
-        found.append(
+        tables.append(
             grid(
-                f"Time over moving the bytes: {told}",
+                f"Time over moving the bytes: {setting}",
                 rows,
                 "length",
                 lambda row: times(row["over_copy"]["median"]),
@@ -149,7 +149,7 @@ def ops_tables(report: dict[str, Any]) -> list[Table]:
                 f"{', and their gradients,' if 'backward' in kind[3] else ''} hold.",
             )
         )
-    return found
+    return tables
 
 
 def _speedup(row: Row) -> str:
@@ -162,7 +162,7 @@ def _crossover(rows: list[Row]) -> str:
     known = [row for row in rows if "speedup" in row]
     if not known or known[0]["name"] == BASELINE:
         return ""
-    found = crossover([row["length"] for row in known], [row["speedup"]["median"] for row in known])
-    if found.length is None:
+    result = crossover([row["length"] for row in known], [row["speedup"]["median"] for row in known])
+    if result.length is None:
         return f"> {known[-1]['length']:,}"
-    return f"≤ {found.length:,.0f}" if found.relation == "at or under" else f"{found.length:,.0f}"
+    return f"≤ {result.length:,.0f}" if result.relation == "at or under" else f"{result.length:,.0f}"

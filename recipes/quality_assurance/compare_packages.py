@@ -46,9 +46,9 @@ def table(report: dict[str, Any]) -> str:
     ]
     for row in report["comparisons"]:
         numbers = [f"{row[key]:.0e}" if row[key] else "0" for key in DIFFERENCES]
-        verdict = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
+        conclusion = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
         package = f"{row['package']} {row['package_version']}"
-        lines.append("| " + " | ".join([package, f"`{row['mechanism']}`", row["case"], *numbers, verdict]) + " |")
+        lines.append("| " + " | ".join([package, f"`{row['mechanism']}`", row["case"], *numbers, conclusion]) + " |")
     for row in report["not_run"]:
         cells = [row["package"], f"`{row['mechanism']}`", row["case"], "", "", "", f"not run: {row['reason']}"]
         lines.append("| " + " | ".join(cells) + " |")

@@ -64,8 +64,8 @@ def measured(data: Path | None) -> dict[str, Any]:
     """What `coverage json` says of the combined data."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "coverage.json"
-        given = [] if data is None else ["--data-file", str(data)]
-        subprocess.run([sys.executable, "-m", "coverage", "json", "-q", "-o", str(out), *given], cwd=ROOT, check=True)
+        options = [] if data is None else ["--data-file", str(data)]
+        subprocess.run([sys.executable, "-m", "coverage", "json", "-q", "-o", str(out), *options], cwd=ROOT, check=True)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -75,18 +75,18 @@ def folder(path: str) -> str:
 
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(("files", *KEYS), 0))
+    totals: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(("files", *KEYS), 0))
     for path, entry in report["files"].items():
-        held = found[folder(path)]
-        held["files"] += 1
+        total = totals[folder(path)]
+        total["files"] += 1
         for name, key in KEYS.items():
-            held[name] += entry["summary"][key]
-    return [{"folder": name, **held} for name, held in sorted(found.items())]
+            total[name] += entry["summary"][key]
+    return [{"folder": name, **total} for name, total in sorted(totals.items())]
 
 
 def missing(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Branches not taken from lines that were run: `[from, to]`, where to < 0 leaves the function or module."""
-    found = []
+    missing_branches = []
     for path, entry in sorted(report["files"].items()):
         name = Path(path).relative_to(PACKAGE).as_posix()
         if not name.startswith(LISTED) or name.startswith(UNCOUNTED):
@@ -95,8 +95,8 @@ def missing(report: dict[str, Any]) -> list[dict[str, Any]]:
         branches = [pair for pair in entry["missing_branches"] if pair[0] in ran]
         if branches or entry["missing_lines"]:
             row = {"file": name, "branches": branches, "lines": entry["missing_lines"]}
-            found.append({**row, "why": WHY.get(name, "")})
-    return found
+            missing_branches.append({**row, "why": WHY.get(name, "")})
+    return missing_branches
 
 
 def share(row: dict[str, Any], part: str, whole: str) -> str:
@@ -135,13 +135,13 @@ def table(report: dict[str, Any]) -> str:
 
 def ranges(numbers: list[int]) -> str:
     """`1-3, 7` of 1, 2, 3, 7."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in found)
+            spans.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,14 +149,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="the combined data (default: .coverage)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args(argv)
-    found = measured(arguments.data)
+    coverage_report = measured(arguments.data)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     report = {
         "format_version": 1,
-        "coverage": found["meta"]["version"],
+        "coverage": coverage_report["meta"]["version"],
         "commit": commit.strip() or "no commit",
-        "folders": rows(found),
-        "missing": missing(found),
+        "folders": rows(coverage_report),
+        "missing": missing(coverage_report),
     }
     text = json.dumps(report, ensure_ascii=False, indent=1) + "\n"
     (arguments.out / "coverage.json").write_text(text, encoding="utf-8")

@@ -135,13 +135,13 @@ def mutmut(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def verdicts(folder: Path, file: str) -> dict[str, str]:
+def statuses(folder: Path, file: str) -> dict[str, str]:
     """Mutant -> `killed`, `survived`, `timeout`, `no tests`, … for what has been run."""
     from mutmut.stats import status_by_exit_code
 
     path = folder / "mutants" / (file + ".meta")
-    held = json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
-    return {name: status_by_exit_code[code] for name, code in held.items() if code is not None}
+    exit_codes = json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
+    return {name: status_by_exit_code[code] for name, code in exit_codes.items() if code is not None}
 
 
 def change(folder: Path, name: str) -> tuple[str, str]:
@@ -163,8 +163,8 @@ def drawn(names: list[str], file: str, per_file: int) -> list[str]:
 
 
 def files_of(patterns: tuple[str, ...]) -> list[str]:
-    found = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in (ROOT / PACKAGE).glob(pattern)}
-    return sorted(found & set(tracked(PACKAGE)))
+    files = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in (ROOT / PACKAGE).glob(pattern)}
+    return sorted(files & set(tracked(PACKAGE)))
 
 
 def check_groups() -> None:
@@ -176,9 +176,9 @@ def check_groups() -> None:
 
 def survivor(folder: Path, name: str, status: str) -> dict[str, str]:
     before, after = change(folder, name)
-    place = re.sub(r"__mutmut_\d+$", "", name.removeprefix(PACKAGE + "."))
-    place = re.sub(r"xǁ(\w+)ǁ", r"\1.", place).replace(".x_", ".")
-    return {"mutant": name, "function": place, "status": status, "before": before, "after": after}
+    function_name = re.sub(r"__mutmut_\d+$", "", name.removeprefix(PACKAGE + "."))
+    function_name = re.sub(r"xǁ(\w+)ǁ", r"\1.", function_name).replace(".x_", ".")
+    return {"mutant": name, "function": function_name, "status": status, "before": before, "after": after}
 
 
 def explained(item: dict[str, str]) -> str:
@@ -194,18 +194,24 @@ def run(group: int, per_file: int, again: dict[str, list[str]] | None, folder: P
     files = files_of(patterns)
     prepared(folder, files, tests)
     names = names_of(folder, files)
-    wanted = {file: again.get(file, []) if again else drawn(names[file], file, per_file) for file in files}
-    chosen = [name for file in files for name in wanted[file]]
+    selected = {file: again.get(file, []) if again else drawn(names[file], file, per_file) for file in files}
+    chosen = [name for file in files for name in selected[file]]
     rows = []
     if chosen:
         mutmut(folder, "run", "--max-children", "1", *chosen)
     for file in files:
-        tried = verdicts(folder, file) if chosen else {}
-        found = {name: status for name, status in tried.items() if name in wanted[file]}
-        left = [survivor(folder, name, status) for name, status in found.items() if status not in ("killed", "timeout")]
-        counts = {status: list(found.values()).count(status) for status in ("killed", "timeout")}
-        rows.append({"file": file, "mutants": len(names[file]), "tried": len(found), **counts, "survivors": left})
-        sys.stderr.write(f"{file}: {len(names[file])} mutants, {len(found)} tried, {len(left)} left\n")
+        tried = statuses(folder, file) if chosen else {}
+        statuses_of_file = {name: status for name, status in tried.items() if name in selected[file]}
+        left = [
+            survivor(folder, name, status)
+            for name, status in statuses_of_file.items()
+            if status not in ("killed", "timeout")
+        ]
+        counts = {status: list(statuses_of_file.values()).count(status) for status in ("killed", "timeout")}
+        rows.append(
+            {"file": file, "mutants": len(names[file]), "tried": len(statuses_of_file), **counts, "survivors": left}
+        )
+        sys.stderr.write(f"{file}: {len(names[file])} mutants, {len(statuses_of_file)} tried, {len(left)} left\n")
     return rows
 
 
@@ -266,9 +272,9 @@ def written(rows: list[dict[str, Any]], arguments: argparse.Namespace, before: d
     for row in rows:
         for item in row["survivors"]:
             item["why"] = explained(item)
-    held = {"format_version": 1, "created": now(), "files": rows}
+    report = {"format_version": 1, "created": now(), "files": rows}
     if arguments.explain and before is not None:
-        return {**before, **held, "created": before["created"]}
+        return {**before, **report, "created": before["created"]}
     size = f"{arguments.per_file} of each file, drawn with seed {SEED}" if arguments.per_file else "every one"
     sample = size
     if before is not None and arguments.again:
@@ -276,7 +282,7 @@ def written(rows: list[dict[str, Any]], arguments: argparse.Namespace, before: d
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     about = {"mutmut": version("mutmut"), "commit": commit.strip() or "no commit", "sample": sample}
     about |= {"environment": environment(torch.device("cpu"))}
-    return {**held, **about}
+    return {**report, **about}
 
 
 def cell(text: str) -> str:

@@ -138,9 +138,9 @@ EXPLAINED = (
 
 def fetched(folder: Path) -> Path:
     """The unpacked sdist of the installed version, downloaded by pip from the index that it is configured for."""
-    wanted = f"transformers=={version('transformers')}"
+    requirement = f"transformers=={version('transformers')}"
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    command = [*pip, "download", "--no-deps", "--no-binary", "transformers", wanted, "--dest", str(folder)]
+    command = [*pip, "download", "--no-deps", "--no-binary", "transformers", requirement, "--dest", str(folder)]
     subprocess.run(command, check=True)
     (archive,) = folder.glob("transformers-*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -191,14 +191,14 @@ def run(family: str, attention: str, folder: Path, part: str = "") -> list[dict[
     )
     if not report.is_file():
         raise RuntimeError(f"The tests of {family} with {attention} did not run:\n{done.stdout[-2000:]}{done.stderr}")
-    found: dict[str, dict[str, str]] = {}
+    by_test: dict[str, dict[str, str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         row = outcome(case, folder)
-        held = found.get(row["test"])
+        other = by_test.get(row["test"])
         # A test with subtests has an entry for each that failed or was skipped: the worst one counts.
-        if held is None or RANK[row["outcome"]] > RANK[held["outcome"]]:
-            found[row["test"]] = row
-    return sorted(found.values(), key=lambda row: row["test"])
+        if other is None or RANK[row["outcome"]] > RANK[other["outcome"]]:
+            by_test[row["test"]] = row
+    return sorted(by_test.values(), key=lambda row: row["test"])
 
 
 RANK = {"passed": 0, "skipped": 1, "failed": 2}
@@ -219,7 +219,7 @@ def outcome(case: ElementTree.Element, folder: Path) -> dict[str, str]:
 # The verdicts
 
 
-def judged(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[str, str]:
+def classified(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[str, str]:
     """The row with a verdict: `fails unpatched too`, `explained` or `unexplained` for what is not as in the control."""
     before = control.get(row["test"], {"outcome": "not there"})["outcome"]
     if row["outcome"] == "passed" or (row["outcome"] == "skipped" and before == "skipped"):
@@ -233,10 +233,10 @@ def judged(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[str,
 
 
 def counts(rows: list[dict[str, str]]) -> dict[str, int]:
-    found = {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK}
-    for verdict in ("fails unpatched too", "explained", "unexplained"):
-        found[verdict] = sum(row.get("verdict") == verdict for row in rows)
-    return found
+    counts_by_kind = {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK}
+    for kind in ("fails unpatched too", "explained", "unexplained"):
+        counts_by_kind[kind] = sum(row.get("verdict") == kind for row in rows)
+    return counts_by_kind
 
 
 def table(report: dict[str, Any]) -> str:
@@ -256,9 +256,9 @@ def table(report: dict[str, Any]) -> str:
         lines += ["", "## Generation", "", f"The mixin of generation: {report['generation']['source']}.", ""]
         lines += _numbers(report["generation"]["runs"])
     lines += ["", "## Not as in the control", "", "| test | where | what it says | why |", "| --- | --- | --- | --- |"]
-    for key, places in _grouped(report, ("test", "reason", "verdict", "why"), lambda row: "verdict" in row).items():
-        test, reason, verdict, why = key
-        lines.append(f"| `{test}` | {_where(places)} | {_cell(reason[:140])} | {_cell(why or verdict)} |")
+    for key, run_names in _grouped(report, ("test", "reason", "verdict", "why"), lambda row: "verdict" in row).items():
+        test, reason, conclusion, why = key
+        lines.append(f"| `{test}` | {_where(run_names)} | {_cell(reason[:140])} | {_cell(why or conclusion)} |")
     lines += ["", "## Skipped", "", "| reason, in the words of the suite | tests |", "| --- | --- |"]
     reasons: dict[str, set[str]] = {}
     for test, reason in _grouped(report, ("test", "reason"), lambda row: row["outcome"] == "skipped"):
@@ -284,19 +284,19 @@ def _numbers(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _grouped(report: dict[str, Any], keys: tuple[str, ...], chosen: Any) -> dict[tuple[str, ...], list[str]]:
-    found: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for entry in [*report["runs"], *report.get("generation", {}).get("runs", ())]:
         for row in entry["tests"]:
             if chosen(row):
-                place = f"{entry['family']} {entry['attention']}"
-                found.setdefault(tuple(row.get(key, "") for key in keys), []).append(place)
-    return dict(sorted(found.items()))
+                run_name = f"{entry['family']} {entry['attention']}"
+                groups.setdefault(tuple(row.get(key, "") for key in keys), []).append(run_name)
+    return dict(sorted(groups.items()))
 
 
-def _where(places: list[str]) -> str:
+def _where(run_names: list[str]) -> str:
     families: dict[str, list[str]] = {}
-    for place in places:
-        family, _, attention = place.partition(" ")
+    for run_name in run_names:
+        family, _, attention = run_name.partition(" ")
         families.setdefault(family, []).append(attention)
     return "; ".join(
         f"{family}: {'all' if set(MECHANISMS[family]) <= set(names) else ', '.join(names)}"
@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
             for attention in (CONTROL, *(arguments.attention or MECHANISMS[family])):
                 rows = run(family, attention, folder, "generation" if arguments.generation else "")
                 control = control or {row["test"]: row for row in rows}
-                rows = [judged(row, control) for row in rows]
+                rows = [classified(row, control) for row in rows]
                 runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": rows})
                 sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
     if arguments.generation:
@@ -359,17 +359,17 @@ def main(argv: list[str] | None = None) -> int:
 def with_generation(before: dict[str, Any], runs: list[dict[str, Any]], source: Path) -> dict[str, Any]:
     """The report with the results of the mixin of generation, and the version that it was taken from."""
     text = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
-    held = before.get("generation", {"runs": []})
-    about = f"`tests/generation` of transformers {found}, over the models of {before['transformers']}"
-    return {**before, "generation": {"source": about, "runs": merged(held["runs"], runs)}}
+    (release,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
+    generation = before.get("generation", {"runs": []})
+    about = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
+    return {**before, "generation": {"source": about, "runs": merged(generation["runs"], runs)}}
 
 
 def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A part that was run again takes its place among the results that are there."""
     new = {(entry["family"], entry["attention"]): entry for entry in runs}
-    kept = [new.pop((entry["family"], entry["attention"]), entry) for entry in before]
-    return [*kept, *new.values()]
+    merged_runs = [new.pop((entry["family"], entry["attention"]), entry) for entry in before]
+    return [*merged_runs, *new.values()]
 
 
 def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -381,14 +381,14 @@ def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.N
     source = "its sdist" if arguments.source is None else "a source archive"
     if absent:
         source += f", which lacks {' and '.join(absent)}: nothing of these is run"
-    held = {"format_version": 1, "created": now(), "transformers": version("transformers"), "source": source}
-    return {**held, "environment": environment(torch.device("cpu")), "runs": runs}
+    head = {"format_version": 1, "created": now(), "transformers": version("transformers"), "source": source}
+    return {**head, "environment": environment(torch.device("cpu")), "runs": runs}
 
 
 def packed(report: dict[str, Any]) -> str:
     """JSON with one test a line."""
     text = json.dumps(report, ensure_ascii=False, indent=1)
-    return re.sub(r"\{\n\s+\"test\"[^}]*\}", lambda found: " ".join(found[0].split()), text) + "\n"
+    return re.sub(r"\{\n\s+\"test\"[^}]*\}", lambda match: " ".join(match[0].split()), text) + "\n"
 
 
 if __name__ == "__main__":

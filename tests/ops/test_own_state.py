@@ -9,7 +9,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.registry import ATTENTIONS
-from recipes.benchmarks import subjects
+from recipes.benchmarks import workloads
 from tests.ops.test_native import REASON
 
 NAMES = [name for name, entry in ATTENTIONS if entry.causal and entry.state == "constant"]
@@ -29,7 +29,7 @@ def run(module, given, state, backend):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, backend, dtype):
-    module = subjects.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0, dtype=dtype)
+    module = workloads.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0, dtype=dtype)
     _, kept = run(module, tokens(90, 0, dtype), None, backend)
     own = {part: held.clone() for part, held in kept.items()}
     for step, count in enumerate((1, 1, 5, 1, 70, 1)):
@@ -47,7 +47,7 @@ def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, ba
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
 def test_a_step_of_the_kernels_takes_no_new_memory_for_the_sums(name):
-    module = subjects.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0)
+    module = workloads.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0)
     _, state = run(module, tokens(90, 0), None, "native")
     _, after = run(module, tokens(1, 1), InPlaceState(state), "native")
     assert [after[part].data_ptr() for part in ("kv", "k_sum")] == [state[part].data_ptr() for part in ("kv", "k_sum")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.benchmarks import subjects
+from recipes.benchmarks import workloads
 from recipes.benchmarks.headline import forward_tables, headline
 from tests.helpers import save_checkpoint, tiny_model
 from tests.recipes.benchmark_runs import run
@@ -124,7 +124,7 @@ def test_worker_says_what_went_wrong() -> None:
         "head_dim": 8,
         "name": "nystrom",
         "mechanism": "nystrom",
-        "backend": subjects.OWN,
+        "backend": workloads.OWN,
         "seed": 0,
         "device": "cpu",
         "threads": 1,

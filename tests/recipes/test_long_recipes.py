@@ -145,7 +145,7 @@ def test_pieces_cover_a_text_with_overlap(table):
 def test_matthews_is_that_of_scikit_learn(table):
     generator = np.random.default_rng(0)
     scores, labels = generator.normal(size=50), generator.random(50) < 0.4
-    found = table.judge(scores, labels)
+    found = table.classification_metrics(scores, labels)
     assert found["mcc"] == pytest.approx(matthews_corrcoef(labels, scores > 0))
     assert 0 < found["mcc_error"] < 0.3
     assert table.matthews(np.array([0, 0, 5, 5])) == 0

@@ -18,13 +18,13 @@ from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.ops import backends
 from hf_linear_attn.registry import ATTENTIONS, AttentionEntry, build_options, list_attentions
 
-from .turns import Within
+from .timing import InContext
 
 #: The backend of mechanisms that have one form only.
 OWN = "own"
 
 #: What a mechanism says where it cannot serve a shape.
-REFUSALS = (ValueError, NotImplementedError, TypeError)
+UNSUPPORTED_ERRORS = (ValueError, NotImplementedError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,21 @@ def forward(module: LinearAttention, inputs: Inputs, causal: bool) -> Callable[[
     def run() -> Tensor:
         return module(AttentionInputs(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal))[0]
 
-    return Within(run, torch.no_grad)
+    return InContext(run, torch.no_grad)
 
 
 def forward_backward(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, parameters: Sequence[Tensor] = ()
 ) -> Callable[[], object]:
     """Output and the gradients of q, k, v and of the mechanism's own parameters."""
-    query, key, value = (held.detach().clone().requires_grad_() for held in (inputs.query, inputs.key, inputs.value))
-    wanted = [query, key, value, *(held for held in parameters if held.requires_grad)]
+    query, key, value = (
+        tensor.detach().clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)
+    )
+    variables = [query, key, value, *(tensor for tensor in parameters if tensor.requires_grad)]
 
     def run() -> object:
         out = attend(query, key, value)
-        return torch.autograd.grad(out, wanted, inputs.gradient, allow_unused=True)
+        return torch.autograd.grad(out, variables, inputs.gradient, allow_unused=True)
 
     return run
 
@@ -149,7 +151,7 @@ def exact_call(inputs: Inputs, causal: bool, backward: bool) -> Callable[[], obj
     if backward:
         return forward_backward(lambda q, k, v: _sdpa(q, k, v, causal), inputs)
 
-    return Within(lambda: _sdpa(inputs.query, inputs.key, inputs.value, causal), torch.no_grad)
+    return InContext(lambda: _sdpa(inputs.query, inputs.key, inputs.value, causal), torch.no_grad)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -168,7 +170,7 @@ def eager(inputs: Inputs, causal: bool) -> Tensor:
 
 def on_backend(call: Callable[[], object], backend: str) -> Callable[[], object]:
     """The call with a backend of that name; a mechanism of one form runs as it is."""
-    return call if backend == OWN else Within(call, partial(backends.use_backend, backend))
+    return call if backend == OWN else InContext(call, partial(backends.use_backend, backend))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -176,15 +178,15 @@ def on_backend(call: Callable[[], object], backend: str) -> Callable[[], object]
 
 
 @contextmanager
-def _witnessed() -> Iterator[list[str]]:
+def _record_backends() -> Iterator[list[str]]:
     """Names of the backends that served calls meanwhile."""
     seen: list[str] = []
     original = backends.select_backend
 
     def choose(call: Any) -> Any:
-        found = original(call)
-        seen.append(found.name)
-        return found
+        backend = original(call)
+        seen.append(backend.name)
+        return backend
 
     backends.select_backend = choose
     try:
@@ -195,20 +197,20 @@ def _witnessed() -> Iterator[list[str]]:
 
 def backends_of(call: Callable[[], object], chosen: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
     """Names of the backends that can run a call (`own` where it asks for none), and why others cannot."""
-    with _witnessed() as seen:
+    with _record_backends() as seen:
         call()
     if not seen:
         return [OWN], {}
-    serving: list[str] = []
-    refused: dict[str, str] = {}
+    supported: list[str] = []
+    unsupported: dict[str, str] = {}
     for name in chosen or backends.list_backends():
         try:
             on_backend(call, name)()
         except NotImplementedError as error:
-            refused[name] = str(error)
+            unsupported[name] = str(error)
         else:
-            serving.append(name)
-    return serving, refused
+            supported.append(name)
+    return supported, unsupported
 
 
 def check_backends(chosen: Sequence[str] | None) -> None:

@@ -25,7 +25,7 @@ Samples = dict[str, list[float]]
 """Seconds of one call, by name and round. Slow calls take part in the first rounds only."""
 
 
-class Within:
+class InContext:
     """A call inside contexts, such as a backend or `torch.no_grad`: a sample of many calls enters them once."""
 
     def __init__(self, call: Callable[[], object], *contexts: Context) -> None:
@@ -39,14 +39,14 @@ class Within:
         """What to call inside."""
         for context in self._contexts:
             entered.enter_context(context())
-        return _inside(self._call, entered)
+        return _without_contexts(self._call, entered)
 
 
-def _inside(call: Callable[[], object], entered: ExitStack) -> Callable[[], object]:
-    return call.enter(entered) if isinstance(call, Within) else call
+def _without_contexts(call: Callable[[], object], entered: ExitStack) -> Callable[[], object]:
+    return call.enter(entered) if isinstance(call, InContext) else call
 
 
-def take_turns(
+def sample_interleaved(
     calls: Mapping[str, Callable[[], object]],
     *,
     seconds: float,
@@ -62,7 +62,7 @@ def take_turns(
 
     def sample(call: Callable[[], object], repeats: int) -> float:
         with ExitStack() as entered:
-            inside = _inside(call, entered)
+            inside = _without_contexts(call, entered)
             began = clock()
             for _ in range(repeats):
                 inside()
@@ -77,8 +77,8 @@ def take_turns(
         if once < 0.1:
             once = sample(call, 1)
         repeats[name] = max(1, min(200, math.ceil(MIN_SAMPLE_SECONDS / max(once, 1e-7))))
-        wanted = seconds / (repeats[name] * max(once, 1e-7))
-        rounds[name] = 1 if once >= slow else int(min(MAX_ROUNDS, max(MIN_ROUNDS, wanted)))
+        num_rounds = seconds / (repeats[name] * max(once, 1e-7))
+        rounds[name] = 1 if once >= slow else int(min(MAX_ROUNDS, max(MIN_ROUNDS, num_rounds)))
     names = list(calls)
     for turn in range(max(rounds.values(), default=0)):
         for index in range(len(names)):
