@@ -130,8 +130,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--config", default=str(HERE / "configs" / "lm-table.yaml"))
     arguments, rest = parser.parse_known_args(argv)
-    words = ["--config", arguments.config, "--model", arguments.model, "--data.dataset", arguments.text, *rest]
-    base = parse_config(ConvertConfig, words, program="lm_table")
+    config_arguments = [
+        "--config",
+        arguments.config,
+        "--model",
+        arguments.model,
+        "--data.dataset",
+        arguments.text,
+        *rest,
+    ]
+    base = parse_config(ConvertConfig, config_arguments, program="lm_table")
     out = arguments.out or RESULTS / "lm" / f"{arguments.name}.json"
     contexts = arguments.contexts or [base.data.max_length or DEFAULT_MAX_LENGTH]
     pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)

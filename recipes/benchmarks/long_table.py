@@ -34,10 +34,10 @@ import torch
 from rich.console import Console
 
 import hf_linear_attn as hla
-from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
 
 from .long_data import Row, read_scored, write_proteins, write_reviews
@@ -246,15 +246,23 @@ def score(model: Any, folder: Path, part: Part, length: int, pieces: bool, preci
     labels = np.array([row["label"] == first for row in rows])
     lengths = np.array([int(row["length"]) for row in rows])
     each = [encode_pieces(tokenizer, row["text"], length) if pieces else None for row in rows]
-    whole = [pieces_of_row or [encode(tokenizer, row["text"], length)] for pieces_of_row, row in zip(each, rows, strict=True)]
+    whole = [pieces_of or [encode(tokenizer, row["text"], length)] for pieces_of, row in zip(each, rows, strict=True)]
     began, used = time.perf_counter(), time.process_time()
-    margins_of_pieces = margins(model.eval(), [ids for pieces_of_row in whole for ids in pieces_of_row], tokenizer.pad_token_id, precision).numpy()
+    margins_of_pieces = margins(
+        model.eval(), [ids for pieces_of in whole for ids in pieces_of], tokenizer.pad_token_id, precision
+    ).numpy()
     spent = {"score_seconds": time.perf_counter() - began, "score_cpu_seconds": time.process_time() - used}
     # The largest of the first label: one segment is enough for "membrane", which comes first by its name.
-    ends = np.cumsum([len(pieces_of_row) for pieces_of_row in whole])
-    best = np.array([margins_of_pieces[end - len(pieces_of_row) : end].max() for end, pieces_of_row in zip(ends, whole, strict=True)])
+    ends = np.cumsum([len(pieces_of) for pieces_of in whole])
+    best = np.array(
+        [margins_of_pieces[end - len(pieces_of) : end].max() for end, pieces_of in zip(ends, whole, strict=True)]
+    )
     chosen = {name: (lengths > low) & (lengths <= high) for name, (low, high) in part.strata.items()}
-    metrics = {name: classification_metrics(best[selected], labels[selected]) for name, selected in chosen.items() if len({*labels[selected]}) == 2}
+    metrics = {
+        name: classification_metrics(best[selected], labels[selected])
+        for name, selected in chosen.items()
+        if len({*labels[selected]}) == 2
+    }
     return {"strata": metrics, **{name: round(value, 1) for name, value in spent.items()}}
 
 

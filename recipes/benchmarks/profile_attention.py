@@ -30,12 +30,8 @@ from hf_linear_attn.mechanisms.window import WindowAttention
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.ops.native.prepared_step import PreparedStep
 from hf_linear_attn.registry import ATTENTIONS, build_options
-<<<<<<< HEAD
-from hf_linear_attn.utils.files import write_json
-=======
-from hf_linear_attn.training.saving import write_json
 from hf_linear_attn.utils.environment import environment
->>>>>>> 9d74cf5 (Benchmarks and quality assurance in the field's words: workloads, interleaved samples, machine, settings)
+from hf_linear_attn.utils.files import write_json
 from recipes.benchmarks.decode import state_floor
 from recipes.benchmarks.limits import products
 from recipes.benchmarks.timing import sample_interleaved

@@ -100,14 +100,14 @@ def evaluation_tables() -> str:
 
 def _evaluation_table(path: Path) -> str:
     report = read_json(path)
-    summary, advice = summarise_report(report), report["advice"]
+    summary, recommendations = summarise_report(report), report["advice"]
     lines = [
-        f"**{report['model']['name']}** at {advice['length']:,} tokens ({machine(report)}, transformers "
+        f"**{report['model']['name']}** at {recommendations['length']:,} tokens ({machine(report)}, transformers "
         f"{report['versions']['transformers']}; [the whole report]({_link(path.with_name('report.html'))})):",
         "",
         markdown_table([column.title for column in summary.columns], summary.rows, text_columns=None),
         "",
-        *(f"- **{entry['name']}**: {entry['call']}: {entry['words']}" for entry in advice["verdicts"]),
+        *(f"- **{entry['name']}**: {entry['call']}: {entry['words']}" for entry in recommendations["verdicts"]),
     ]
     plot = path.with_name("pareto.png")
     return "\n".join([*lines, *(["", f"![Quality against speed]({_link(plot)})"] if plot.is_file() else [])])
