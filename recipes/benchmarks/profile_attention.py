@@ -166,7 +166,7 @@ def step(name: str) -> dict[str, Any]:
         "mechanism": name,
         "features": module.feature_map.num_features,
         "parts": {
-            "by itself": times["alone"],
+            "by itself": times["single"],
             "like the one before": times["again"],
             "of this its output and kernel": kernel,
         },

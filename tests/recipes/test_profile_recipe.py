@@ -23,14 +23,14 @@ def recipe() -> ModuleType:
 @torch.no_grad()
 def test_a_step_is_repeated_while_it_is_timed(recipe: ModuleType) -> None:
     row = recipe.step("elu")
-    alone, again, kernel = row["parts"].values()
-    assert min(alone, again, kernel, row["floor"]) > 0
+    single, again, kernel = row["parts"].values()
+    assert min(single, again, kernel, row["floor"]) > 0
     assert row["features"] == 64
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("causal", "wanted"), [(False, 61_312), (True, 38_912)])
-def test_products_of_a_window_are_counted(recipe: ModuleType, causal: bool, wanted: int) -> None:
+@pytest.mark.parametrize(("causal", "expected"), [(False, 61_312), (True, 38_912)])
+def test_products_of_a_window_are_counted(recipe: ModuleType, causal: bool, expected: int) -> None:
     row = recipe.native_kernel("window", 64, causal, "float32")
-    assert row["multiplications_a_token_and_head"] == wanted
-    assert row["operations_per_second"] * row["seconds"] == pytest.approx(2 * 12 * 64 * wanted)
+    assert row["multiplications_a_token_and_head"] == expected
+    assert row["operations_per_second"] * row["seconds"] == pytest.approx(2 * 12 * 64 * expected)
