@@ -27,6 +27,7 @@ from .card import exactness, model_card, results_table
 from .models import add_adapters, load_model, load_tokenizer, patch_as_configured, train_tokenizer
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import Run, best_metrics, stage_progress
+from .sharding import is_sharded
 from .trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
 
 #: Number of training inputs whose length is compared with what the mechanism attends to exactly.
@@ -69,7 +70,7 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
     _warn_if_exact(run, facts)
     if "trained" not in run.state:
         trainer = run.train("train", FinetuningTrainer, model, config.train, data)
-        model = _complete_model(trainer, model)
+        model = trainer.complete_model()
         progress = stage_progress(trainer, data)
         run.record("train", progress)
         metrics = best_metrics(progress) or run.measure("final", model, data)
@@ -106,9 +107,11 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
     if not config.control:
         _warn_if_exact(run, facts)
         run.measure("patched", student, data)
-        _transfer(run, config, student, data)
+        student = _transfer(run, config, student, data)
     student = _distill(run, config, teacher, student, data)
     if config.speed_lengths and "speed" not in run.state:
+        if is_sharded(teacher):
+            teacher = _teacher(run, config, data)
         run.record("speed", _speed(run, config, teacher, student, data))
     run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
     return _finish(run, facts)
@@ -171,18 +174,17 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
             )
         return loaded.model
     trainer = run.train("teacher", FinetuningTrainer, loaded.model, config.teacher, data)
-    model = _complete_model(trainer, loaded.model)
+    model = trainer.complete_model()
     run.save(folder, model, data)
     run.record("teacher stage", stage_progress(trainer, data))
     return model
 
 
-def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: TaskData) -> None:
+def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: TaskData) -> PreTrainedModel:
     """Attention transfer. Its result is saved beside the checkpoints, so that a resumed run does not repeat it."""
     if not config.transfer.max_steps or not patch_report(student).parameters:
-        return
+        return student
     path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
-    learned = {name: tensor for name, tensor in student.named_parameters() if f".{SUBMODULE}." in f".{name}"}
     if "transfer" not in run.state:
         rows: Any = data.train
         held_out = min(HELD_OUT_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
@@ -197,15 +199,19 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )
+        student = trainer.complete_model()
+        learned = {name: tensor for name, tensor in student.named_parameters() if f".{SUBMODULE}." in f".{name}"}
         if run.is_main_process:
             with atomic_folder(path.parent) as temporary:
                 tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in learned.items()}
                 save_file(tensors, str(temporary / path.name))
         run.record("transfer", stage_progress(trainer, data))
+    parameters = dict(student.named_parameters())
     with torch.no_grad():
         for name, tensor in load_file(str(path)).items():
-            learned[name].copy_(tensor)
+            parameters[name].copy_(tensor)
     run.measure("transferred", student, data)
+    return student
 
 
 def _distill(
@@ -222,23 +228,13 @@ def _distill(
         model = add_adapters(student, config.distill)
     teacher_model = None if config.distill.lora_rank else teacher
     trainer = run.train("distill", DistillationTrainer, model, config.distill, data, teacher_model=teacher_model)
-    model = _complete_model(trainer, model)
+    model = trainer.complete_model()
     student = model.merge_and_unload() if config.distill.lora_rank else model
     run.save(folder, student, data)
     progress = stage_progress(trainer, data)
     run.record("distill", progress)
     run.record("distilled", best_metrics(progress) or run.measure("distilled", student, data))
     return student.eval()
-
-
-def _complete_model(trainer: FinetuningTrainer, model: Any) -> Any:
-    """The trained model with all of its weights on this process, where a stage has sharded it too."""
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        return model
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    complete = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).cpu()
-    complete.load_state_dict(state, strict=False)
-    return complete
 
 
 @torch.inference_mode()

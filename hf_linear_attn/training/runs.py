@@ -125,6 +125,7 @@ class Run:
                 trainer.remove_callback(PrinterCallback)
                 # The complete model is on each device: nothing is sharded for an evaluation.
                 trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
+                model.to(trainer.args.device)  # type: ignore[arg-type]
                 metrics = _evaluate(trainer, data)
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
             self.record(stage, metrics)

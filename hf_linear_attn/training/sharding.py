@@ -1,8 +1,9 @@
-"""How the model of a stage lies on the processes: whole copies, or shards (FSDP2, or ZeRO of DeepSpeed); and whole
-weights again.
+"""Where the weights of a model lie in a run of several processes: a copy on each, or shards.
 
-Only the stages of gradient steps are sharded, with their gradients and optimizer states. Attention transfer trains the
-learned parts alone; it and the teacher keep whole copies on each device.
+FSDP2 and ZeRO-3 of DeepSpeed (Rajbhandari et al. 2020, arXiv:1910.02054) shard weights, gradients and optimizer states;
+ZeRO-1 and ZeRO-2 shard the latter only. While a stage of a conversion trains, its model and its teacher are shards, in
+attention transfer too. Between two stages, when a model is loaded, patched, given adapters or saved, each process has a
+complete copy of it in the memory of the host.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ from ..integration.attention import SUBMODULE, attention_modules
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 #: On a model: the engine of DeepSpeed that gathers its shards in forward passes.
 ENGINE = "_zero_inference_engine"
-#: What DeepSpeed's configuration must leave to this training: (section, key that asks for it).
-LEFT_TO_TRAINING = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
+#: Options of DeepSpeed that trainers set themselves: (section, key).
+REFUSED_DEEPSPEED_OPTIONS = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
 
 
-def runs_on_cpu(wanted: bool) -> bool:
-    """Whether to tell accelerate to stay on the CPU. Of several processes without a GPU it would take each for the only
-    one, unless it is told so."""
-    return wanted or (_started() > 1 and not _asked_to_shard() and not torch.accelerator.is_available())
+def runs_on_cpu(use_cpu: bool) -> bool:
+    """Return whether to run on the CPU: by request, or in several processes without a GPU.
+
+    In these accelerate would take each process for the only one, unless it is asked for the CPU.
+    """
+    return use_cpu or (_launched_processes() > 1 and not _requested_sharding() and not torch.accelerator.is_available())
 
 
-def _started() -> int:
-    """How many processes torchrun or `accelerate launch` started."""
+def _launched_processes() -> int:
+    """Return the number of processes that torchrun or `accelerate launch` has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _asked_to_shard() -> str | None:
+def _requested_sharding() -> str | None:
+    """Return the kind of sharding that `accelerate launch` has asked for in the environment."""
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             return name
@@ -47,24 +51,25 @@ def _asked_to_shard() -> str | None:
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """Raise where accelerate is configured for a way to shard the model that cannot be served; prepare the others.
+    """Check how accelerate is configured to spread a model, and complete the configuration of DeepSpeed.
 
     Raises:
         NotImplementedError: FSDP1 or Megatron.
-        ValueError: several processes that know nothing of each other; sharding without GPUs; weights that only one
-            process loads; fp16, an optimizer, a scheduler or tensor parallelism by DeepSpeed.
+        ValueError: Several processes know nothing of each other; sharding is configured without GPUs; only one process
+            would load the weights; or DeepSpeed is configured for fp16, an optimizer, a scheduler or tensor
+            parallelism.
     """
-    kind, asked = accelerator.distributed_type.value, _asked_to_shard()
-    alone = accelerator.num_processes < _started()
-    if asked is not None and (alone or not kind.startswith(asked)):
+    kind, requested = accelerator.distributed_type.value, _requested_sharding()
+    unconnected = accelerator.num_processes < _launched_processes()
+    if requested is not None and (unconnected or not kind.startswith(requested)):
         raise ValueError(
-            f"accelerate is configured to shard by {asked}, which it does on GPUs only. Leave run.cpu out where there "
-            "are GPUs; without them use data parallelism (torchrun, and no configuration of accelerate)."
+            f"accelerate is configured to shard by {requested}, which it does on GPUs only. Do not ask for the CPU "
+            "where there are GPUs; without them use data parallelism (torchrun, and no configuration of accelerate)."
         )
-    if alone:
+    if unconnected:
         raise ValueError(
-            f"{_started()} processes were started, and accelerate knows of {accelerator.num_processes}: each would do "
-            "the whole run in one folder. Start them with torchrun or accelerate launch."
+            f"{_launched_processes()} processes were started, and accelerate knows of {accelerator.num_processes}: each "
+            "would do the whole run in one folder. Start them with torchrun or accelerate launch."
         )
     if kind == "DEEPSPEED":
         _configure_zero(accelerator)
@@ -85,11 +90,10 @@ def check_sharding(accelerator: Accelerator) -> None:
 
 def _configure_zero(accelerator: Accelerator) -> None:
     plugin: Any = accelerator.state.deepspeed_plugin
-    # Transformers would load models as shards, whatever zero3_init_flag says. Patching and attention transfer need
-    # whole weights, and the models that are loaded and saved here have them.
+    # Otherwise Transformers would load models as shards, whatever zero3_init_flag says, which patching cannot read.
     unset_hf_deepspeed_config()
     config = plugin.deepspeed_config
-    for section, key in LEFT_TO_TRAINING:
+    for section, key in REFUSED_DEEPSPEED_OPTIONS:
         if config.get(section, {}).get(key):
             raise ValueError(
                 f"DeepSpeed's configuration has {section}.{key} = {config[section][key]!r}, which this training does "
@@ -283,6 +287,11 @@ def _gathered(parameter: Any) -> Tensor:
         return parameter.detach().to("cpu", copy=True)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of a model are shards."""
+    return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of the parameters on this process: those of its shards, where the model is sharded."""
     total = 0
@@ -293,27 +302,29 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
-    """The run's mixed precision, for models that are called outside of training too."""
+    """Return a context of the run's mixed precision, for calls of models outside of training too."""
     if accelerator.distributed_type.value != "DEEPSPEED":
         context: AbstractContextManager[Any] = accelerator.autocast()
         return context
-    # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model alone.
-    wanted = accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"]["enabled"]
-    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=wanted)
+    # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model only.
+    plugin: Any = accelerator.state.deepspeed_plugin
+    enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=enabled)
 
 
 def name_layers(accelerator: Accelerator, model: Any) -> None:
-    """Tell accelerate which modules to shard each by itself, unless the configuration does.
+    """Name the classes of the modules that FSDP2 shards one by one, unless the configuration of accelerate does.
 
-    Those that the model names, but for its embeddings, which accelerate shards once more: that is an error.
+    They are those that Transformers does not split, without the one that has the embeddings: accelerate shards these by
+    themselves, and raises an error if they are shards already.
     """
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.transformer_cls_names_to_wrap is not None:
         return
     embeddings = model.get_input_embeddings()
-    named = {
+    names = {
         type(module).__name__
         for module in model.modules()
         if type(module).__name__ in (model._no_split_modules or ()) and embeddings not in module.children()
     }
-    plugin.transformer_cls_names_to_wrap = sorted(named)
+    plugin.transformer_cls_names_to_wrap = sorted(names)

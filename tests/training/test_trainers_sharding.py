@@ -1,0 +1,83 @@
+"""The trainers in two processes on a CPU (gloo): what each of them holds, and that sharding does not change the losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
+KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
+
+
+def run(kind: str, folder: Path) -> list[dict[str, Any]]:
+    """The results of both processes."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    command += ["-m", "tests.training.trainers_worker", kind, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{process}.json").read_text()) for process in range(2)]
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run("ddp", tmp_path_factory.mktemp("ddp") / "out")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def sharded(kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(kind, tmp_path_factory.mktemp(kind) / "out")
+
+
+def test_losses_are_those_of_data_parallelism(replicated: Any, sharded: Any) -> None:
+    for name in ("losses", "evaluations"):
+        for expected, actual in zip(replicated[0][name], sharded[0][name], strict=True):
+            assert actual == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_complete_model_is_that_of_data_parallelism(replicated: Any, sharded: Any) -> None:
+    for result in sharded:
+        assert result["sums"].keys() == replicated[0]["sums"].keys()
+        for name, value in replicated[0]["sums"].items():
+            assert result["sums"][name] == pytest.approx(value, rel=2e-2, abs=1e-4), name
+
+
+def test_no_process_holds_a_complete_model(kind: str, sharded: Any) -> None:
+    """Neither of the student nor of the teacher, nor in attention transfer."""
+    if kind == "zero2":
+        pytest.skip("ZeRO-2 shards optimizer states and gradients, not weights")
+    for result in sharded:
+        sizes = result["sizes"]
+        learned = sizes["complete student"] - sizes["complete teacher"]
+        assert sizes["student"] < 0.55 * sizes["complete student"]
+        assert sizes["teacher"] < 0.55 * sizes["complete teacher"]
+        if kind == "fsdp2":
+            assert sizes["transfer"] < 0.55 * sizes["complete student"]
+        else:  # ZeRO-3 replicates the learned parts
+            assert sizes["transfer"] < 0.55 * sizes["complete teacher"] + learned
+
+
+def test_data_parallelism_replicates(replicated: Any) -> None:
+    for result in replicated:
+        assert result["sizes"]["teacher"] == result["sizes"]["complete teacher"]
+        assert {"rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= set(result["checkpoint"])
