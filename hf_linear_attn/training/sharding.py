@@ -68,8 +68,8 @@ def check_sharding(accelerator: Accelerator) -> None:
         )
     if unconnected:
         raise ValueError(
-            f"{_launched_processes()} processes were started, and accelerate knows of {accelerator.num_processes}: each "
-            "would do the whole run in one folder. Start them with torchrun or accelerate launch."
+            f"{_launched_processes()} processes were started, and accelerate knows of {accelerator.num_processes}: "
+            "each would do the whole run in one folder. Start them with torchrun or accelerate launch."
         )
     if kind == "DEEPSPEED":
         _configure_zero(accelerator)

@@ -1,4 +1,4 @@
-"""The trainers in two processes on a CPU (gloo): what each of them holds, and that sharding does not change the losses."""
+"""The trainers in two processes on a CPU (gloo): the parameters on each of them, and the losses."""
 
 from __future__ import annotations
 

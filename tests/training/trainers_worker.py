@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 import hf_linear_attn as hla
@@ -17,7 +17,7 @@ from hf_linear_attn.training.sharding import parameter_bytes, reshard
 from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
-#: Arguments that shard a model. (bucket sizes: DeepSpeed takes small parameters for not worth a shard)
+#: Arguments that shard a model. By default DeepSpeed replicates small parameters.
 SHARDING: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
@@ -56,6 +56,7 @@ def main(kind: str, folder: Path) -> None:
     transfer.train()
     sizes["transfer"] = parameter_bytes(transfer.model)
     student = transfer.complete_model()
+    AcceleratorState._reset_state()  # as TrainingArguments do, unless they keep the state from above
     arguments = config(folder / "distill", DistillationConfig, learning_rate=1e-3, **common)
     distillation = DistillationTrainer(student, teacher, arguments, **data)
     distillation.train()
