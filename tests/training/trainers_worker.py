@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-
 import hf_linear_attn as hla
 from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig
 from hf_linear_attn.training.sharding import parameter_bytes, reshard
 from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer
+from tests.training.sharded_worker import pretend_gpus
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
 #: Arguments that shard a model. By default DeepSpeed replicates small parameters.
@@ -39,13 +37,8 @@ SHARDING: dict[str, dict[str, Any]] = {
 def main(kind: str, folder: Path) -> None:
     sharding = SHARDING[kind]
     if sharding:
-        # accelerate shards on GPUs only: it must take this process for one of several.
-        PartialState(cpu=True)
-        zero = "deepspeed" in sharding
-        PartialState._shared_state["distributed_type"] = (
-            DistributedType.DEEPSPEED if zero else DistributedType.MULTI_GPU
-        )
-        sharding = {**sharding, "accelerator_config": {"use_configured_state": True}, "use_cpu": False}
+        pretend_gpus("deepspeed" in sharding)
+        sharding = {**sharding, "use_cpu": False}
     common = {"per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, **sharding}
     data = {"train_dataset": Rows(50), "eval_dataset": Rows(21, 1), "data_collator": collate}
     sizes: dict[str, int] = {}
@@ -56,7 +49,6 @@ def main(kind: str, folder: Path) -> None:
     transfer.train()
     sizes["transfer"] = parameter_bytes(transfer.model)
     student = transfer.complete_model()
-    AcceleratorState._reset_state()  # as TrainingArguments do, unless they keep the state from above
     arguments = config(folder / "distill", DistillationConfig, learning_rate=1e-3, **common)
     distillation = DistillationTrainer(student, teacher, arguments, **data)
     distillation.train()
