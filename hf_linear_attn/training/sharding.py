@@ -265,16 +265,15 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
-        values[name] = _gathered(parameter)
+        values[name] = nn.Parameter(_gathered(parameter), parameter.requires_grad)
     # Parameters that several modules share, such as tied weights, stay shared.
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in skeleton.modules():
         for key, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append((module, key))
     for name, parameter in list(skeleton.named_parameters()):
-        complete = nn.Parameter(values[name], parameter.requires_grad)
         for module, key in owners[id(parameter)]:
-            module._parameters[key] = complete
+            module._parameters[key] = values[name]
     return skeleton
 
 
