@@ -1,103 +1,269 @@
-"""Local files and Hub sets: read whole, decompressed by suffix, with errors that name the file and the line."""
+"""Readers of local files, decompressed by suffix, with errors that name the file, the line and the value.
+
+`datasets` reads the same formats; its errors do not name the line, and it takes a row with a missing cell for a null.
+"""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
+import json
 import lzma
+import re
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HINT = "Data sets need the package datasets: pip install 'hf-linear-attn[train]'"
+from .text import split_documents
 
-#: How a file with this suffix is unpacked.
-COMPRESSIONS = {".xz": lzma.decompress, ".gz": gzip.decompress}
+#: Column -> values.
+Table = dict[str, list[Any]]
 
+#: How a file with this suffix is decompressed.
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
-def import_datasets() -> Any:
-    """The package datasets.
+_INTEGER = re.compile(r"[+-]?(0|[1-9]\d{0,17})")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
-    Raises:
-        ImportError: it is not installed; with the command that installs it.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(HINT) from error
-    return datasets
+#: A title of WikiText: one equals sign on each side (titles of sections have more).
+_TITLE = re.compile(r" = (?!= ).*(?<! =) = ?")
 
 
-def plain_name(path: Path) -> str:
-    """The file name without the suffix of its compression: `train.jsonl` for `train.jsonl.xz`."""
+def file_suffix(path: Path) -> str:
+    """Return the suffix without dot and without that of a compression: `jsonl` for `train.jsonl.xz`."""
+    return Path(uncompressed_name(path)).suffix.lower().removeprefix(".")
+
+
+def uncompressed_name(path: Path) -> str:
+    """Return the file name without the suffix of a compression: `train.jsonl` for `train.jsonl.xz`."""
     return path.stem if path.suffix in COMPRESSIONS else path.name
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file, unpacked if its name ends in `.xz` or `.gz`.
-
-    Raises:
-        OSError: it is missing, unreadable, or damaged.
-    """
-    raw = path.read_bytes()
-    unpack = COMPRESSIONS.get(path.suffix)
-    if unpack is None:
-        return raw
-    try:
-        return unpack(raw)
-    except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
-
-
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, unpacked; a byte order mark at its start is dropped, line ends stay as they are.
+    """Return the text of a UTF-8 file without a byte order mark, decompressed if its name ends in `.xz` or `.gz`.
 
     Raises:
-        OSError: as `read_bytes`.
-        ValueError: it is no UTF-8 text, or empty.
+        OSError: The file is missing, unreadable, or damaged.
+        ValueError: The file is not UTF-8 text, or empty.
     """
-    raw = read_bytes(path)
+    content = path.read_bytes()
+    decompress = COMPRESSIONS.get(path.suffix)
+    if decompress is not None:
+        try:
+            content = decompress(content)
+        except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+            raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
     try:
-        text = raw.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{at(path, line)}: not UTF-8 text ({error}). Convert the file.") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{location(path, line)}: not UTF-8 text ({error}). Convert the file.") from error
     if not text.strip():
         raise ValueError(f"{str(path)!r} is empty.")
     return text
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, ended by `\\n` or `\\r\\n` alone (a separator inside a sentence does not end a row)."""
+    """Return the lines of a text file. Only `\\n` and `\\r\\n` end a line; other separators may be part of a sentence.
+
+    Raises:
+        OSError, ValueError: As `read_text`.
+    """
     lines = read_text(path).split("\n")
     if not lines[-1]:
         lines.pop()
     return [line.removesuffix("\r") for line in lines]
 
 
-def at(path: Path, line: int) -> str:
+def read_table(path: Path) -> Table:
+    """Return the columns of a file in a format of `FORMATS`.
+
+    Raises:
+        ValueError: The file is empty, not UTF-8 text, or has a bad row. The message names file and line.
+        OSError: The file is missing, unreadable or damaged.
+    """
+    table = FORMATS[file_suffix(path)](path)
+    if not table or not next(iter(table.values())):
+        raise ValueError(f"{str(path)!r} holds no rows.")
+    return table
+
+
+def json_objects(path: Path, required: Sequence[str] = ()) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """Yield line number and object of each line of a JSON-lines file.
+
+    Raises:
+        ValueError: A line is no JSON object, or lacks a required key.
+    """
+    for line, text in enumerate(read_lines(path), start=1):
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{location(path, line)}: no JSON ({error}); found {shortened(text)}.") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{location(path, line)}: expected a JSON object, found {shortened(text)}.")
+        missing = [key for key in required if key not in row]
+        if missing:
+            keys = ", ".join(map(str, row))
+            raise ValueError(f"{location(path, line)}: no {', '.join(missing)}; found the keys {keys}.")
+        yield line, row
+
+
+def location(path: Path, line: int) -> str:
+    """Return file and line for an error message."""
     return f"{path}, line {line}"
 
 
-def shown(text: object, length: int = 60) -> str:
-    """A value for an error message, cut if it is long."""
-    whole = repr(text)
-    return whole if len(whole) <= length else f"{whole[:length]}…"
+def shortened(value: object, length: int = 60) -> str:
+    """Return the representation of a value for an error message, truncated if it is long."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[:length]}…"
 
 
-def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -> Any:
-    """A data set of the Hub, or of the local cache of it.
+# --------------------------------------------------------------------------------------------------------------------
+# Formats
 
-    Raises:
-        OSError: it cannot be reached, or there is none of this name.
-        ValueError: it has no such config or revision.
-    """
-    datasets = import_datasets()
-    tried = f"the Hub data set {name!r}" + (f", config {config!r}" if config else "")
-    tried += f", revision {revision!r}" if revision else ""
+
+def _read_csv(path: Path) -> Table:
+    # Line ends inside quotes belong to the cell, hence newline="".
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    limit = csv.field_size_limit(2**31 - 1)  # documents are longer than the default of 128 kB
     try:
-        return datasets.load_dataset(name, config, revision=revision)
-    except ValueError as error:
-        raise ValueError(f"Could not load {tried}: {error}") from error
-    except Exception as error:
-        # Which library fails first without a network (and with which class) depends on the versions.
-        raise OSError(f"Could not load {tried} ({type(error).__name__}: {error}). {remedy}") from error
+        return _columns(path, ((reader.line_num, row) for row in reader if row))
+    except csv.Error as error:
+        raise ValueError(f"{location(path, reader.line_num)}: {error}.") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_tsv(path: Path) -> Table:
+    return _columns(path, ((line, row.split("\t")) for line, row in enumerate(read_lines(path), start=1)))
+
+
+def _columns(path: Path, numbered_rows: Iterable[tuple[int, list[str]]]) -> Table:
+    rows = iter(numbered_rows)
+    line, header = next(rows)
+    repeated = sorted({name for name in header if header.count(name) > 1 or not name})
+    if repeated:
+        names = ", ".join(map(repr, repeated))
+        raise ValueError(f"{location(path, line)}: the header has empty or repeated names: {names}.")
+    table: Table = {name: [] for name in header}
+    for line, row in rows:
+        if len(row) != len(header):
+            raise ValueError(
+                f"{location(path, line)}: {len(row)} columns, expected {len(header)}; found {shortened(row)}."
+            )
+        for name, cell in zip(header, row, strict=True):
+            table[name].append(cell)
+    return table
+
+
+def _read_json_lines(path: Path) -> Table:
+    return _object_columns(path, json_objects(path))
+
+
+def _read_json(path: Path) -> Table:
+    """A list of objects, or one object per line."""
+    text = read_text(path)
+    if not text.lstrip().startswith("["):
+        return _read_json_lines(path)
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{location(path, error.lineno)}: no JSON ({error}).") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, entry {number}: expected a JSON object, found {shortened(row)}.")
+    return _object_columns(path, enumerate(rows, start=1))
+
+
+def _object_columns(path: Path, rows: Iterable[tuple[int, dict[Any, Any]]]) -> Table:
+    table: Table = {}
+    for line, row in rows:
+        if not table:
+            table = {name: [] for name in row}
+        if row.keys() != table.keys():
+            raise ValueError(f"{location(path, line)}: the keys {', '.join(row)}, expected {', '.join(table)}.")
+        for name, value in row.items():
+            table[name].append(value)
+    return table
+
+
+def _read_parquet(path: Path) -> Table:
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.read_table(path).to_pydict()
+    except (ValueError, OSError) as error:
+        raise OSError(f"{str(path)!r} is no readable Parquet file ({error}).") from error
+
+
+def _read_documents(path: Path) -> Table:
+    text, name = read_text(path), uncompressed_name(path)
+    wikitext = name.startswith("wiki.") and name.endswith((".tokens", ".raw"))
+    return {"text": split_articles(text) if wikitext else split_documents(text)}
+
+
+def split_articles(text: str) -> list[str]:
+    """Return the articles of a WikiText file, each from its title ` = Title = ` (between blank lines) to the next.
+
+    Text before the first title is an article of its own. Lines stay as they are.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    blank = [not line.strip() for line in lines]
+    starts = [
+        index
+        for index, line in enumerate(lines)
+        if _TITLE.fullmatch(line) and (index == 0 or blank[index - 1]) and (index + 1 == len(lines) or blank[index + 1])
+    ]
+    bounds = zip([0, *starts], [*starts, len(lines)], strict=True)
+    articles = ["\n".join(lines[start:end]) for start, end in bounds]
+    return [article for article in articles if article.strip()]
+
+
+def _read_fasta(path: Path) -> Table:
+    descriptions: list[str] = []
+    sequences: list[str] = []
+    for line, text in enumerate(read_lines(path), start=1):
+        if text.startswith(">"):
+            descriptions.append(text[1:].strip())
+            sequences.append("")
+        elif text.strip():
+            if not sequences:
+                raise ValueError(f"{location(path, line)}: a FASTA record starts with '>', found {shortened(text)}.")
+            sequences[-1] += text.strip()
+    for description, sequence in zip(descriptions, sequences, strict=True):
+        if not sequence:
+            raise ValueError(f"{path}: the record {shortened(description)} has no sequence.")
+    return {"description": descriptions, "sequence": sequences}
+
+
+#: Suffix -> reader.
+FORMATS: dict[str, Callable[[Path], Table]] = {
+    "csv": _read_csv,
+    "tsv": _read_tsv,
+    "jsonl": _read_json_lines,
+    "json": _read_json,
+    "parquet": _read_parquet,
+    **dict.fromkeys(("txt", "text", "smi", "tokens", "raw"), _read_documents),
+    **dict.fromkeys(("fasta", "fa"), _read_fasta),
+}
+
+
+def with_numbers(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Return tables of text cells in which columns of numbers only, in every split, are numbers; empty cells are None.
+
+    Codes such as 0012 stay text.
+    """
+    converted: dict[str, Table] = {split: {} for split in tables}
+    for name in next(iter(tables.values())):
+        cells = [cell for table in tables.values() for cell in table[name] if cell]
+        convert: Callable[[str], Any] = str
+        if cells and all(map(_INTEGER.fullmatch, cells)):
+            convert = int
+        elif cells and all(map(_NUMBER.fullmatch, cells)) and not any(re.fullmatch(r"0\d+", cell) for cell in cells):
+            convert = float
+        for split, table in tables.items():
+            converted[split][name] = [convert(cell) if cell or convert is str else None for cell in table[name]]
+    return converted

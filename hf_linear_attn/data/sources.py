@@ -1,4 +1,4 @@
-"""Text to train on: a saved data set, local files of the usual formats, a folder of them by split, or a Hub set."""
+"""Data sets: a saved data set, local files of the usual formats, a folder of them by split, or a Hub set."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ..utils.extras import require_packages
 from ..utils.formatting import near_matches
-from .files import COMPRESSIONS, import_datasets, load_hub, plain_name
-from .formats import FORMATS, read_format, typed
+from .files import COMPRESSIONS, FORMATS, file_suffix, read_table, uncompressed_name, with_numbers
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-#: Names that the validation split goes by.
+#: Other names of the validation split.
 ALIASES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 _SPLIT_FILE = re.compile(r"(?:wiki\.)?(train|validation|valid|val|dev|test)\.[^.]+")
+
+
+def import_datasets() -> Any:
+    """Return the package `datasets`. Raises an ImportError with the command that installs it."""
+    require_packages("datasets", extra="train", purpose="Reading data sets")
+    import datasets
+
+    return datasets
 
 
 def load_source(
@@ -28,56 +36,78 @@ def load_source(
     revision: str | None = None,
     split_map: Mapping[str, str] | None = None,
 ) -> DatasetDict:
-    """A data set by splits.
+    """Load a data set by splits.
 
     Args:
-        source: one of
+        source: One of
             - a folder made by `save_to_disk`;
-            - a file: csv, tsv (no quoting: a tab always parts two columns), json, jsonl, parquet, fasta (columns
-              `description`, `sequence`), or text (txt, text, smi, tokens, raw); all but parquet also as `.xz` or
-              `.gz`. It becomes the split `train`. Text has one column, `text`, a document a row: split as
+            - a file: csv, tsv (without quoting: a tab always separates two columns), json, jsonl, parquet, fasta
+              (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all but parquet also as `.xz`
+              or `.gz`. It becomes the split `train`. Text has one column, `text`, with one document per row: split as
               `data.text.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
             - the name of a Hub set, if no file or folder has this name.
-        config, revision: of the Hub set.
-        split_map: wanted split -> split of the source; only those named are kept. None: all, dev and valid renamed
-            to validation.
+        config: Configuration of the Hub set.
+        revision: Branch, tag or commit of the Hub set.
+        split_map: Split of the result -> split of the source; no others are loaded. None: all, with dev, valid and val
+            renamed to validation.
 
     Raises:
-        OSError: missing, unreadable, or the Hub cannot be reached.
-        ValueError: empty; files of different columns or formats, or two for one split; a bad row (file and line are
-            named); an unknown split; `config` or `revision` of a local source.
+        OSError: The source is missing or unreadable, or the Hub cannot be reached.
+        ValueError: The source is empty; files differ in columns or formats, or two are for one split; a bad row (the
+            message names file and line); an unknown split; `config` or `revision` of a local source.
     """
     path = Path(source).expanduser()
     if path.exists():
-        given = [f"{name}={value!r}" for name, value in (("config", config), ("revision", revision)) if value]
-        if given:
-            raise ValueError(f"{source!r} is local; {' and '.join(given)} go with Hub sets only.")
-        found = _load_folder(path) if path.is_dir() else _load_files({"train": path})
+        options = [f"{name}={value!r}" for name, value in (("config", config), ("revision", revision)) if value]
+        if options:
+            raise ValueError(f"{source!r} is local; {' and '.join(options)} go with Hub sets only.")
+        splits = _load_folder(path) if path.is_dir() else _load_files({"train": path})
     elif _looks_local(source):
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
-        remedy = "Connect to the Hub, or give a local file or folder."
-        found = _as_dict(load_hub(source, config, revision, remedy))
-    found = _choose(found, split_map, source)
-    empty = [split for split, part in found.items() if not len(part)]
+        splits = _as_dict(load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder."))
+    splits = _select_splits(splits, split_map, source)
+    empty = [name for name, split in splits.items() if not len(split)]
     if empty:
         raise ValueError(f"{source!r} has no rows in {', '.join(empty)}.")
-    return found
+    return splits
+
+
+def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -> Any:
+    """Load a data set of the Hub, or of the local cache of it.
+
+    Args:
+        name: The repository.
+        config: Its configuration.
+        revision: Branch, tag or commit.
+        remedy: Last sentence of the message if the data set cannot be reached.
+
+    Raises:
+        OSError: The data set cannot be reached, or there is none of this name.
+        ValueError: It has no such configuration or revision.
+    """
+    description = f"the Hub data set {name!r}" + (f", config {config!r}" if config else "")
+    description += f", revision {revision!r}" if revision else ""
+    try:
+        return import_datasets().load_dataset(name, config, revision=revision)
+    except ValueError as error:
+        raise ValueError(f"Could not load {description}: {error}") from error
+    except Exception as error:
+        # Which library fails first without a network, and with which class, depends on the versions.
+        raise OSError(f"Could not load {description} ({type(error).__name__}: {error}). {remedy}") from error
 
 
 def _looks_local(source: str) -> bool:
     path = Path(source)
-    suffix = Path(plain_name(path)).suffix
-    return source.startswith((".", "/", "~")) or len(path.parts) > 2 or suffix[1:] in FORMATS
+    return source.startswith((".", "/", "~")) or len(path.parts) > 2 or file_suffix(path) in FORMATS
 
 
 def _load_folder(folder: Path) -> DatasetDict:
-    datasets = import_datasets()
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         try:
-            return _as_dict(datasets.load_from_disk(str(folder)))
+            return _as_dict(import_datasets().load_from_disk(str(folder)))
         except (OSError, ValueError, LookupError) as error:
             raise OSError(
                 f"{str(folder)!r} is empty or no complete saved data set ({error}). Save it again."
@@ -85,12 +115,12 @@ def _load_folder(folder: Path) -> DatasetDict:
     files: dict[str, Path] = {}
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     for name in names:
-        matched = _SPLIT_FILE.fullmatch(plain_name(folder / name))
-        if not matched:
+        match = _SPLIT_FILE.fullmatch(uncompressed_name(folder / name))
+        if match is None:
             continue
-        split = ALIASES.get(matched[1], matched[1])
+        split = ALIASES.get(match[1], match[1])
         if split in files:
-            raise ValueError(f"{str(folder)!r} has two files for {split}: {files[split].name}, {name}. Keep one.")
+            raise ValueError(f"{str(folder)!r} has two files for {split}: {files[split].name}, {name}. Remove one.")
         files[split] = folder / name
     if not files:
         listed = ", ".join(names[:10]) or "nothing"
@@ -103,11 +133,11 @@ def _load_folder(folder: Path) -> DatasetDict:
 
 def _load_files(files: Mapping[str, Path]) -> DatasetDict:
     datasets = import_datasets()
-    formats = {split: _format(path) for split, path in files.items()}
-    if len(set(formats.values())) > 1:
+    suffixes = {_checked_suffix(path) for path in files.values()}
+    if len(suffixes) > 1:
         listed = ", ".join(path.name for path in files.values())
         raise ValueError(f"The files of one data set have different formats: {listed}. Convert them to one.")
-    tables = {split: read_format(formats[split], path) for split, path in files.items()}
+    tables = {split: read_table(path) for split, path in files.items()}
     first = next(iter(files))
     for split, table in tables.items():
         if list(table) != list(tables[first]):
@@ -115,90 +145,87 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
                 f"{files[split]} has the columns {', '.join(table)}, but {files[first]} has "
                 f"{', '.join(tables[first])}. The files of one data set need the same."
             )
-    if formats[first] in ("csv", "tsv"):
-        tables = typed(tables)
-    made = {}
+    if suffixes <= {"csv", "tsv"}:
+        tables = with_numbers(tables)
+    splits = {}
     for split, table in tables.items():
         try:
-            made[split] = datasets.Dataset.from_dict(table)
-        except (ValueError, TypeError) as error:  # Arrow's own errors derive from these
+            splits[split] = datasets.Dataset.from_dict(table)
+        except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
             raise ValueError(f"{files[split]}: a column holds values of different kinds ({error}).") from error
-    return datasets.DatasetDict(made)
+    return datasets.DatasetDict(splits)
 
 
-def _format(path: Path) -> str:
-    suffix = Path(plain_name(path)).suffix.lower().removeprefix(".")
+def _checked_suffix(path: Path) -> str:
+    suffix = file_suffix(path)
     if suffix not in FORMATS or (suffix == "parquet" and path.suffix in COMPRESSIONS):
         raise ValueError(
-            f"The format of {str(path)!r} is unknown.{near_matches(suffix, list(FORMATS))} Known: "
-            f"{', '.join(FORMATS)}; all but parquet also as .xz or .gz."
+            f"The format of {str(path)!r} is unknown.{near_matches(suffix, FORMATS)} Known: {', '.join(FORMATS)}; all "
+            "but parquet also as .xz or .gz."
         )
     return suffix
 
 
-def _as_dict(found: Any) -> DatasetDict:
+def _as_dict(data: Any) -> DatasetDict:
     datasets = import_datasets()
-    if isinstance(found, datasets.DatasetDict):
-        return found
-    return datasets.DatasetDict({"train": found})
+    return data if isinstance(data, datasets.DatasetDict) else datasets.DatasetDict({"train": data})
 
 
-def _choose(found: DatasetDict, split_map: Mapping[str, str] | None, source: str) -> DatasetDict:
+def _select_splits(splits: DatasetDict, split_map: Mapping[str, str] | None, source: str) -> DatasetDict:
     datasets = import_datasets()
     if split_map is None:
-        renamed = {split: ALIASES.get(split, split) for split in found}
+        renamed = {name: ALIASES.get(name, name) for name in splits}
         if len(set(renamed.values())) < len(renamed):
-            raise ValueError(f"{source!r} has several validation splits: {', '.join(found)}. Choose with a split map.")
-        return datasets.DatasetDict({renamed[split]: part for split, part in found.items()})
-    for split in split_map.values():
-        if split not in found:
+            raise ValueError(f"{source!r} has several validation splits: {', '.join(splits)}. Choose with a split map.")
+        return datasets.DatasetDict({renamed[name]: split for name, split in splits.items()})
+    for name in split_map.values():
+        if name not in splits:
             raise ValueError(
-                f"{source!r} has no split {split!r}.{near_matches(split, list(found))} Splits: {', '.join(found)}."
+                f"{source!r} has no split {name!r}.{near_matches(name, splits)} Splits: {', '.join(splits)}."
             )
-    return datasets.DatasetDict({wanted: found[split] for wanted, split in split_map.items()})
+    return datasets.DatasetDict({target: splits[name] for target, name in split_map.items()})
 
 
-def hold_out_validation(dataset: DatasetDict, share_or_count: float | int, seed: int) -> DatasetDict:
-    """The data set with a `validation` split drawn from `train`: seeded, disjoint, both in their old order.
+def hold_out_validation(splits: DatasetDict, size: float | int, seed: int) -> DatasetDict:
+    """Return the data set with a split `validation` drawn from `train`; both stay in their order.
 
     Args:
-        dataset: with a split `train` and without `validation`; other splits stay.
-        share_or_count: a float is a share of the rows in (0, 1), rounded up to at least one; an int is a number.
-        seed: of the draw.
+        splits: With a split `train` and without `validation`. Other splits stay.
+        size: A float is a share of the rows in (0, 1), rounded up to at least one row; an int is a number of rows.
+        seed: Of the draw.
 
     Raises:
-        ValueError: no `train` or already a `validation` split, or nothing would be left of either.
-        TypeError: `share_or_count` is no number.
+        ValueError: There is no `train` or a `validation` split already, or one of the two would be empty.
+        TypeError: `size` is no number.
     """
     datasets = import_datasets()
-    if "train" not in dataset or "validation" in dataset:
+    if "train" not in splits or "validation" in splits:
         raise ValueError(
-            f"A validation split is taken from 'train' where there is none; the splits are {', '.join(dataset)}."
+            f"A validation split is taken from 'train' where there is none; the splits are {', '.join(splits)}."
         )
-    if isinstance(share_or_count, bool) or not isinstance(share_or_count, (int, float)):
-        raise TypeError(f"Give the validation split as a share or a number of rows, got {share_or_count!r}.")
-    train = dataset["train"]
-    rows = len(train)
-    count = share_or_count
-    if isinstance(share_or_count, float):
-        if not 0 < share_or_count < 1:
-            raise ValueError(f"A share of the rows lies between 0 and 1, got {share_or_count!r}. A count is an int.")
-        count = max(1, round(share_or_count * rows))
+    if isinstance(size, bool) or not isinstance(size, (int, float)):
+        raise TypeError(f"Give the validation split as a share or a number of rows, got {size!r}.")
+    train = splits["train"]
+    rows, count = len(train), size
+    if isinstance(size, float):
+        if not 0 < size < 1:
+            raise ValueError(f"A share of the rows lies between 0 and 1, got {size!r}. A number of rows is an int.")
+        count = max(1, round(size * rows))
     if not 1 <= count < rows:
         raise ValueError(f"{count} of {rows} rows cannot be held out: both splits need at least one.")
-    held = set(Random(seed).sample(range(rows), int(count)))
-    rest = {split: part for split, part in dataset.items() if split != "train"}
-    kept = train.select([row for row in range(rows) if row not in held])
-    return datasets.DatasetDict({"train": kept, "validation": train.select(sorted(held)), **rest})
+    held_out = set(Random(seed).sample(range(rows), int(count)))
+    others = {name: split for name, split in splits.items() if name != "train"}
+    rest = train.select([row for row in range(rows) if row not in held_out])
+    return datasets.DatasetDict({"train": rest, "validation": train.select(sorted(held_out)), **others})
 
 
-def check_columns(dataset: Dataset | DatasetDict, columns: Sequence[str], label: str | None) -> None:
+def check_columns(data: Dataset | DatasetDict, columns: Sequence[str], label: str | None) -> None:
     """Raise a ValueError with near matches if a column, or the label column, is missing in a split."""
-    names = dataset.column_names
-    for present in names.values() if isinstance(names, dict) else [names]:
+    names = data.column_names
+    for existing in names.values() if isinstance(names, dict) else [names]:
         for column in [*columns, *([] if label is None else [label])]:
-            if column not in present:
+            if column not in existing:
                 raise ValueError(
-                    f"The data set has no column {column!r}.{near_matches(column, present)} "
-                    f"Columns: {', '.join(present)}."
+                    f"The data set has no column {column!r}.{near_matches(column, existing)} "
+                    f"Columns: {', '.join(existing)}."
                 )

@@ -197,15 +197,16 @@ def encode_pieces(tokenizer: Any, text: str, length: int) -> list[list[int]]:
 @torch.no_grad()
 def margins(model: Any, inputs: Sequence[list[int]], pad: int, precision: str) -> torch.Tensor:
     """Logit of the first label less that of the second, `[len(inputs)]`."""
-    from hf_linear_attn.data.collate import collate_padded
-
     margins_of_batches: list[torch.Tensor] = []
     start = 0
     while start < len(inputs):
         stop = start + 1
         while stop < len(inputs) and len(inputs[stop]) * (stop + 1 - start) <= SCORED_TOKENS:
             stop += 1
-        batch = collate_padded([{"input_ids": ids} for ids in inputs[start:stop]], pad)
+        rows = [torch.tensor(ids) for ids in inputs[start:stop]]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(row) for row in rows])[:, None]
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths).long()}
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             logits = model(**batch).logits.float()
         margins_of_batches.append(logits[:, 0] - logits[:, 1])

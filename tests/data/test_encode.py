@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from hf_linear_attn.data.encode import encode_blocks, encode_documents, encode_pairs
-from tests.data.made_up import tokenizer
+from tests.data.tiny_data import tokenizer
 
 PAIRS = {
     "first": ["alpha beta", "one two three four", "red"],
@@ -19,32 +19,32 @@ PAIRS = {
 
 
 def pairs(**features):
-    made = datasets.Dataset.from_dict(PAIRS)
-    return made.cast_column("label", features["label"]) if features else made
+    dataset = datasets.Dataset.from_dict(PAIRS)
+    return dataset.cast_column("label", features["label"]) if features else dataset
 
 
 def test_pairs():
     tok = tokenizer()
-    found = encode_pairs(pairs(), tok, ["first", "second"], 9)
+    encoded = encode_pairs(pairs(), tok, ["first", "second"], 9)
     expected = [tok(a, b, truncation=True, max_length=9) for a, b in zip(PAIRS["first"], PAIRS["second"], strict=True)]
     for name in ("input_ids", "token_type_ids"):
-        assert found.dataset[name][:] == [row[name] for row in expected]
-    assert found.dataset["labels"][:] == [0, 1, 0]
-    assert sorted(found.dataset.column_names) == ["input_ids", "labels", "token_type_ids"]
-    assert (found.rows, found.tokens, found.truncated, found.dropped) == (3, 6 + 9 + 5, 1, 0)
+        assert encoded.dataset[name][:] == [row[name] for row in expected]
+    assert encoded.dataset["labels"][:] == [0, 1, 0]
+    assert sorted(encoded.dataset.column_names) == ["input_ids", "labels", "token_type_ids"]
+    assert (encoded.rows, encoded.tokens, encoded.truncated, encoded.dropped) == (3, 6 + 9 + 5, 1, 0)
 
 
 def test_rows_that_just_fit_are_not_truncated():
-    found = encode_pairs(pairs(), tokenizer(), ["first", "second"], 11)
-    assert (found.truncated, max(map(len, found.dataset["input_ids"]))) == (0, 11)
+    encoded = encode_pairs(pairs(), tokenizer(), ["first", "second"], 11)
+    assert (encoded.truncated, max(map(len, encoded.dataset["input_ids"]))) == (0, 11)
 
 
 def test_one_column_and_no_token_types():
     tok = tokenizer()
     tok.model_input_names = ["input_ids", "attention_mask"]
-    found = encode_pairs(pairs(), tok, ["first"], 8)
-    assert sorted(found.dataset.column_names) == ["input_ids", "labels"]
-    assert found.dataset["input_ids"][0] == tok("alpha beta")["input_ids"]
+    encoded = encode_pairs(pairs(), tok, ["first"], 8)
+    assert sorted(encoded.dataset.column_names) == ["input_ids", "labels"]
+    assert encoded.dataset["input_ids"][0] == tok("alpha beta")["input_ids"]
 
 
 def test_kinds_of_labels_stay():
@@ -76,11 +76,11 @@ def test_encoding_is_found_again_in_the_cache(tmp_path):
 
 def test_nothing_is_written_where_nothing_can_be(monkeypatch, tmp_path):
     pairs().save_to_disk(tmp_path)
-    held = datasets.load_from_disk(str(tmp_path))
-    asked = []
-    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(Path(path)) or False)
-    assert encode_pairs(held, tokenizer(), ["first"], 8).rows == 3
-    assert asked == [tmp_path]
+    data = datasets.load_from_disk(str(tmp_path))
+    calls = []
+    monkeypatch.setattr(os, "access", lambda path, mode: calls.append(Path(path)) or False)
+    assert encode_pairs(data, tokenizer(), ["first"], 8).rows == 3
+    assert calls == [tmp_path]
     assert not list(tmp_path.glob("cache*"))
 
 
@@ -106,12 +106,12 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
         ({"label": [0, None, 0]}, ["first"], 8, "Row 1: the label is None"),
     ],
 )
-def test_what_cannot_be_encoded_is_told(changes, columns, length, message):
+def test_what_cannot_be_encoded_is_an_error(changes, columns, length, message):
     with pytest.raises(ValueError, match=message):
         encode_pairs(datasets.Dataset.from_dict({**PAIRS, **changes}), tokenizer(), columns, length)
 
 
-def test_a_row_without_tokens_is_told():
+def test_a_row_without_tokens_is_an_error():
     tok = tokenizer()
     tok.backend_tokenizer.post_processor = tokenizer().backend_tokenizer.post_processor.__class__(
         single="$A", special_tokens=[]
@@ -121,8 +121,8 @@ def test_a_row_without_tokens_is_told():
 
 
 def texts(count=25):
-    words = ["alpha", "beta", "gamma", "one", "two", "red"]
-    return [" ".join(words[(row + place) % 6] for place in range(row % 7)) for row in range(count)]
+    vocabulary = ["alpha", "beta", "gamma", "one", "two", "red"]
+    return [" ".join(vocabulary[(row + offset) % 6] for offset in range(row % 7)) for row in range(count)]
 
 
 @pytest.mark.parametrize("eos", [True, False])
@@ -130,28 +130,28 @@ def texts(count=25):
 def test_blocks_hold_the_running_text(eos, length):
     tok = tokenizer()
     documents = texts()
-    whole = []
+    stream = []
     for document in documents:
         ids = tok(document, add_special_tokens=False)["input_ids"]
-        whole += [*ids, *([tok.eos_token_id] if eos and ids else [])]
-    found = encode_blocks(datasets.Dataset.from_dict({"text": documents}), tok, "text", length, eos=eos)
-    blocks = found.dataset["input_ids"][:]
+        stream += [*ids, *([tok.eos_token_id] if eos and ids else [])]
+    encoded = encode_blocks(datasets.Dataset.from_dict({"text": documents}), tok, "text", length, eos=eos)
+    blocks = encoded.dataset["input_ids"][:]
     assert {len(block) for block in blocks} == {length}
-    kept = [token for block in blocks for token in block]
-    assert kept == whole[: len(kept)]
-    assert found.dropped == len(whole) - len(kept) < length
-    assert (found.rows, found.tokens) == (len(blocks), len(kept))
+    tokens = [token for block in blocks for token in block]
+    assert tokens == stream[: len(tokens)]
+    assert encoded.dropped == len(stream) - len(tokens) < length
+    assert (encoded.rows, encoded.tokens) == (len(blocks), len(tokens))
 
 
 def test_blocks_of_chosen_rows():
     """`select` leaves all rows in the table and keeps a list of those that count."""
     chosen = datasets.Dataset.from_dict({"text": ["alpha beta", "one", "two red"]}).select([2, 0])
     tok = tokenizer()
-    found = encode_blocks(chosen, tok, "text", 6).dataset[0]["input_ids"]
-    assert tok.convert_ids_to_tokens(found) == ["two", "red", "[EOS]", "alpha", "beta", "[EOS]"]
+    encoded = encode_blocks(chosen, tok, "text", 6).dataset[0]["input_ids"]
+    assert tok.convert_ids_to_tokens(encoded) == ["two", "red", "[EOS]", "alpha", "beta", "[EOS]"]
 
 
-def test_blocks_that_cannot_be_made_are_told():
+def test_blocks_that_cannot_be_made_are_errors():
     short = datasets.Dataset.from_dict({"text": ["alpha"]})
     with pytest.raises(ValueError, match="2 tokens do not fill one block of 8"):
         encode_blocks(short, tokenizer(), "text", 8)
@@ -167,9 +167,9 @@ def test_blocks_that_cannot_be_made_are_told():
 
 def test_documents():
     tok = tokenizer()
-    found = encode_documents(
+    encoded = encode_documents(
         datasets.Dataset.from_dict({"text": ["alpha beta gamma", "one"], "n": [1, 2]}), tok, "text", 4
     )
-    assert found.dataset["input_ids"][:] == [tok("alpha beta")["input_ids"], tok("one")["input_ids"]]
-    assert (found.rows, found.tokens, found.truncated) == (2, 7, 1)
-    assert "labels" not in found.dataset.column_names
+    assert encoded.dataset["input_ids"][:] == [tok("alpha beta")["input_ids"], tok("one")["input_ids"]]
+    assert (encoded.rows, encoded.tokens, encoded.truncated) == (2, 7, 1)
+    assert "labels" not in encoded.dataset.column_names

@@ -7,9 +7,9 @@ import re
 import datasets
 import pytest
 
-from hf_linear_attn.data.formats import FORMATS, split_articles
+from hf_linear_attn.data.files import FORMATS, split_articles
 from hf_linear_attn.data.sources import check_columns, hold_out_validation, load_source
-from tests.data.made_up import SHARED, write
+from tests.data.tiny_data import SHARED, write
 
 ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
 WIKI = (
@@ -58,16 +58,16 @@ def test_formats(suffix, packed, tmp_path):
             return
     else:
         write(tmp_path, {path.name: FILES[suffix]})
-    found = load_source(str(path))
-    assert list(found) == ["train"]
-    assert content(found["train"]) == EXPECTED[suffix]
+    loaded = load_source(str(path))
+    assert list(loaded) == ["train"]
+    assert content(loaded["train"]) == EXPECTED[suffix]
 
 
 def test_a_folder_of_splits(tmp_path):
     write(tmp_path, {"train.csv": "text,n\na,1\n", "dev.csv.gz": "text,n\nb,1.5\n", "test.csv": "text,n\nc,\n"})
     write(tmp_path, {"README.md": "not read", "unsup.csv": "other\n"})
-    found = load_source(str(tmp_path))
-    assert {split: content(part) for split, part in found.items()} == {
+    loaded = load_source(str(tmp_path))
+    assert {split: content(part) for split, part in loaded.items()} == {
         "train": {"text": ["a"], "n": [1.0]},
         "validation": {"text": ["b"], "n": [1.5]},
         "test": {"text": ["c"], "n": [None]},
@@ -78,8 +78,8 @@ def test_a_folder_of_splits(tmp_path):
 
 def test_codes_stay_text(tmp_path):
     write(tmp_path, {"some.csv": "code,year,share,empty\n0012,1999,.5,\n0013,2000,1e-3,\n"})
-    found = content(load_source(str(tmp_path / "some.csv"))["train"])
-    assert found == {"code": ["0012", "0013"], "year": [1999, 2000], "share": [0.5, 0.001], "empty": ["", ""]}
+    loaded = content(load_source(str(tmp_path / "some.csv"))["train"])
+    assert loaded == {"code": ["0012", "0013"], "year": [1999, 2000], "share": [0.5, 0.001], "empty": ["", ""]}
 
 
 def test_saved_data_sets(tmp_path):
@@ -99,9 +99,9 @@ def test_wikitext(tmp_path):
     assert second == " = Second ( 2 ) = \n \n = 3 , Played = \n End . \n"
     assert split_articles("Preface \n" + WIKI)[0] == "Preface \n "
     write(tmp_path, {f"wiki.{split}.tokens": WIKI for split in ("train", "valid", "test")})
-    found = load_source(str(tmp_path))
-    assert found.num_rows == {"train": 2, "validation": 2, "test": 2}
-    assert sum(len(text.split()) for text in found["train"]["text"]) == len(WIKI.split())
+    loaded = load_source(str(tmp_path))
+    assert loaded.num_rows == {"train": 2, "validation": 2, "test": 2}
+    assert sum(len(text.split()) for text in loaded["train"]["text"]) == len(WIKI.split())
 
 
 BAD_FILES = [
@@ -123,13 +123,13 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("name", "text", "message"), BAD_FILES)
-def test_bad_files_are_told(name, text, message, tmp_path):
+def test_bad_files_are_errors(name, text, message, tmp_path):
     write(tmp_path, {name: text})
     with pytest.raises(ValueError, match=message if ".*" in message else re.escape(message)):
         load_source(str(tmp_path / name))
 
 
-def test_unreadable_files_are_told(tmp_path):
+def test_unreadable_files_are_errors(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR")
     with pytest.raises(OSError, match="no readable Parquet file"):
         load_source(str(tmp_path / "a.parquet"))
@@ -138,7 +138,7 @@ def test_unreadable_files_are_told(tmp_path):
         load_source(str(tmp_path / "a.txt.gz"))
 
 
-def test_bad_folders_are_told(tmp_path):
+def test_bad_folders_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no files named by split .* found nothing"):
         load_source(str(tmp_path))
     write(tmp_path, {"train.csv": "a\n1\n", "test.jsonl": '{"a": 1}\n'})
@@ -153,7 +153,7 @@ def test_bad_folders_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["./none", "/none/data", "none.csv", "a/b/c", "~/none.jsonl.xz"])
-def test_missing_files_are_told(source):
+def test_missing_files_are_errors(source):
     with pytest.raises(FileNotFoundError, match="There is no file or folder"):
         load_source(source)
 
@@ -174,7 +174,7 @@ def test_hub_sets(monkeypatch, tmp_path):
         load_source(str(tmp_path / "a.txt"), config="c")
 
 
-def test_empty_splits_are_told(monkeypatch, tmp_path):
+def test_empty_splits_are_errors(monkeypatch, tmp_path):
     none = datasets.Dataset.from_dict({"text": []})
     none.save_to_disk(tmp_path / "none")
     with pytest.raises(OSError, match="is empty or no complete saved data set"):
@@ -184,30 +184,30 @@ def test_empty_splits_are_told(monkeypatch, tmp_path):
         load_source("someone/some")
 
 
-@pytest.mark.parametrize(("wanted", "count"), [(0.1, 10), (7, 7), (0.0001, 1)])
-def test_carved_validation(wanted, count):
-    whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
-    found, again, other = (hold_out_validation(whole, wanted, seed) for seed in (0, 0, 1))
-    held, kept = found["validation"]["n"][:], found["train"]["n"][:]
-    assert len(held) == count
-    assert sorted(held + kept) == list(range(100))
-    assert held == sorted(held)
-    assert kept == sorted(kept)
-    assert again["validation"]["n"][:] == held
-    assert other["validation"]["n"][:] != held
+@pytest.mark.parametrize(("size", "count"), [(0.1, 10), (7, 7), (0.0001, 1)])
+def test_carved_validation(size, count):
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
+    loaded, again, other = (hold_out_validation(splits, size, seed) for seed in (0, 0, 1))
+    held_out, rest = loaded["validation"]["n"][:], loaded["train"]["n"][:]
+    assert len(held_out) == count
+    assert sorted(held_out + rest) == list(range(100))
+    assert held_out == sorted(held_out)
+    assert rest == sorted(rest)
+    assert again["validation"]["n"][:] == held_out
+    assert other["validation"]["n"][:] != held_out
 
 
 def test_validation_that_cannot_be_carved():
-    whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1, 2]})})
-    for wanted in (0, 2, -1):
-        with pytest.raises(ValueError, match=f"{wanted} of 2 rows cannot be held out"):
-            hold_out_validation(whole, wanted, 0)
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1, 2]})})
+    for size in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"{size} of 2 rows cannot be held out"):
+            hold_out_validation(splits, size, 0)
     with pytest.raises(ValueError, match=r"share of the rows lies between 0 and 1, got 1.0"):
-        hold_out_validation(whole, 1.0, 0)
+        hold_out_validation(splits, 1.0, 0)
     with pytest.raises(TypeError, match="got True"):
-        hold_out_validation(whole, True, 0)
+        hold_out_validation(splits, True, 0)
     with pytest.raises(ValueError, match="the splits are train, validation"):
-        hold_out_validation(hold_out_validation(whole, 1, 0), 1, 0)
+        hold_out_validation(hold_out_validation(splits, 1, 0), 1, 0)
 
 
 def test_columns_are_checked():
@@ -229,18 +229,18 @@ def real(name: str) -> str:
 
 @pytest.mark.real
 def test_real_wikitext():
-    found = load_source(real("lm/wikitext-2"))
-    assert found.num_rows == {"train": 600, "validation": 60, "test": 60}
-    words = {split: sum(len(text.split()) for text in part["text"]) for split, part in found.items()}
-    assert words == {"train": 2_051_910, "validation": 213_886, "test": 241_211}
+    loaded = load_source(real("lm/wikitext-2"))
+    assert loaded.num_rows == {"train": 600, "validation": 60, "test": 60}
+    vocabulary = {split: sum(len(text.split()) for text in part["text"]) for split, part in loaded.items()}
+    assert vocabulary == {"train": 2_051_910, "validation": 213_886, "test": 241_211}
 
 
 @pytest.mark.real
 def test_real_proteins():
-    found = load_source(real("protein/deeploc2_swissprot.csv.xz"))["train"]
-    assert len(found) == 28303
-    assert len(set(found["accession"])) == 28303
-    assert set(found["partition"]) == set(range(5))
+    loaded = load_source(real("protein/deeploc2_swissprot.csv.xz"))["train"]
+    assert len(loaded) == 28303
+    assert len(set(loaded["accession"])) == 28303
+    assert set(loaded["partition"]) == set(range(5))
     fasta = load_source(real("protein/ecoli_K12_proteome_UP000000625.fasta"))["train"]
     assert len(fasta) == 4391
     assert sum(len(sequence) > 1024 for sequence in fasta["sequence"]) == 53

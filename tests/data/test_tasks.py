@@ -9,7 +9,7 @@ import pytest
 
 from hf_linear_attn.data.metrics import METRICS
 from hf_linear_attn.data.tasks import TASKS, Task, get_task, load_task
-from tests.data.made_up import SHARED, write
+from tests.data.tiny_data import SHARED, write
 
 GLUE = ["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
 
@@ -75,14 +75,14 @@ def test_a_task_is_checked():
 def test_the_layout_of_the_archive(name, inside, tmp_path):
     pattern, text, expected = ARCHIVE[name]
     write(tmp_path, {pattern.format("train"): text, pattern.format("dev"): text})
-    found = load_task(name, folder=str(tmp_path / pattern.split("/")[0] if inside else tmp_path))
+    loaded = load_task(name, folder=str(tmp_path / pattern.split("/")[0] if inside else tmp_path))
     task = get_task(name)
-    assert list(found) == ["train", "validation"]
-    for split in found.values():
+    assert list(loaded) == ["train", "validation"]
+    for split in loaded.values():
         assert split.column_names == [*task.columns, "label"]
         assert rows(split) == expected
     if task.labels is not None:
-        assert tuple(found["train"].features["label"].names) == task.labels
+        assert tuple(loaded["train"].features["label"].names) == task.labels
 
 
 def test_mnli_of_the_archive(tmp_path):
@@ -93,35 +93,35 @@ def test_mnli_of_the_archive(tmp_path):
     dev = ["\t".join([*header, *labels, "gold_label"]), "\t".join([*cells, *["neutral"] * 5, "contradiction"])]
     files = {"train": train, "dev_matched": dev, "dev_mismatched": dev}
     write(tmp_path, {f"MNLI/{name}.tsv": "\n".join(lines) + "\n" for name, lines in files.items()})
-    found = load_task("mnli", folder=str(tmp_path))
-    assert list(found) == ["train", "validation_matched", "validation_mismatched"]
-    assert rows(found["train"]) == [("A man.", "A person.", 0)]
-    assert rows(found["validation_mismatched"]) == [("A man.", "A person.", 2)]
+    loaded = load_task("mnli", folder=str(tmp_path))
+    assert list(loaded) == ["train", "validation_matched", "validation_mismatched"]
+    assert rows(loaded["train"]) == [("A man.", "A person.", 0)]
+    assert rows(loaded["validation_mismatched"]) == [("A man.", "A person.", 2)]
 
 
 def test_parts_of_a_task(tmp_path):
     text = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tneutral\n"
     write(tmp_path, {"train_subset.tsv": text, "dev_subset.tsv": text})
-    found = load_task("mnli", folder=str(tmp_path))
-    assert list(found) == ["train", "validation"]
-    assert rows(found["train"]) == rows(found["validation"]) == [("a", "b", 1)]
+    loaded = load_task("mnli", folder=str(tmp_path))
+    assert list(loaded) == ["train", "validation"]
+    assert rows(loaded["train"]) == rows(loaded["validation"]) == [("a", "b", 1)]
 
 
 def test_sts_benchmark_with_sources(tmp_path):
-    plain = "main\tMSRvid\t2012\t0001\t5.000\tA plane.\tAn air plane.\n"
-    text = plain + plain.replace("5.000", "0.5").rstrip("\n") + "\thttp://a\thttp://b\n"
+    row = "main\tMSRvid\t2012\t0001\t5.000\tA plane.\tAn air plane.\n"
+    text = row + row.replace("5.000", "0.5").rstrip("\n") + "\thttp://a\thttp://b\n"
     write(tmp_path, {"sts-train.csv": text, "sts-dev.csv": text})
-    found = load_task("stsb", folder=str(tmp_path))
-    assert found["validation"]["label"][:] == [5.0, 0.5]
-    assert found["train"].features["label"].dtype == "float32"
+    loaded = load_task("stsb", folder=str(tmp_path))
+    assert loaded["validation"]["label"][:] == [5.0, 0.5]
+    assert loaded["train"].features["label"].dtype == "float32"
 
 
 @pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
 def test_imdb(suffix, tmp_path):
     lines = '{"id": 0, "label": 0, "text": "dull\\u2028film"}\n{"id": 1, "label": 1, "text": "good"}\n'
     write(tmp_path, {f"imdb/train.jsonl{suffix}": lines, f"imdb/test.jsonl{suffix}": lines})
-    found = load_task("imdb", folder=str(tmp_path))
-    assert rows(found["validation"]) == [("dull\u2028film", 0), ("good", 1)]
+    loaded = load_task("imdb", folder=str(tmp_path))
+    assert rows(loaded["validation"]) == [("dull\u2028film", 0), ("good", 1)]
 
 
 BAD_ROWS = [
@@ -149,7 +149,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "text", "message"), BAD_ROWS)
-def test_bad_rows_are_told(name, text, message, tmp_path):
+def test_bad_rows_are_errors(name, text, message, tmp_path):
     write(tmp_path, {"train.tsv": text, "dev.tsv": text})
     with pytest.raises(ValueError, match=re.escape(message)):
         load_task(name, folder=str(tmp_path))
@@ -165,21 +165,21 @@ def test_bad_rows_are_told(name, text, message, tmp_path):
         ('{"label": 1', "line 2: no JSON"),
     ],
 )
-def test_bad_json_rows_are_told(line, message, tmp_path):
+def test_bad_json_rows_are_errors(line, message, tmp_path):
     good = '{"label": 1, "text": "a"}\n'
     write(tmp_path, {"train.jsonl": good + line + "\n", "test.jsonl": good})
     with pytest.raises(ValueError, match=re.escape(message)):
         load_task("imdb", folder=str(tmp_path))
 
 
-def test_bytes_that_are_no_text_are_told(tmp_path):
+def test_bytes_that_are_no_text_are_errors(tmp_path):
     (tmp_path / "train.tsv").write_bytes(b"sentence\tlabel\nfine\t1\n\xff\t1\n")
     (tmp_path / "dev.tsv").write_bytes(b"sentence\tlabel\nfine\t1\n")
     with pytest.raises(ValueError, match=re.escape("train.tsv, line 3: not UTF-8 text")):
         load_task("sst2", folder=str(tmp_path))
 
 
-def test_missing_files_are_told(tmp_path):
+def test_missing_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no folder .* for the task 'rte'"):
         load_task("rte", folder=str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError, match=r"None of these files exists: .*RTE/train.tsv, .*train_subset.tsv"):
@@ -193,7 +193,7 @@ def test_missing_files_are_told(tmp_path):
         load_task("imdb", folder=str(tmp_path))
 
 
-def test_without_a_network_the_remedy_is_told(tmp_path):
+def test_without_a_network_the_remedy_is_an_error(tmp_path):
     with pytest.raises(OSError, match=r"'nyu-mll/glue', config 'rte', revision 'main' .*--data.folder"):
         load_task("rte", revision="main")
     with pytest.raises(ValueError, match="revision 'main' is of a Hub set"):
@@ -203,18 +203,18 @@ def test_without_a_network_the_remedy_is_told(tmp_path):
 def test_hub_sets_give_the_same_columns(monkeypatch):
     import datasets
 
-    asked = []
+    calls = []
 
     def load_dataset(*args, **options):
-        asked.append((args, options))
+        calls.append((args, options))
         part = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [1], "idx": [0]})
         return datasets.DatasetDict(dict.fromkeys(("train", "validation_matched", "validation_mismatched"), part))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = load_task("mnli", revision="abc")
-    assert asked == [(("nyu-mll/glue", "mnli"), {"revision": "abc"})]
-    assert list(found) == ["train", "validation_matched", "validation_mismatched"]
-    assert found["train"].column_names == ["premise", "hypothesis", "label"]
+    loaded = load_task("mnli", revision="abc")
+    assert calls == [(("nyu-mll/glue", "mnli"), {"revision": "abc"})]
+    assert list(loaded) == ["train", "validation_matched", "validation_mismatched"]
+    assert loaded["train"].column_names == ["premise", "hypothesis", "label"]
     with pytest.raises(ValueError, match="'stanfordnlp/imdb' has no split 'test' for 'validation'"):
         load_task("imdb")
 
@@ -238,7 +238,7 @@ def test_real_files(name, train, validation):
     folder = SHARED / ("imdb" if name == "imdb" else "glue")
     if not folder.is_dir():
         pytest.skip(f"the data set {folder.name} is not at hand")
-    found = load_task(name, folder=str(folder))
-    assert found.num_rows == {"train": train, "validation": validation}
+    loaded = load_task(name, folder=str(folder))
+    assert loaded.num_rows == {"train": train, "validation": validation}
     if get_task(name).labels is not None:
-        assert set(found["validation"]["label"]) == set(range(get_task(name).num_labels))
+        assert set(loaded["validation"]["label"]) == set(range(get_task(name).num_labels))

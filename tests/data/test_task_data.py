@@ -1,0 +1,75 @@
+"""Collators and metrics of task data. Loading is tested by the conversions that use it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData
+from tests.data.tiny_data import tokenizer
+
+
+def task_data(task_type: str, **options: object) -> TaskData:
+    return TaskData(task_type, tokenizer(), None, {}, BlockCollator(), "loss", False, **options)  # type: ignore[arg-type]
+
+
+def test_blocks_predict_every_next_token():
+    batch = BlockCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 5]}])
+    assert batch["labels"].tolist() == batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 5]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_at_least_one_token_is_masked():
+    tok = tokenizer()
+    rows = [{"input_ids": tok("alpha beta gamma")["input_ids"]}, {"input_ids": tok("one")["input_ids"]}]
+    special = torch.tensor(tok.all_special_ids)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        batch = MaskingCollator(tok, mlm_probability=0.02)(rows)
+        masked = batch["labels"] != -100
+        assert int(masked.sum()) >= 1
+        assert not bool(torch.isin(batch["labels"][masked], special).any())
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+
+
+def test_a_batch_without_ordinary_tokens_is_an_error():
+    tok = tokenizer()
+    with pytest.raises(ValueError, match="nothing to mask"):
+        MaskingCollator(tok, mlm_probability=0.5)([{"input_ids": [tok.cls_token_id, tok.sep_token_id]}])
+
+
+def test_the_loss_of_a_language_model_is_that_of_all_its_tokens():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 4, 7), torch.tensor([[1, 2, 3, 4], [5, 6, -100, -100]])
+    data = task_data("causal-lm")
+    reduced = data.reduce_logits((logits, "another output"), labels)
+    assert reduced[:, 1].tolist() == [3.0, 1.0]
+    metrics = data.compute_metrics(EvalPrediction(reduced.numpy(), None))
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1))
+    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-6)
+    masked = task_data("masked-lm").reduce_logits(logits, labels)
+    assert masked[:, 1].tolist() == [4.0, 2.0]
+    with pytest.raises(ValueError, match="no token to predict"):
+        data.compute_metrics(EvalPrediction(np.zeros((2, 2)), None))
+
+
+def test_predictions_of_classes_and_scores():
+    logits = torch.tensor([[0.1, 0.9], [2.0, -1.0]])
+    classes = task_data("classification", labels=("a", "b"), metric_names=("accuracy",))
+    assert classes.reduce_logits(logits, torch.tensor([1, 1])).tolist() == [1, 0]
+    assert classes.compute_metrics(EvalPrediction(np.array([1, 0]), np.array([1, 1]))) == {"accuracy": 0.5}
+    scores = task_data("classification", metric_names=("pearson",))
+    assert scores.reduce_logits(logits[:, :1], torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0.1, 2.0])
+    assert scores.config_changes["num_labels"] == 1
+    assert classes.config_changes["id2label"] == {0: "a", 1: "b"}
+
+
+def test_own_metrics_leave_out_what_the_trainer_adds():
+    data = task_data("classification", labels=("a", "b"), metric_names=("accuracy", "f1"))
+    metrics = {"eval_matched_accuracy": 0.5, "eval_f1": 0.25, "eval_loss": 1.0, "eval_runtime": 3.0, "epoch": 1.0}
+    assert data.own_metrics(metrics) == {"matched_accuracy": 0.5, "f1": 0.25}
