@@ -24,7 +24,7 @@ def save_folder(made: Path) -> Path:
         save_checkpoint(made / kind, kind)
     (made / "text.txt").write_text(sample_text(), encoding="utf-8")
     _classifiers(made)
-    rows = [" ".join(WORDS[(place * 7 + step) % len(WORDS)] for step in range(8)) for place in range(60)]
+    rows = [" ".join(WORDS[(position * 7 + step) % len(WORDS)] for step in range(8)) for position in range(60)]
     (made / "glue" / "SST-2").mkdir(parents=True)
     (made / "glue" / "STS-B").mkdir()
     for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):

@@ -240,25 +240,17 @@ def serves(entry: AttentionEntry, causal: bool) -> bool:
     return entry.causal if causal else entry.bidirectional
 
 
-#: The quick suite tests these mechanisms on GPT-2, too. For the others GPT-2 is like Llama, and the pair is slow.
-GPT2_MECHANISMS = ("hedgehog", "window")
-
-
-def _is_quick(entry: AttentionEntry, family: Family, families: Sequence[Family]) -> bool:
-    return not (family == GPT2 and LLAMA in families and entry.causal and entry.name not in GPT2_MECHANISMS)
-
-
 def every_pair(families: Sequence[Family] = FAMILIES, quick: Collection[tuple[str, Family]] | None = None) -> Any:
     """Parametrize a test over `name, family` for every mechanism and every family that it serves.
 
-    quick: the pairs of the quick suite, the others are slow; by default all but most of GPT-2 (`GPT2_MECHANISMS`).
+    quick: the pairs of the quick suite, where a test is expensive; the others are slow. (See `tests/sampling.py`, too.)
     """
     cases = []
     for entry in entries():
         for family in families:
             if serves(entry, family.causal):
-                fast = _is_quick(entry, family, families) if quick is None else (entry.name, family) in quick
-                marks = () if fast else (pytest.mark.slow,)
+                is_quick = quick is None or (entry.name, family) in quick
+                marks = () if is_quick else (pytest.mark.slow,)
                 cases.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}", marks=marks))
     return pytest.mark.parametrize(("name", "family"), cases)
 

@@ -115,8 +115,8 @@ def test_yaml_and_flags(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     """Flags override the file, wherever they stand, and `--print_config` shows what is used."""
     file = tmp_path / "patch.yaml"
     file.write_text(f"model: {gpt2}\nattention: favor+\noptions:\n  num_features: 8\nlayers: [0]\n")
-    words = ["patch", "--layers", "-1,0", "--output", tmp_path / "out", "--options.seed", "3", "--config", file]
-    assert run(*words, "--print_config") == 0
+    arguments = ["patch", "--layers", "-1,0", "--output", tmp_path / "out", "--options.seed", "3", "--config", file]
+    assert run(*arguments, "--print_config") == 0
     printed = capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     assert yaml.safe_load(printed) == {
@@ -380,11 +380,11 @@ def test_info(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert str(report) in shown
     assert f"format 1, written by hf-linear-attn {hla.__version__}" in shown
     assert run("info", target, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["patched"]
-    assert told["added_parameters"] == report.parameters
-    assert told["state_bytes"] == report.state_bytes > 0
-    assert [layer["attention"] for layer in told["layers"]] == ["softmax", "hedgehog", "softmax"]
+    info = json.loads(capsys.readouterr().out)
+    assert info["patched"]
+    assert info["added_parameters"] == report.parameters
+    assert info["state_bytes"] == report.state_bytes > 0
+    assert [layer["attention"] for layer in info["layers"]] == ["softmax", "hedgehog", "softmax"]
 
 
 def test_info_without_linear_attention(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:

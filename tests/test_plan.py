@@ -258,9 +258,9 @@ def test_models_that_are_not_supported(folder: Path, tmp_path: Path) -> None:
 
 
 def arguments(folder: Path, output: Path, budget: str, *more: str) -> list[str]:
-    words = ["--data.dataset", str(folder / "text.txt"), "--output", str(output), "--quick", "--steps", "1"]
-    words += ["--data.max_length", "32", "--lengths", "32", *more]
-    return ["plan", str(folder / "gpt2"), "--budget", budget, *words]
+    flags = ["--data.dataset", str(folder / "text.txt"), "--output", str(output), "--quick", "--steps", "1"]
+    flags += ["--data.max_length", "32", "--lengths", "32", *more]
+    return ["plan", str(folder / "gpt2"), "--budget", budget, *flags]
 
 
 def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,8 +298,8 @@ def test_errors_are_one_line(
 
 
 def test_flags() -> None:
-    words = ["gpt2", "--budget", "2x at 64", "--options.a", "1", "--options.b", "x", "--lengths", "64", "128"]
-    config = parse_verb("plan", words)
+    flags = ["gpt2", "--budget", "2x at 64", "--options.a", "1", "--options.b", "x", "--lengths", "64", "128"]
+    config = parse_verb("plan", flags)
     assert (config.model, config.options, config.lengths) == ("gpt2", {"a": 1, "b": "x"}, (64, 128))
     assert main(["plan", "gpt2"]) == 2
 

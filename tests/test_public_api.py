@@ -43,8 +43,8 @@ def test_the_public_names():
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_resolves_and_is_documented(name):
-    found = getattr(hla, name)
-    assert isinstance(found, str) or found.__doc__
+    value = getattr(hla, name)
+    assert isinstance(value, str) or value.__doc__
 
 
 def test_an_unknown_name_is_an_attribute_error():

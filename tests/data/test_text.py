@@ -66,10 +66,10 @@ def test_every_fifth_document_is_held_out() -> None:
 
 
 def test_a_running_text_is_cut_at_four_fifths() -> None:
-    words = " ".join(str(index) for index in range(1000))
-    (train,), (held_out,) = split_train([words])
-    assert f"{train} {held_out}" == words
-    assert len(train) / len(words) == pytest.approx(0.8, abs=0.01)
+    text = " ".join(str(index) for index in range(1000))
+    (train,), (held_out,) = split_train([text])
+    assert f"{train} {held_out}" == text
+    assert len(train) / len(text) == pytest.approx(0.8, abs=0.01)
 
 
 def test_docstrings_are_read_without_running_the_file(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_passages_have_the_length_and_lose_no_tokens(tokenizer: PreTrainedTokeni
 
 
 def test_passages_are_spread_over_the_documents(tokenizer: PreTrainedTokenizerFast) -> None:
-    words = ("alpha", "beta", "gamma", "delta")
-    passages = token_passages(tokenizer, [f"{word} " * 64 for word in words], 34, 4)
+    vocabulary = ("alpha", "beta", "gamma", "delta")
+    passages = token_passages(tokenizer, [f"{word} " * 64 for word in vocabulary], 34, 4)
     firsts = [passage[1] for passage in passages]
-    assert firsts == tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]
+    assert firsts == tokenizer(" ".join(vocabulary), add_special_tokens=False)["input_ids"]
 
 
 def test_batches_are_padded_on_the_right() -> None:

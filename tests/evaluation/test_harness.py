@@ -20,11 +20,11 @@ def task(tmp_path: Path) -> Path:
     """A multiple-choice task of twelve questions: which of three words comes next?"""
     rows = [
         {
-            "question": " ".join(WORDS[(place + step) % len(WORDS)] for step in range(4 + place % 3)),
-            "choices": [WORDS[(3 * place + step) % len(WORDS)] for step in range(3)],
-            "answer": place % 3,
+            "question": " ".join(WORDS[(index + step) % len(WORDS)] for step in range(4 + index % 3)),
+            "choices": [WORDS[(3 * index + step) % len(WORDS)] for step in range(3)],
+            "answer": index % 3,
         }
-        for place in range(12)
+        for index in range(12)
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
@@ -51,10 +51,10 @@ def expected(model: PreTrainedModel, task: Path) -> float:
     rows = [json.loads(line) for line in (task / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     right = 0
     for row in rows:
-        asked = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
-        words = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in row["choices"]]
-        logits = model(torch.tensor([asked])).logits[0, -1]
-        right += int(logits[words].argmax()) == row["answer"]
+        prompt = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+        choices = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in row["choices"]]
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+        right += int(logits[choices].argmax()) == row["answer"]
     return right / len(rows)
 
 
@@ -64,8 +64,8 @@ def test_a_task_of_our_own(family: object, name: str, task: Path, monkeypatch: p
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
     model = patch_small(tiny_model(str(family)).eval(), name)
-    found = run_harness(model, ["next_word"], tokenizer=_plain_tokenizer(), folder=task / "tasks", batch_size=5)
-    assert found["next_word"]["acc"] == pytest.approx(expected(model, task))
+    result = run_harness(model, ["next_word"], tokenizer=_plain_tokenizer(), folder=task / "tasks", batch_size=5)
+    assert result["next_word"]["acc"] == pytest.approx(expected(model, task))
 
 
 def _plain_tokenizer() -> PreTrainedTokenizerFast:
@@ -82,16 +82,16 @@ def test_a_checkpoint_and_what_is_wrong_with_tasks(task: Path, monkeypatch: pyte
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
     folder = save_checkpoint(task / "gpt2", "gpt2")
-    plain = _plain_tokenizer()
+    reference = _plain_tokenizer()
     model = hla.patch_model(tiny_model("gpt2"), "elu")
     model.save_pretrained(task / "linear")
-    plain.save_pretrained(task / "linear")
-    found = run_harness(str(task / "linear"), ["next_word"], folder=task / "tasks", limit=6)
-    assert 0 <= found["next_word"]["acc"] <= 1
+    reference.save_pretrained(task / "linear")
+    result = run_harness(str(task / "linear"), ["next_word"], folder=task / "tasks", limit=6)
+    assert 0 <= result["next_word"]["acc"] <= 1
     assert hla.is_patched(harness_model(str(task / "linear")).model)
-    assert not hla.is_patched(harness_model(str(folder), plain).model)
+    assert not hla.is_patched(harness_model(str(folder), reference).model)
     with pytest.raises(ValueError, match=r"Unknown tasks last_word\. Known: next_word"):
-        run_harness(model, ["last_word"], tokenizer=plain, folder=task / "tasks")
+        run_harness(model, ["last_word"], tokenizer=reference, folder=task / "tasks")
     with pytest.raises(ValueError, match="tokenizer"):
         harness_model(model)
     with pytest.raises(ValueError, match="end-of-sequence"):

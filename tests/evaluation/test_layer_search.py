@@ -34,7 +34,7 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
 
 
 @pytest.mark.parametrize(
-    ("text", "unit", "amount", "length"),
+    ("text", "unit", "limit", "length"),
     [
         ("1% perplexity", "perplexity", 1.0, None),
         (" .5 % of Perplexity ", "perplexity", 0.5, None),
@@ -47,9 +47,9 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
         ("3x@8k", None, 3.0, 8192),
     ],
 )
-def test_budgets_are_read(text: str, unit: str | None, amount: float, length: int | None) -> None:
+def test_budgets_are_read(text: str, unit: str | None, limit: float, length: int | None) -> None:
     budget = Budget.parse(text)
-    assert (budget.unit and budget.unit.name, budget.amount, budget.length) == (unit, amount, length)
+    assert (budget.unit and budget.unit.name, budget.amount, budget.length) == (unit, limit, length)
 
 
 @pytest.mark.parametrize("text", ["", "1%", "perplexity", "-1% perplexity", "2x", "fast", "1e3 nats", "2 at 4096"])

@@ -72,9 +72,9 @@ def test_positions_that_wrap_after_a_period(family):
 @pytest.mark.parametrize("family", DECODERS, ids=str)
 def test_restarts_are_pieces_without_a_past(family):
     model, tokens = patched("window", family), stream(50)
-    alone = [logits(model, torch.tensor([tokens[start : start + 20]])) for start in (0, 20, 40)]
+    separate = [logits(model, torch.tensor([tokens[start : start + 20]])) for start in (0, 20, 40)]
     out = read(model, tokens, chunk_length=7, positions="restart", period=20)
-    assert_close(out, torch.cat(alone, 1))
+    assert_close(out, torch.cat(separate, 1))
 
 
 def test_the_end_of_a_learned_table():
@@ -106,10 +106,10 @@ def test_memory_is_constant(name, family):
 @pytest.mark.parametrize("chunk_length", [1, 7, 100])
 def test_losses_are_those_of_the_whole(chunk_length):
     model, tokens = patched("hedgehog", LLAMA), stream(50)
-    found = [losses for _, losses in stream_losses(read_stream(model, tokens, chunk_length=chunk_length))]
+    results = [losses for _, losses in stream_losses(read_stream(model, tokens, chunk_length=chunk_length))]
     ids = torch.tensor([tokens])
     whole = torch.nn.functional.cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:], reduction="none")
-    assert_close(torch.cat(found).float(), whole)
+    assert_close(torch.cat(results).float(), whole)
 
 
 def test_bytes_of_a_cache():
@@ -158,8 +158,8 @@ def test_a_model_without_a_head_encodes():
 @pytest.mark.parametrize("block", [1, 10, 64, 100_000])
 def test_a_file_is_read_block_by_block(block, tmp_path):
     tokenizer = tiny_tokenizer()
-    words = [word for word in tokenizer.get_vocab() if word.isalpha()][:20]
-    text = "\n".join(" ".join(words[k:] + words[:k]) for k in range(20)) + "\n"
+    vocabulary = [word for word in tokenizer.get_vocab() if word.isalpha()][:20]
+    text = "\n".join(" ".join(vocabulary[k:] + vocabulary[:k]) for k in range(20)) + "\n"
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     tokens = list(file_tokens(tmp_path / "book.txt", tokenizer, max(block, 30)))
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

@@ -16,8 +16,8 @@ def test_both_forms_compute_the_same(tmp_path):
     with pytest.raises(NotImplementedError, match="cannot be bidirectional"):
         recipe.main(["--text", str(tmp_path / "text.txt"), *small, "--out", str(tmp_path / "no.json")])
     assert recipe.main(["--text", str(tmp_path / "text.txt"), *small[:-1], "--out", str(tmp_path / "out.json")]) == 0
-    held = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert held["tokens"]["packed"] < held["tokens"]["padded"]
-    assert [row["direction"] for row in held["rows"]] == ["both", "causal"]
-    assert all(row["difference"] < 2e-5 for row in held["rows"])
-    assert held["text"]["source"] == "text.txt"
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert report["tokens"]["packed"] < report["tokens"]["padded"]
+    assert [row["direction"] for row in report["rows"]] == ["both", "causal"]
+    assert all(row["difference"] < 2e-5 for row in report["rows"])
+    assert report["text"]["source"] == "text.txt"

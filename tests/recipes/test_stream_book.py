@@ -17,12 +17,12 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("stream")
-    save_decoder(place / "decoder")
-    words = ["the", "red", "cat", "saw", "a", "blue", "dog", "near", "the", "old", "house", "and", "went", "home"]
-    lines = (" ".join(words[k % 7 :] + words[: k % 7]) for k in range(400))
-    (place / "book.txt").write_text("\n\n".join(lines), encoding="utf-8")
-    return place
+    path = tmp_path_factory.mktemp("stream")
+    save_decoder(path / "decoder")
+    vocabulary = ["the", "red", "cat", "saw", "a", "blue", "dog", "near", "the", "old", "house", "and", "went", "home"]
+    lines = (" ".join(vocabulary[k % 7 :] + vocabulary[: k % 7]) for k in range(400))
+    (path / "book.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    return path
 
 
 def words(folder, *more):
@@ -41,8 +41,8 @@ def test_the_book_is_read_at_constant_memory(recipe, folder, tmp_path, positions
     for row in rows:
         assert row["tokens"] == 1500
         assert row["growth"]["state_bytes"] == 0
-        assert sum(held["tokens"] for held in row["ranges"]) == 1499
-        assert [held["from"] for held in row["ranges"]] == [0, 512]
+        assert sum(value["tokens"] for value in row["ranges"]) == 1499
+        assert [value["from"] for value in row["ranges"]] == [0, 512]
         assert "/" not in json.dumps(row["settings"])
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
     shown = capsys.readouterr().out
@@ -69,19 +69,19 @@ def test_a_patched_checkpoint_is_read_as_it_is(recipe, folder, tmp_path):
     model.save_pretrained(tmp_path / "patched")
     AutoTokenizer.from_pretrained(folder / "decoder").save_pretrained(tmp_path / "patched")
     out = tmp_path / "runs.json"
-    asked = words(folder, "--out", str(out))
-    asked[1] = str(tmp_path / "patched")
-    assert recipe.main(asked) == 0
+    arguments = words(folder, "--out", str(out))
+    arguments[1] = str(tmp_path / "patched")
+    assert recipe.main(arguments) == 0
     assert json.loads(out.read_text(encoding="utf-8"))["rows"][0]["attention"] == ["elu"]
 
 
 def test_an_empty_book_is_told(recipe, folder, tmp_path):
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
-    asked = words(folder)
-    asked[3] = str(tmp_path / "empty.txt")
+    arguments = words(folder)
+    arguments[3] = str(tmp_path / "empty.txt")
     if recipe.AutoTokenizer.from_pretrained(folder / "decoder").bos_token_id is None:
         with pytest.raises(ValueError, match="holds no text"):
-            recipe.main(asked)
+            recipe.main(arguments)
 
 
 def test_help(recipe, capsys):

@@ -33,32 +33,32 @@ def sharding(kind: str) -> dict[str, str]:
 
     name = "fsdp2" if kind == "fsdp2" else "deepspeed"
     config = str(ROOT / "recipes" / "accelerate" / f"{name}.yaml")
-    asked = launch_command_parser().parse_args(["--config_file", config, "glue.py"])
-    arguments, defaults, _ = _validate_launch_command(asked)
+    namespace = launch_command_parser().parse_args(["--config_file", config, "glue.py"])
+    arguments, defaults, _ = _validate_launch_command(namespace)
     if kind == "fsdp2":
-        given: dict[str, str] = prepare_multi_gpu_env(arguments)
-        return {key: value for key, value in given.items() if "FSDP" in key}
+        environment: dict[str, str] = prepare_multi_gpu_env(arguments)
+        return {key: value for key, value in environment.items() if "FSDP" in key}
     arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-    _, given = prepare_deepspeed_cmd_env(arguments)
+    _, environment = prepare_deepspeed_cmd_env(arguments)
     return {
-        **{key: value for key, value in given.items() if "DEEPSPEED" in key},
+        **{key: value for key, value in environment.items() if "DEEPSPEED" in key},
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[-1],
     }
 
 
 def start_sharded(kind: str, settings: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {**sharding(kind), **environment}
-    return start(settings, 2, *flags, "--device", "auto", module="tests.training.sharded_worker", **given)
+    variables = {**sharding(kind), **environment}
+    return start(settings, 2, *flags, "--device", "auto", module="tests.training.sharded_worker", **variables)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sharding")
-    save_encoder(place / "encoder", hidden_dropout_prob=0.0)
-    save_task(place / "task", validation=27)
-    done = start(settings_file(place, "copies", 4), 2)
+    path = tmp_path_factory.mktemp("sharding")
+    save_encoder(path / "encoder", hidden_dropout_prob=0.0)
+    save_task(path / "task", validation=27)
+    done = start(settings_file(path, "copies", 4), 2)
     assert done.returncode == 0, complaint(done)
-    return place
+    return path
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -83,12 +83,12 @@ def test_the_model_was_sharded(folder: Path, kind: str) -> None:
     """Checkpoints are pieces, one of each process."""
     steps = list((folder / kind / "checkpoints" / "distill").glob("step-*"))
     assert steps
-    for kept in steps:
+    for step in steps:
         if kind == "fsdp2":
             for part in ("pytorch_model_fsdp_0", "optimizer_0"):
-                assert {path.name for path in (kept / part).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+                assert {path.name for path in (step / part).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
         else:
-            pieces = sorted(path.name for path in (kept / "pytorch_model").glob("*optim_states.pt"))
+            pieces = sorted(path.name for path in (step / "pytorch_model").glob("*optim_states.pt"))
             assert [name.split("_mp_rank")[0][-1] for name in pieces] == ["0", "1"]
 
 

@@ -225,7 +225,7 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_targets(targets: str, tmp_path
         if targets == "class":
             total, count = total - float(logits[labels[0]]), count + 1
         else:
-            total -= sum(float(logits[place - 1, labels[0][place]]) for place in range(1, len(labels[0])))
+            total -= sum(float(logits[index - 1, labels[0][index]]) for index in range(1, len(labels[0])))
             count += len(labels[0]) - 1
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-5)
 

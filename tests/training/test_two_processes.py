@@ -29,8 +29,8 @@ def start(
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--master_port", str(port), "-m", module, "convert", "--config", str(settings), *flags]
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=given, cwd=ROOT, check=False)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=ROOT, check=False)
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
@@ -58,13 +58,13 @@ def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> P
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process with batches of 8, and two with 4 each. 27 validation rows fill no whole number of batches."""
-    place = tmp_path_factory.mktemp("processes")
-    save_encoder(place / "encoder", hidden_dropout_prob=0.0)
-    save_task(place / "task", validation=27)
+    path = tmp_path_factory.mktemp("processes")
+    save_encoder(path / "encoder", hidden_dropout_prob=0.0)
+    save_task(path / "task", validation=27)
     for name, batch, processes in (("one", 8, 1), ("two", 4, 2)):
-        done = start(settings_file(place, name, batch), processes)
+        done = start(settings_file(path, name, batch), processes)
         assert done.returncode == 0, complaint(done)
-    return place
+    return path
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:

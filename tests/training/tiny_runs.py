@@ -38,15 +38,15 @@ def save_task(folder: Path, *, rows: int = 96, validation: int = 27, scores: boo
             writer.writerow(["sentence", "label"])
             for _ in range(count):
                 length = int(torch.randint(3, 9, (1,), generator=generator))
-                words = [WORDS[int(torch.randint(24, 49, (1,), generator=generator))] for _ in range(length)]
+                sentence = [WORDS[int(torch.randint(24, 49, (1,), generator=generator))] for _ in range(length)]
                 reds = int(torch.randint(0, 3, (1,), generator=generator))
                 if scores:
-                    words += ["red"] * reds
+                    sentence += ["red"] * reds
                     label: Any = float(reds)
                 else:
                     label = "warm" if reds else "cold"
-                    words.insert(length // 2, "red" if reds else "blue")
-                writer.writerow([" ".join(words), label])
+                    sentence.insert(length // 2, "red" if reds else "blue")
+                writer.writerow([" ".join(sentence), label])
     return folder
 
 
