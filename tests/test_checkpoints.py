@@ -91,8 +91,8 @@ def test_a_loaded_model_can_be_unpatched(tmp_path):
     model.save_pretrained(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert not {"linear_attention", "auto_map", "attn_implementation"} & set(config)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    assert torch.equal(logits(plain, token_ids()), expected)
+    unpatched = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(unpatched, token_ids()), expected)
 
 
 def test_an_exact_implementation_may_be_chosen_when_loading(tmp_path):
@@ -115,9 +115,9 @@ def test_auto_classes_with_trust_remote_code(family, tmp_path):
 
 
 def test_a_plain_load_raises_at_the_first_forward(checkpoint):
-    plain = BertForMaskedLM.from_pretrained(checkpoint[1])
+    unpatched = BertForMaskedLM.from_pretrained(checkpoint[1])
     with pytest.raises(RuntimeError, match=r"holds no linear attention.*load_pretrained\(path\)"):
-        plain(token_ids())
+        unpatched(token_ids())
 
 
 def test_the_class_of_a_patched_model_loads_it_again(checkpoint):
@@ -153,12 +153,12 @@ def test_a_base_checkpoint_into_a_head(tmp_path):
 def test_weights_given_as_a_state_dict(checkpoint):
     """By keyword and without a folder, as from_pretrained takes them."""
     model, _ = checkpoint
-    given = {"config": model.config, "state_dict": model.state_dict()}
-    again = type(model).from_pretrained(pretrained_model_name_or_path=None, **given)
+    arguments = {"config": model.config, "state_dict": model.state_dict()}
+    again = type(model).from_pretrained(pretrained_model_name_or_path=None, **arguments)
     assert torch.equal(logits(again, token_ids()), logits(model, token_ids()))
-    given["state_dict"] = {key: value for key, value in model.state_dict().items() if "linear_attention" not in key}
+    arguments["state_dict"] = {key: value for key, value in model.state_dict().items() if "linear_attention" not in key}
     with pytest.raises(ValueError, match="in the given state_dict do not match"):
-        type(model).from_pretrained(None, **given)
+        type(model).from_pretrained(None, **arguments)
 
 
 def test_other_sizes_are_a_runtime_error_as_in_transformers(checkpoint):

@@ -38,7 +38,7 @@ def test_the_default_is_window_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("given", "kwargs", "expected"),
+    ("attention_argument", "kwargs", "expected"),
     [
         ("favor+", {"layers": [0]}, ["favor+", "softmax"]),
         ("favor+", {"layers": [-1], "num_features": 8}, ["softmax", "favor+"]),
@@ -52,8 +52,8 @@ def test_the_default_is_window_everywhere():
     ],
     ids=str,
 )
-def test_ways_to_say_what_goes_where(given, kwargs, expected):
-    assert attentions(hla.patch_model(GPT2.build(), given, **kwargs)) == expected
+def test_ways_to_say_what_goes_where(attention_argument, kwargs, expected):
+    assert attentions(hla.patch_model(GPT2.build(), attention_argument, **kwargs)) == expected
 
 
 def test_options_reach_the_mechanism_and_the_config():
@@ -151,7 +151,7 @@ def test_report():
 
 
 @pytest.mark.parametrize(
-    ("given", "kwargs", "error", "message"),
+    ("attention_argument", "kwargs", "error", "message"),
     [
         (
             "hedgehogg",
@@ -186,11 +186,11 @@ def test_report():
     ],
 )
 @pytest.mark.parametrize("family", [BERT, GPT2], ids=str)
-def test_bad_input_names_the_value_and_changes_nothing(family, given, kwargs, error, message):
+def test_bad_input_names_the_value_and_changes_nothing(family, attention_argument, kwargs, error, message):
     model = family.build()
     before = Snapshot.of(model)
     with pytest.raises(error, match=message):
-        hla.patch_model(model, given, **kwargs)
+        hla.patch_model(model, attention_argument, **kwargs)
     before.assert_same(model)
 
 
@@ -267,11 +267,11 @@ def t5():
 )
 def test_architectures_that_cannot_be_served(build, inputs, message):
     model = build().eval()
-    given = {"input_ids": token_ids(), **inputs}
-    before = Snapshot.of(model, **given)
+    attention_argument = {"input_ids": token_ids(), **inputs}
+    before = Snapshot.of(model, **attention_argument)
     with pytest.raises(NotImplementedError, match=message):
         hla.patch_model(model, "hedgehog")
-    before.assert_same(model, **given)
+    before.assert_same(model, **attention_argument)
 
 
 def test_an_input_longer_than_linformer_was_built_for():

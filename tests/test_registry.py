@@ -145,11 +145,11 @@ def test_names_are_not_taken_twice(square, mean):
 @pytest.mark.parametrize("register", [hla.register_attention, hla.register_feature_map])
 def test_what_cannot_be_registered(register):
     directions = {"causal": True, "bidirectional": True} if register is hla.register_attention else {}
-    given = {"description": "", "paper": "", "learned": False, **directions}
+    fields_of_entry = {"description": "", "paper": "", "learned": False, **directions}
     with pytest.raises(TypeError, match="The options of 'new' must be a dataclass, got <class 'dict'>"):
-        register("new", options=dict, **given)
+        register("new", options=dict, **fields_of_entry)
     with pytest.raises(TypeError, match=r"decorates subclasses of .*, got <class 'int'>"):
-        register("new", options=SquareOptions, **given)(int)
+        register("new", options=SquareOptions, **fields_of_entry)(int)
     for name in ("", 3):
         with pytest.raises(TypeError, match="must be a non-empty string"):
             Registry("thing").add(name, 1)

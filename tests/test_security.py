@@ -50,11 +50,11 @@ def test_nothing_in_the_package_runs_what_a_file_holds() -> None:
 def test_no_shell_and_no_trust_by_default() -> None:
     for path, name, node in calls():
         for keyword in node.keywords:
-            given = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-            assert not (keyword.arg == "shell" and given is not False), (path, name)
-            assert not (keyword.arg == "trust_remote_code" and given is not False), (path, name)
-            assert not (keyword.arg == "weights_only" and given is not True), (path, name)
-            assert not (keyword.arg == "autoescape" and given is not True), (path, name)
+            value_of_keyword = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            assert not (keyword.arg == "shell" and value_of_keyword is not False), (path, name)
+            assert not (keyword.arg == "trust_remote_code" and value_of_keyword is not False), (path, name)
+            assert not (keyword.arg == "weights_only" and value_of_keyword is not True), (path, name)
+            assert not (keyword.arg == "autoescape" and value_of_keyword is not True), (path, name)
 
 
 def test_yaml_is_read_with_safe_loaders() -> None:

@@ -28,12 +28,12 @@ def flattened(lengths=LENGTHS, **options):
     return collator(rows)
 
 
-def alone(model, lengths=LENGTHS):
+def unpacked_logits(model, lengths=LENGTHS):
     return torch.cat([logits(model, ids) for ids in documents(lengths)], dim=1)
 
 
 def as_ids(inputs):
-    return {"ids": inputs["input_ids"], **{key: held for key, held in inputs.items() if key != "input_ids"}}
+    return {"ids": inputs["input_ids"], **{key: value for key, value in inputs.items() if key != "input_ids"}}
 
 
 def calls_of(model, run):

@@ -43,7 +43,7 @@ def test_prepared_model_is_unwrapped_as_it_was(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_training_goes_on_from_a_saved_state_as_without_a_break(name, tmp_path):
+def test_resumed_training_equals_uninterrupted_training(name, tmp_path):
     accelerator = Accelerator(cpu=True)
     start = patched(name, LLAMA)
     model, optimizer = copy.deepcopy(start), None

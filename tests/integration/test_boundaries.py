@@ -18,7 +18,7 @@ from tests.helpers import (
     patched,
     token_ids,
 )
-from tests.integration.packed import alone, as_ids, calls_of, packed, positions
+from tests.integration.packed import as_ids, calls_of, packed, positions, unpacked_logits
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
@@ -97,12 +97,12 @@ def test_a_model_that_keeps_boundaries_from_its_layers(masked):
 
     encoder.forward = keeping
     if masked:
-        assert_close(logits(model, **as_ids(packed())), alone(model))
+        assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
     else:
         with pytest.raises(NotImplementedError, match="does not hand cu_seq_lens_q to its attention"):
             logits(model, **as_ids(packed()))
     del encoder.forward
-    assert_close(logits(model, **as_ids(packed())), alone(model))
+    assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
 
 
 # As far as Transformers 5.23 goes: every kind of path that positions and masks take to the layers.
@@ -147,12 +147,12 @@ def test_mixers_without_boundaries_are_refused(model_type):
     assert bool(torch.isfinite(model(input_ids=ids)[0]).all())
 
 
-def test_positions_may_be_passed_by_place():
+def test_position_ids_may_be_positional_arguments():
     model, inputs = patched("hedgehog", BERT), packed()
     with torch.no_grad():
-        by_place = model.bert(inputs["input_ids"], None, None, inputs["position_ids"])[0]
+        by_position = model.bert(inputs["input_ids"], None, None, inputs["position_ids"])[0]
         by_name = model.bert(**inputs)[0]
-    assert torch.equal(by_place, by_name)
+    assert torch.equal(by_position, by_name)
 
 
 @EACH_FAMILY
@@ -171,7 +171,7 @@ def test_unpatching_takes_the_hooks_off(family):
 def test_a_packed_prompt_cannot_be_continued(family, layers):
     model = patch_small(family.build(), "hedgehog", layers=layers)
     cache = DynamicCache()
-    assert_close(logits(model, **as_ids(packed()), past_key_values=cache, use_cache=True), alone(model))
+    assert_close(logits(model, **as_ids(packed()), past_key_values=cache, use_cache=True), unpacked_logits(model))
     with pytest.raises(NotImplementedError, match="which document would be continued"):
         logits(model, token_ids(1, 1), past_key_values=cache)
     cache.reset()

@@ -226,7 +226,7 @@ def test_caches_do_not_cross_between_patched_and_exact_models(family):
     assert bool(torch.isfinite(logits(model, token_ids())).all())
 
 
-def test_a_given_empty_cache_is_filled_with_states():
+def test_an_empty_cache_of_the_caller_is_filled_with_states():
     model, cache = patched("hedgehog", LLAMA), DynamicCache()
     logits(model, token_ids(), past_key_values=cache)
     assert all(isinstance(layer, LinearStateLayer) for layer in cache.layers)
@@ -279,20 +279,20 @@ def test_a_step_without_gradients_leaves_the_graph_of_the_prompt_as_it_is(name):
         cache = DynamicCache(config=model.config)
         ids = token_ids(1, 12)
         model(ids[:, :6], past_key_values=cache)
-        kept = copy.copy(cache.layers[0].state)
+        continued = copy.copy(cache.layers[0].state)
         if with_steps:
             with torch.no_grad():
-                for place in range(6, 9):
-                    model(ids[:, place : place + 1], past_key_values=cache)
-        sum(held.float().square().sum() for held in kept.values() if held.requires_grad).backward()
-        return [held.grad.clone() for held in model.parameters() if held.grad is not None]
+                for position in range(6, 9):
+                    model(ids[:, position : position + 1], past_key_values=cache)
+        sum(entry.float().square().sum() for entry in continued.values() if entry.requires_grad).backward()
+        return [entry.grad.clone() for entry in model.parameters() if entry.grad is not None]
 
-    wanted, found = gradient(False), gradient(True)
-    assert len(wanted) > 1
-    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    reference, actual = gradient(False), gradient(True)
+    assert len(reference) > 1
+    assert all(torch.equal(one, other) for one, other in zip(reference, actual, strict=True))
 
 
-def check_graph_of_a_step(name, go_on):
+def check_graph_of_a_step(name, continue_generation):
     """Only queries learn: the graph of a step holds its state, though the state itself wants no gradient.
 
     go_on(step, cache): what follows, without gradients; step(first, last) runs tokens.
@@ -308,31 +308,31 @@ def check_graph_of_a_step(name, go_on):
             follow(lambda first, last: model(ids[:, first:last], past_key_values=cache), cache)
         return torch.autograd.grad(loss, learned)[0]
 
-    wanted = gradient(lambda step, cache: None)
-    assert wanted.abs().max() > 0
-    assert torch.equal(gradient(go_on), wanted)
+    reference = gradient(lambda step, cache: None)
+    assert reference.abs().max() > 0
+    assert torch.equal(gradient(continue_generation), reference)
 
 
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
 def test_a_step_without_gradients_leaves_the_graph_of_a_step_as_it_is(name):
-    def go_on(step, cache):
-        for place in range(7, 10):
-            step(place, place + 1)
+    def continue_generation(step, cache):
+        for position in range(7, 10):
+            step(position, position + 1)
 
-    check_graph_of_a_step(name, go_on)
+    check_graph_of_a_step(name, continue_generation)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
 @pytest.mark.parametrize(("before", "after"), [("double", "float"), ("float", "double"), ("double", "bfloat16")])
-def test_a_model_in_another_precision_goes_on_from_the_state(name, before, after):
+def test_a_model_in_another_precision_continues_from_the_state(name, before, after):
     model = getattr(patched(name, LLAMA), before)()
     ids = token_ids(1, 12)
     cache = prompt_cache(model, ids[:, :6])
     model = getattr(model, after)()
-    for place in range(6, 10):
-        found = logits(model, ids[:, place : place + 1], past_key_values=cache)
-        assert_close(found, logits(model, ids[:, : place + 1])[:, -1:], torch.bfloat16)
+    for position in range(6, 10):
+        actual = logits(model, ids[:, position : position + 1], past_key_values=cache)
+        assert_close(actual, logits(model, ids[:, : position + 1])[:, -1:], torch.bfloat16)
 
 
 def test_weights_are_refused_before_the_state_moves_on():
@@ -346,41 +346,41 @@ def test_weights_are_refused_before_the_state_moves_on():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["hedgehog", "window"])
-def test_a_cache_that_goes_on_in_another_model(name):
+def test_a_cache_that_another_model_continues(name):
     """The states belong to the cache, and nothing that a model prepared for its next step does."""
     first, second = patched(name, LLAMA), randomize_learned(patched(name, LLAMA))
     ids = token_ids(1, 14)
 
     def begun():
         cache = prompt_cache(first, ids[:, :6])
-        for place in range(6, 9):
-            logits(first, ids[:, place : place + 1], past_key_values=cache)
+        for position in range(6, 9):
+            logits(first, ids[:, position : position + 1], past_key_values=cache)
         return cache
 
-    kept, plain = begun(), begun()
-    for layer in plain.layers:
+    continued, converted = begun(), begun()
+    for layer in converted.layers:
         layer.state = dict(layer.state)
-    for place in range(9, 12):
-        token = ids[:, place : place + 1]
-        found = logits(second, token, past_key_values=kept)
-        assert torch.equal(found, logits(second, token, past_key_values=plain))
+    for position in range(9, 12):
+        token = ids[:, position : position + 1]
+        actual = logits(second, token, past_key_values=continued)
+        assert torch.equal(actual, logits(second, token, past_key_values=converted))
 
 
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
 def test_taking_tokens_back_leaves_the_graph_of_a_step_as_it_is(name):
-    def go_on(step, cache):
+    def continue_generation(step, cache):
         cache.activate_past_recording()
-        for place in range(7, 9):
-            step(place, place + 1)
+        for position in range(7, 9):
+            step(position, position + 1)
             cache.crop(-1)
-            step(place, place + 2)
+            step(position, position + 2)
             cache.crop(-1)
         for layer in cache.layers:
             layer.record_past = False
-        for place in range(12, 14):
-            step(place, place + 1)
+        for position in range(12, 14):
+            step(position, position + 1)
 
-    check_graph_of_a_step(name, go_on)
+    check_graph_of_a_step(name, continue_generation)
 
 
 @torch.no_grad()

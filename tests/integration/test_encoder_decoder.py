@@ -63,7 +63,7 @@ def test_self_attention_is_patched_and_cross_attention_stays_exact(name):
     hla.patch_model(model, **options(name))
     patched = linear_modules(model)
     assert len(patched) == 4
-    assert all(".self_attn." in f".{place}" for place in patched)
+    assert all(".self_attn." in f".{module_name}" for module_name in patched)
     assert relative_error(outputs(model), exact) > 1e-3
     hla.unpatch_model(model)
     before.assert_same(model)
@@ -77,7 +77,7 @@ def test_generation_equals_use_cache_false(name, settings):
 
 
 @pytest.mark.parametrize("name", ENCODER)
-def test_an_encoder_mechanism_goes_to_the_encoder_only(name, tmp_path):
+def test_an_encoder_mechanism_is_for_the_encoder_only(name, tmp_path):
     model = randomize_learned(hla.patch_model(bart(), {"model.encoder.*": options(name)}))
     assert linear_modules(model) == [f"model.encoder.layers.{i}.self_attn.linear_attention" for i in range(2)]
     assert torch.equal(generated(model), generated(model, use_cache=False))
@@ -97,7 +97,7 @@ def test_cross_attention_sees_what_it_saw_before():
     assert not any("linear_attention" in name for name, _ in cross.named_modules())
 
 
-def test_each_side_may_have_its_own_mechanism(tmp_path):
+def test_encoder_and_decoder_may_have_different_mechanisms(tmp_path):
     plan = {"model.encoder.*": options("linformer"), "model.decoder.*": options("hedgehog"), "-1": "softmax"}
     model = randomize_learned(hla.patch_model(bart(), plan))
     attentions = [layer.attention for layer in hla.patch_report(model).layers]
@@ -118,8 +118,8 @@ def test_an_encoder_mechanism_everywhere_is_refused():
 def test_padding_of_the_encoder_does_not_matter():
     model = hla.patch_model(bart(), "hedgehog")
     with torch.no_grad():
-        alone = model(token_ids(2, 15)[1:, :9], decoder_input_ids=token_ids(2, 8, seed=1)[1:]).logits
-    assert_close(outputs(model)[1:], alone)
+        unpadded = model(token_ids(2, 15)[1:, :9], decoder_input_ids=token_ids(2, 8, seed=1)[1:]).logits
+    assert_close(outputs(model)[1:], unpadded)
 
 
 def test_serving_is_declared():

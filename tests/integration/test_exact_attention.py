@@ -17,7 +17,7 @@ def part_of(whole: Any, name: str, family: Family, layers: list[int]) -> Any:
     """A model with only these layers patched, and the parameters of `whole`."""
     options = hla.patch_report(whole).layers[0].options
     part = hla.patch_model(family.build(), name, layers=layers, **options)
-    part.load_state_dict({key: held for key, held in whole.state_dict().items() if key in part.state_dict()})
+    part.load_state_dict({key: tensor for key, tensor in whole.state_dict().items() if key in part.state_dict()})
     return part
 
 

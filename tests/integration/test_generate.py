@@ -49,7 +49,7 @@ def test_beam_search(name, family):
 
 
 @every_pair(DECODERS)
-def test_each_row_of_a_left_padded_batch_equals_the_row_alone(name, family):
+def test_each_row_of_a_left_padded_batch_equals_the_single_row(name, family):
     model = patched(name, family)
     rows = [token_ids(1, length, seed=length)[0] for length in (3, 11, 8)]
     batch = padded_batch(rows, "left")
@@ -94,7 +94,7 @@ def test_sampling_is_a_function_of_the_seed(family):
 
 
 @EITHER
-def test_continuing_from_a_given_cache_with_several_tokens(family):
+def test_continuing_from_a_cache_with_several_tokens(family):
     model, ids = patched("hedgehog", family), token_ids(2, 15)
     cache = DynamicCache()
     first = generate(model, ids[:, :10], past_key_values=cache, max_new_tokens=2)

@@ -26,12 +26,12 @@ LENGTH = 14
 
 def pairs(dense):
     """Mechanisms that honour any mask, or those that do not, in the families that they serve."""
-    found = []
+    cases = []
     for entry in entries():
         for family in FAMILIES:
             if serves(entry, family.causal) and mechanism(entry.name, family.causal).dense_masks is dense:
-                found.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}"))
-    return found
+                cases.append(pytest.param(entry.name, family, id=f"{entry.name}-{family}"))
+    return cases
 
 
 HONOURING = pytest.mark.parametrize(("name", "family"), pairs(True))
@@ -64,8 +64,8 @@ def observed(model, ids, mask, **extra):
 def test_a_mask_made_by_hand_is_honoured(name, family, kind):
     model, ids, mask = patched(name, family), token_ids(2, LENGTH), random_mask()
     mask = mask.tril() if family.causal else mask
-    given = mask if kind == "bool" else additive(mask)
-    first = observed(model, ids, given, **no_cache(family))[0]
+    full_mask = mask if kind == "bool" else additive(mask)
+    first = observed(model, ids, full_mask, **no_cache(family))[0]
     own = model.get_submodule(next(key for key, m in model.named_modules() if m is first.module)).linear_attention
     expected = own.dense_forward(
         first.query, first.key, first.value, scaling=first.scaling, causal=family.causal, mask=mask
@@ -74,7 +74,7 @@ def test_a_mask_made_by_hand_is_honoured(name, family, kind):
     handle = own.register_forward_hook(lambda *_: seen.append(True))
     attended = []
     out_handle = first.module.register_forward_hook(lambda m, a, o: attended.append(o[0]))
-    out = logits(model, ids, attention_mask=given, **no_cache(family))
+    out = logits(model, ids, attention_mask=full_mask, **no_cache(family))
     handle.remove()
     out_handle.remove()
     assert not seen  # the quadratic form ran, not the linear one
@@ -170,8 +170,8 @@ def test_output_attentions_with_a_filled_cache_are_refused():
 
 def test_floats_and_integers_become_booleans():
     mask = random_mask()
-    for given in (mask, additive(mask), additive(mask, torch.float16), additive(mask, torch.bfloat16), mask.long()):
-        assert torch.equal(full_mask_to_bool(given), mask)
+    for full_mask in (mask, additive(mask), additive(mask, torch.float16), additive(mask, torch.bfloat16), mask.long()):
+        assert torch.equal(full_mask_to_bool(full_mask), mask)
     infinite = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     assert torch.equal(full_mask_to_bool(infinite), mask)
 

@@ -28,7 +28,7 @@ from tests.helpers import (
     tiny_model,
     token_ids,
 )
-from tests.integration.packed import alone, as_ids, calls_of, documents, flattened, packed, positions
+from tests.integration.packed import as_ids, calls_of, documents, flattened, packed, positions, unpacked_logits
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
@@ -38,27 +38,27 @@ EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
 @every_pair()
-def test_outputs_are_those_of_each_document_alone(name, family):
+def test_outputs_are_those_of_single_documents(name, family):
     model = patched(name, family)
-    assert_close(logits(model, **as_ids(packed())), alone(model))
+    assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
 
 
 @every_pair()
-def test_gradients_are_the_sum_of_those_of_each_document_alone(name, family):
+def test_gradients_are_the_sum_of_those_of_single_documents(name, family):
     model = patched(name, family)
     inputs = packed((5, 9, 1, 26, 9))
     pick = torch.randn(inputs["input_ids"].shape[1], 61, generator=torch.Generator().manual_seed(3))
     (model(**inputs).logits[0] * pick).sum().backward()
-    together = {key: held.grad.clone() for key, held in model.named_parameters() if held.grad is not None}
+    together = {key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     start = 0
     for ids in documents((5, 9, 1, 26, 9)):
         (model(ids).logits[0] * pick[start : start + ids.shape[1]]).sum().backward()
         start += ids.shape[1]
-    largest = max(float(held.abs().max()) for held in together.values())
-    for key, held in model.named_parameters():
-        if held.grad is not None and float(held.grad.abs().max()) > 1e-5 * largest:  # else it is zero but for rounding
-            assert_close(together[key], held.grad, factor=5 * GRADIENT_FACTOR)
+    largest = max(float(param.abs().max()) for param in together.values())
+    for key, param in model.named_parameters():
+        if param.grad is not None and float(param.grad.abs().max()) > 1e-5 * largest:
+            assert_close(together[key], param.grad, factor=5 * GRADIENT_FACTOR)
 
 
 @EACH_FAMILY
@@ -70,7 +70,7 @@ def test_the_boundaries_of_the_collator(family):
     batch.pop("labels")
     with torch.no_grad():
         out = model(**batch).logits
-    assert_close(out, alone(model))
+    assert_close(out, unpacked_logits(model))
     batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([0, batch["input_ids"].shape[1]])
     with torch.no_grad():
         assert relative_error(model(**batch).logits, out) > 1e-2  # one document, as it says
@@ -87,8 +87,8 @@ def test_rows_of_several_documents(family):
     )
     places = torch.cat([positions(rows[0]), positions((*rows[1], filling))])
     out = logits(model, ids, position_ids=places)
-    assert_close(out[:1], alone(model, rows[0]))
-    assert_close(out[1:, :26], alone(model, rows[1]))
+    assert_close(out[:1], unpacked_logits(model, rows[0]))
+    assert_close(out[1:, :26], unpacked_logits(model, rows[1]))
     edges = torch.tensor([0, 7, 16, 30, 50, 56, 60], dtype=torch.int32)
     assert_close(logits(model, ids, position_ids=places, cu_seq_lens_q=edges), out)
     padding = torch.ones(2, 30, dtype=torch.long)
@@ -107,7 +107,7 @@ def test_documents_of_padded_rows(family):
     mask = torch.tensor([[0, 0, *[1] * 14]])
     edges = torch.tensor([0, 8, 16])
     out = logits(model, wider, position_ids=places_wider, attention_mask=mask, cu_seq_lens_q=edges)
-    assert_close(out[:, 2:], alone(model, (6, 8)))
+    assert_close(out[:, 2:], unpacked_logits(model, (6, 8)))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -116,9 +116,9 @@ def test_exact_layers_of_a_mixture(family, implementation):
     model = family.build()
     model.set_attn_implementation(implementation)
     patch_small(model, "hedgehog", layers=[1])
-    assert_close(logits(model, **as_ids(packed())), alone(model))
+    assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
     with hla.exact_attention(model):
-        assert_close(logits(model, **as_ids(packed())), alone(model))
+        assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
 
 
 @pytest.mark.parametrize("family", DECODERS, ids=str)
@@ -151,8 +151,8 @@ def windowed_encoder():
 def test_layers_of_a_sliding_window_stay_inside_of_a_document(build):
     model = hla.patch_model(build(), "hedgehog")
     assert "softmax" in [layer.attention for layer in hla.patch_report(model).layers]
-    assert_close(logits(model, **as_ids(packed())), alone(model))
-    assert_close(logits(model, **as_ids(packed()), use_cache=False), alone(model))
+    assert_close(logits(model, **as_ids(packed())), unpacked_logits(model))
+    assert_close(logits(model, **as_ids(packed()), use_cache=False), unpacked_logits(model))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -178,11 +178,11 @@ def test_padding_is_bounded():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 3000, (300,), generator=generator).tolist()
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    held = Documents(edges, (1, sum(lengths)))
-    assert sum(group.index.numel() for group in held.groups) <= sum(lengths) * 8 / 7 + 16 * len(lengths)
-    assert len(held.groups) <= 45
+    param = Documents(edges, (1, sum(lengths)))
+    assert sum(group.index.numel() for group in param.groups) <= sum(lengths) * 8 / 7 + 16 * len(lengths)
+    assert len(param.groups) <= 45
     assert sorted(
-        torch.cat([g.index[g.mask if g.mask is not None else ...].flatten() for g in held.groups]).tolist()
+        torch.cat([g.index[g.mask if g.mask is not None else ...].flatten() for g in param.groups]).tolist()
     ) == [*range(sum(lengths))]
 
 
@@ -202,15 +202,15 @@ def test_boundaries_are_worked_out_once_a_forward_pass(monkeypatch):
 def test_gradient_checkpointing(family, reentrant):
     model, batch = patched("hedgehog", family), flattened()
     model(**batch).loss.backward()
-    plain = {name: held.grad.clone() for name, held in model.named_parameters() if held.grad is not None}
+    expected = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model(**batch).loss.backward()
-    assert plain
-    for name, held in model.named_parameters():
-        if name in plain:
-            assert_close(held.grad, plain[name], factor=GRADIENT_FACTOR)
+    assert expected
+    for name, param in model.named_parameters():
+        if name in expected:
+            assert_close(param.grad, expected[name], factor=GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize("kwargs", [False, True])
@@ -260,8 +260,8 @@ def test_weights_are_zero_between_documents(family, layers):
     model = patch_small(family.build(), "hedgehog", layers=layers)
     with torch.no_grad():
         weights = model(**packed((6, 8)), output_attentions=True, use_cache=False).attentions
-        alone = model(documents((8,))[0], output_attentions=True, use_cache=False).attentions
-    for layer, own in zip(weights, alone, strict=True):
+        unpacked_logits = model(documents((8,))[0], output_attentions=True, use_cache=False).attentions
+    for layer, own in zip(weights, unpacked_logits, strict=True):
         assert not layer[:, :, :6, 6:].any()
         assert not layer[:, :, 6:, :6].any()
         assert_close(layer[:, :, 6:, 6:], own)
@@ -271,13 +271,13 @@ def test_redrawing_counts_forward_passes():
     model = patched("favor+", GPT2, redraw_every=2).train()
     maps = [m for name, m in model.named_modules() if name.endswith("feature_map")]
     model(**packed(), use_cache=False)
-    assert [int(held.passes) for held in maps] == [1, 1]
+    assert [int(param.passes) for param in maps] == [1, 1]
 
 
 @EACH_FAMILY
 def test_half_precision(family):
     model = patched("hedgehog", family).bfloat16()
-    assert_close(logits(model, **as_ids(packed())), alone(model), torch.bfloat16)
+    assert_close(logits(model, **as_ids(packed())), unpacked_logits(model), torch.bfloat16)
 
 
 def test_grouped_query_heads_and_inputs_embeds():
@@ -286,4 +286,4 @@ def test_grouped_query_heads_and_inputs_embeds():
     embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
     with torch.no_grad():
         out = model(inputs_embeds=embedded, position_ids=inputs["position_ids"]).logits
-    assert_close(out, alone(model))
+    assert_close(out, unpacked_logits(model))

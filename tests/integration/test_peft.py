@@ -17,8 +17,8 @@ every_case = pytest.mark.parametrize(("name", "family"), PAIRS, ids=[f"{name}-{f
 
 def lora(family, **changes) -> LoraConfig:
     settings = {"r": 2, "modules_to_save": ["linear_attention"], "init_lora_weights": False}
-    turned = {"fan_in_fan_out": "c_attn" in family.projections}
-    return LoraConfig(target_modules=list(family.projections), **{**settings, **turned, **changes})
+    fan_in = {"fan_in_fan_out": "c_attn" in family.projections}
+    return LoraConfig(target_modules=list(family.projections), **{**settings, **fan_in, **changes})
 
 
 def adapted(model, family, **changes) -> PeftModel:
@@ -118,7 +118,7 @@ def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
     def gradients():
         return torch.autograd.grad(made(token_ids(), use_cache=False).logits.square().mean(), trained)
 
-    plain = gradients()
+    base = gradients()
     made.enable_input_require_grads()
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(torch.allclose(own, other, rtol=1e-4, atol=1e-7) for own, other in zip(gradients(), plain, strict=True))
+    assert all(torch.allclose(own, other, rtol=1e-4, atol=1e-7) for own, other in zip(gradients(), base, strict=True))

@@ -114,10 +114,10 @@ def ids(length, batch=2):
 
 
 @torch.no_grad()
-def outputs(model, given, mask=None):
-    inputs = {"input_ids": given, "attention_mask": torch.ones_like(given) if mask is None else mask}
+def outputs(model, prompt, mask=None):
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt) if mask is None else mask}
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = given
+        inputs["decoder_input_ids"] = prompt
     return model(**inputs)[0]
 
 
@@ -176,19 +176,19 @@ def test_short_inputs_give_bit_equal_outputs_and_long_ones_run(family, patch):
 @every_way
 def test_saving_and_loading_are_bit_equal(family, how, tmp_path):
     model = hla.extend_positions(build(family), LONG, how)
-    given = ids(LONG)
-    exact = outputs(model, given)
+    prompt = ids(LONG)
+    exact = outputs(model, prompt)
     model.save_pretrained(tmp_path / "exact")
     loaded = type(model).from_pretrained(tmp_path / "exact").eval()
-    assert torch.equal(outputs(loaded, given), exact)
+    assert torch.equal(outputs(loaded, prompt), exact)
     hla.patch_model(model, "favor+", num_features=8)
-    linear = outputs(model, given)
+    linear = outputs(model, prompt)
     loaded = saved_and_loaded(model, tmp_path / "linear").eval()
-    assert torch.equal(outputs(loaded, given), linear)
+    assert torch.equal(outputs(loaded, prompt), linear)
     for patched_model in (model, loaded):
         hla.unpatch_model(patched_model)
         assert position_limit(patched_model) == LONG
-        assert torch.equal(outputs(patched_model, given), exact)
+        assert torch.equal(outputs(patched_model, prompt), exact)
 
 
 @every_family
@@ -198,10 +198,10 @@ def test_patching_with_a_length_and_back(family, tmp_path):
     before = Snapshot.of(model, **snapshot_inputs(model))
     hla.patch_model(model, "hedgehog", max_length=LONG)
     assert position_limit(model) == LONG
-    given = ids(LONG)
-    linear = outputs(model, given)
+    prompt = ids(LONG)
+    linear = outputs(model, prompt)
     loaded = saved_and_loaded(copy.deepcopy(model), tmp_path).eval()  # (saving writes into the config)
-    assert torch.equal(outputs(loaded, given), linear)
+    assert torch.equal(outputs(loaded, prompt), linear)
     for patched_model in (model, loaded):
         hla.unpatch_model(patched_model)
         assert position_limit(patched_model) == SHORT
@@ -211,12 +211,12 @@ def test_patching_with_a_length_and_back(family, tmp_path):
     # Exact attention on the same positions: what the patched model imitates.
     hla.extend_positions(reference, LONG)
     hla.patch_model(hla.extend_positions(model, LONG), "hedgehog")
-    assert torch.equal(outputs(model, given), linear)
+    assert torch.equal(outputs(model, prompt), linear)
 
 
 def snapshot_inputs(model):
-    given = {"input_ids": ids(20)}
-    return {**given, "decoder_input_ids": ids(20)} if model.config.is_encoder_decoder else given
+    prompt = {"input_ids": ids(20)}
+    return {**prompt, "decoder_input_ids": ids(20)} if model.config.is_encoder_decoder else prompt
 
 
 @every_family
@@ -226,18 +226,18 @@ def test_padding_changes_nothing_at_long_lengths(family, name):
     hla.extend_positions(model, LONG)
     if name is not None:
         hla.patch_model(model, name)
-    given, lengths = ids(LONG), [LONG, 71]
+    prompt, lengths = ids(LONG), [LONG, 71]
     mask = padding_mask(lengths, LONG, "right")
-    given = given.masked_fill(~mask, model.config.pad_token_id)
-    both = outputs(model, given, mask.long())
+    prompt = prompt.masked_fill(~mask, model.config.pad_token_id)
+    both = outputs(model, prompt, mask.long())
     for row, length in enumerate(lengths):
         # (In an encoder-decoder the decoder reads the same ids, without a mask of its own: it is causal.)
-        assert_close(both[row, :length], outputs(model, given[row : row + 1, :length])[0], factor=5)
+        assert_close(both[row, :length], outputs(model, prompt[row : row + 1, :length])[0], factor=5)
 
 
 @pytest.mark.parametrize("name", [None, "hedgehog", "window", "linformer-causal"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_generation_goes_past_the_old_limit(family, name):
+def test_generation_continues_past_the_old_limit(family, name):
     model = hla.extend_positions(build(family), LONG)
     if name is not None:
         hla.patch_model(model, name)
@@ -265,7 +265,7 @@ def test_interpolation_is_linear_and_keeps_the_ends():
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes_are_kept(how, dtype):
+def test_dtypes_are_preserved(how, dtype):
     model = build("gpt2").to(dtype)
     first = model.transformer.wpe.weight[0].clone()
     table = hla.extend_positions(model, LONG, how).transformer.wpe.weight
@@ -335,15 +335,15 @@ def test_other_models_are_not_touched():
 
 @pytest.mark.parametrize("name", ["linformer", "cosformer"])
 def test_mechanisms_for_a_largest_length_get_it(name):
-    for given in (name, {"default": name, "0": "hedgehog"}):
-        model = hla.patch_model(build("roberta"), given, max_length=LONG)
+    for prompt in (name, {"default": name, "0": "hedgehog"}):
+        model = hla.patch_model(build("roberta"), prompt, max_length=LONG)
         assert model.config.linear_attention["layers"]["1"]["options"]["max_length"] == LONG
         assert bool(torch.isfinite(outputs(model, ids(LONG))).all())
     model = hla.patch_model(
         build("roberta"), {"default": name, "0": {"attention": name, "max_length": 50}}, max_length=60
     )
-    found = [layer["options"]["max_length"] for layer in model.config.linear_attention["layers"].values()]
-    assert found == [50, 60]
+    max_lengths = [layer["options"]["max_length"] for layer in model.config.linear_attention["layers"].values()]
+    assert max_lengths == [50, 60]
     # Shorter than the positions, or no positions at all: the option only.
     assert position_limit(hla.patch_model(build("roberta"), name, max_length=10)) == SHORT
 
@@ -414,6 +414,6 @@ def test_the_text_tower_of_two(tmp_path):
     assert model.config.text_config.max_position_embeddings == LONG
     assert torch.equal(model.get_image_features(pixel_values=images)[0], before)
     model.save_pretrained(tmp_path)
-    given = ids(LONG)
-    features = model.get_text_features(input_ids=given)[0]
-    assert torch.equal(CLIPModel.from_pretrained(tmp_path).eval().get_text_features(input_ids=given)[0], features)
+    prompt = ids(LONG)
+    features = model.get_text_features(input_ids=prompt)[0]
+    assert torch.equal(CLIPModel.from_pretrained(tmp_path).eval().get_text_features(input_ids=prompt)[0], features)

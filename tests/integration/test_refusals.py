@@ -30,8 +30,8 @@ def layer():
 def test_arguments_that_change_the_weights(name):
     """Some architecture may pass them; without a refusal its outputs would be silently different."""
     module, (q, k, v) = layer(), qkv(5, dim=8, value_dim=8)
-    plain, _ = linear_attention_forward(module, q, k, v, None, **{name: None})
-    assert plain.shape == (2, 5, 4, 8)
+    out, _ = linear_attention_forward(module, q, k, v, None, **{name: None})
+    assert out.shape == (2, 5, 4, 8)
     with pytest.raises(NotImplementedError, match=f"'{name}'.*Give the layer 'softmax'"):
         linear_attention_forward(module, q, k, v, None, **{name: torch.ones(1)})
 

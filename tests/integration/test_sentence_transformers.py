@@ -15,7 +15,7 @@ sentence_transformers = pytest.importorskip(
     "sentence_transformers", reason="sentence-transformers is no dependency: pip install sentence-transformers"
 )
 
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "sat", "ran", "on", "road", "slowly")
+TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "sat", "ran", "on", "road", "slowly")
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the dog ran slowly on a road", "cat"]
 
 
@@ -24,7 +24,7 @@ def encoder(tmp_path):
     """A tiny BERT, to which the library adds mean pooling."""
     from transformers import BertModel, BertTokenizer
 
-    (tmp_path / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
+    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 32}), encoding="utf-8")
     BertTokenizer(str(tmp_path / "vocab.txt"), model_max_length=32).save_pretrained(tmp_path / "plain")
     tiny_model("bert", BertModel).save_pretrained(tmp_path / "plain")
@@ -38,10 +38,10 @@ def patch(encoder, name):
 
 @pytest.mark.parametrize("name", ["hedgehog", "favor+", "linformer", "window"])
 def test_encodes_the_same_after_saving_and_loading(encoder, name, tmp_path):
-    plain = encoder.encode(SENTENCES)
+    expected = encoder.encode(SENTENCES)
     before = patch(encoder, name).encode(SENTENCES)
     assert np.isfinite(before).all()
-    assert not np.array_equal(before, plain)
+    assert not np.array_equal(before, expected)
     encoder.save_pretrained(str(tmp_path / "saved"))
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True, device="cpu")
     assert hla.is_patched(again[0].auto_model)
@@ -51,20 +51,20 @@ def test_encodes_the_same_after_saving_and_loading(encoder, name, tmp_path):
 @pytest.mark.parametrize("name", ["hedgehog", "favor+"])
 def test_a_sentence_does_not_depend_on_its_batch(encoder, name):
     together = patch(encoder, name).encode(SENTENCES)
-    alone = np.concatenate([encoder.encode([sentence]) for sentence in SENTENCES])
-    assert np.allclose(alone, together, rtol=0, atol=1e-5 * np.abs(together).max())
+    single = np.concatenate([encoder.encode([sentence]) for sentence in SENTENCES])
+    assert np.allclose(single, together, rtol=0, atol=1e-5 * np.abs(together).max())
 
 
-def test_loading_without_trust_does_not_run_softmax_in_its_place(encoder, tmp_path):
+def test_loading_without_trust_does_not_run_softmax_instead(encoder, tmp_path):
     patch(encoder, "hedgehog").save_pretrained(str(tmp_path / "saved"))
     with pytest.raises((ValueError, RuntimeError), match=r"trust_remote_code|linear attention"):
         sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode(SENTENCES)
 
 
 def test_unpatching_restores_the_embeddings(encoder):
-    plain = encoder.encode(SENTENCES)
+    expected = encoder.encode(SENTENCES)
     hla.unpatch_model(patch(encoder, "hedgehog")[0].auto_model)
-    assert np.array_equal(encoder.encode(SENTENCES), plain)
+    assert np.array_equal(encoder.encode(SENTENCES), expected)
 
 
 def test_its_trainer_trains_the_learned_parts(encoder, tmp_path):

@@ -77,11 +77,11 @@ def test_packed_documents_break_the_graph_and_stay_apart(name):
     model, documents = patched(name, BERT), [token_ids(1, length, seed=length) for length in (5, 9)]
     inputs = {"position_ids": torch.cat([torch.arange(5), torch.arange(9)])[None]}
     compiled = torch.compile(model, backend="aot_eager")
-    alone = torch.cat([logits(model, ids) for ids in documents], dim=1)
+    unpacked = torch.cat([logits(model, ids) for ids in documents], dim=1)
     with torch.no_grad():
-        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, alone)
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, unpacked)
         edges = torch.tensor([0, 5, 14], dtype=torch.int32)
-        assert_close(compiled(torch.cat(documents, dim=1), **inputs, cu_seq_lens_q=edges).logits, alone)
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs, cu_seq_lens_q=edges).logits, unpacked)
 
 
 @pytest.mark.slow
@@ -93,6 +93,6 @@ def test_packed_documents_of_a_compiled_decoder(fullgraph):
     if not fullgraph:
         inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 14], dtype=torch.int32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
-    alone = torch.cat([logits(model, ids) for ids in documents], dim=1)
+    unpacked = torch.cat([logits(model, ids) for ids in documents], dim=1)
     with torch.no_grad():
-        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, alone)
+        assert_close(compiled(torch.cat(documents, dim=1), **inputs).logits, unpacked)

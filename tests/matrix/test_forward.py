@@ -58,23 +58,23 @@ def test_patching_twice_from_the_same_seed_gives_the_same_model(name, family):
     assert torch.equal(logits(hla.patch_model(other, name, **options), token_ids()), first)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
 @every_pair()
-def test_a_padded_row_equals_the_row_alone(name, family, side):
+def test_a_padded_row_equals_the_row_without_padding(name, family, padding_side):
     model = patched(name, family)
     rows = [token_ids(1, length, seed=length)[0] for length in (3, 17, 12)]
-    batch = padded_batch(rows, side)
+    batch = padded_batch(rows, padding_side)
     together = logits(model, **{"ids": batch.pop("input_ids"), **batch})
     for row, tokens in enumerate(rows):
-        alone = logits(model, tokens[None])
-        assert_close(together[row][batch["attention_mask"][row].bool()], alone[0])
+        single = logits(model, tokens[None])
+        assert_close(together[row][batch["attention_mask"][row].bool()], single[0])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
 @every_pair()
-def test_padded_tokens_do_not_matter(name, family, side):
+def test_padded_tokens_do_not_matter(name, family, padding_side):
     model = patched(name, family)
-    batch = padded_batch([token_ids(1, 9)[0], token_ids(1, 14)[0]], side)
+    batch = padded_batch([token_ids(1, 9)[0], token_ids(1, 14)[0]], padding_side)
     real = batch["attention_mask"].bool()
     other = torch.where(real, batch["input_ids"], 5)
     first = logits(model, batch.pop("input_ids"), **batch)

@@ -97,12 +97,12 @@ def test_a_model_sharing_the_config_does_not_notice(name, family):
 @every_pair()
 def test_a_patched_model_is_still_its_class(name, family):
     model = family.build()
-    plain = type(model)
+    patched_class = type(model)
     patch_small(model, name)
-    assert isinstance(model, plain)
-    assert (type(model).__name__, type(model).__module__) == (plain.__name__, plain.__module__)
+    assert isinstance(model, patched_class)
+    assert (type(model).__name__, type(model).__module__) == (patched_class.__name__, patched_class.__module__)
     assert "linear_attention" in repr(model)
-    assert hla.unpatch_model(model).config.architectures == plain(model.config).config.architectures
+    assert hla.unpatch_model(model).config.architectures == patched_class(model.config).config.architectures
 
 
 @every_pair()

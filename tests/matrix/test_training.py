@@ -59,11 +59,11 @@ def attention_output(model, layer, ids, **kwargs):
 @every_pair()
 def test_every_parameter_has_a_finite_gradient(name, family):
     model = patched(name, family).train()
-    found = gradients(model, input_ids=token_ids())
-    unused = {key for key, _ in model.named_parameters()} - set(found)
+    grads = gradients(model, input_ids=token_ids())
+    unused = {key for key, _ in model.named_parameters()} - set(grads)
     assert not {key for key in unused if "linear_attention" in key}
-    assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
-    learned = [grad for key, grad in found.items() if "linear_attention" in key]
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
+    learned = [grad for key, grad in grads.items() if "linear_attention" in key]
     assert bool(learned) is ATTENTIONS.get(name).learned
     assert all(float(grad.abs().max()) > 0 for grad in learned)
 
@@ -72,18 +72,18 @@ def test_every_parameter_has_a_finite_gradient(name, family):
 def test_gradients_are_finite_beside_a_fully_padded_row(name, family):
     model = patched(name, family)
     mask = torch.tensor([[1] * 9, [0] * 9])
-    found = gradients(model, input_ids=token_ids(2, 9), attention_mask=mask)
-    assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
+    grads = gradients(model, input_ids=token_ids(2, 9), attention_mask=mask)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @every_pair()
 def test_gradient_checkpointing_gives_the_same_gradients(name, family):
     model = patched(name, family).train()
-    plain = gradients(model, input_ids=token_ids())
+    reference = gradients(model, input_ids=token_ids())
     model.gradient_checkpointing_enable()
     again = gradients(model, input_ids=token_ids())
-    for key, grad in plain.items():
+    for key, grad in reference.items():
         assert_close(again[key], grad, factor=GRADIENT_FACTOR)
 
 
@@ -111,7 +111,7 @@ def test_half_precision_is_near_float32(name, family, dtype):
 
 
 @every_pair()
-def test_autocast_is_near_float32_and_keeps_the_sums_in_float32(name, family):
+def test_autocast_is_near_float32_and_leaves_the_state_in_float32(name, family):
     model = patched(name, family).train()
     expected = model(token_ids()).logits
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -127,8 +127,8 @@ def test_decoding_in_bfloat16_keeps_a_float32_state(name, family):
     with torch.no_grad():
         cache = model(token_ids(), use_cache=True).past_key_values
     states = [layer.state for layer in cache.layers]
-    sums = [tensor for state in states for key, tensor in state.items() if "ring" not in key]
-    assert all(tensor.dtype == torch.float32 for tensor in sums if tensor.is_floating_point())
+    float_states = [tensor for state in states for key, tensor in state.items() if "ring" not in key]
+    assert all(tensor.dtype == torch.float32 for tensor in float_states if tensor.is_floating_point())
 
 
 @every_pair()
@@ -138,11 +138,11 @@ def test_output_attentions_are_the_weights_of_the_output(name, family):
     mask[1, -4:] = 0
     extra = {"use_cache": False} if family.causal else {}
     with torch.no_grad():
-        given = model(token_ids(), attention_mask=mask, output_attentions=True, **extra)
-    assert [weights.shape for weights in given.attentions] == [(2, 4, 21, 21)] * 2
+        outputs = model(token_ids(), attention_mask=mask, output_attentions=True, **extra)
+    assert [weights.shape for weights in outputs.attentions] == [(2, 4, 21, 21)] * 2
     with hla.observe_attention(model, calls.append), torch.no_grad():
         model(token_ids(), attention_mask=mask)
-    assert_close(given.attentions[0], calls[0].linear_weights())
+    assert_close(outputs.attentions[0], calls[0].linear_weights())
     for call in calls:
         weights, real = call.linear_weights(), call.real_queries()
         value = call.value.repeat_interleave(4 // call.value.shape[1], dim=1)
@@ -178,11 +178,11 @@ def test_exact_layers_of_a_mixture_are_bit_equal(name, family, implementation):
     model.set_attn_implementation(implementation)
     mask = torch.ones(2, 21, dtype=torch.long)
     mask[0, -3:] = 0
-    plain = attention_output(model, 0, token_ids())
+    reference = attention_output(model, 0, token_ids())
     masked = attention_output(model, 0, token_ids(), attention_mask=mask)
     exact = logits(model, token_ids())
     randomize_learned(hla.patch_model(model, mixture(name)))
-    assert torch.equal(attention_output(model, 0, token_ids()), plain)
+    assert torch.equal(attention_output(model, 0, token_ids()), reference)
     assert torch.equal(attention_output(model, 0, token_ids(), attention_mask=mask), masked)
     assert relative_error(logits(model, token_ids()), exact) > 1e-3
 

@@ -67,10 +67,10 @@ def check_output(module: Any, definition: Definition, length: int, **sizes: int)
 
 
 def check_padding(
-    module: Any, definition: Definition, side: str, total: int = 131, poison: float = float("nan")
+    module: Any, definition: Definition, padding_side: str, total: int = 131, poison: float = float("nan")
 ) -> None:
     """Rows of many lengths, one of them empty, equal the rows alone; what padding holds does not matter."""
-    mask = padding_mask([total, 1, 17, 0, total // 2], total, side)
+    mask = padding_mask([total, 1, 17, 0, total // 2], total, padding_side)
     inputs = qkv(total, batch=5)
     expected = by_rows(definition, double(module), *(x.double() for x in inputs), mask=mask)
     for x in inputs:
@@ -87,9 +87,9 @@ def check_poisoned_gradients(module: Any) -> None:
     inputs = [x.masked_fill_(~mask[:, None, :, None], float("nan")).requires_grad_() for x in qkv(9)]
     out, _ = run(module, *inputs, mask=mask)
     real = mask[:, None, :, None]
-    found = torch.autograd.grad(out.masked_select(real).square().sum(), [*inputs, *module.parameters()])
-    assert all(bool(torch.isfinite(grad.masked_select(real)).all()) for grad in found[:3])
-    assert all(bool(torch.isfinite(grad).all()) for grad in found[3:])
+    grads = torch.autograd.grad(out.masked_select(real).square().sum(), [*inputs, *module.parameters()])
+    assert all(bool(torch.isfinite(grad.masked_select(real)).all()) for grad in grads[:3])
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads[3:])
 
 
 def check_gradients(module: Any, definition: Definition, length: int, mask: Tensor | None = None, **sizes: int) -> None:
@@ -116,9 +116,9 @@ def check_gradcheck(module: Any, length: int = 5, **sizes: int) -> None:
     names = list(dict(module.named_parameters()))
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
+        parameter_dict = dict(zip(names, parameters, strict=True))
         inputs = AttentionInputs(q, k, v, SCALING, module.shape.causal, mask)
-        return torch.func.functional_call(module, given, (inputs,))[0]
+        return torch.func.functional_call(module, parameter_dict, (inputs,))[0]
 
     assert gradcheck(compute, [*inputs, *module.parameters()])
 
@@ -142,14 +142,14 @@ def check_pieces(module: Any, sizes: list[int]) -> Any:
     return state
 
 
-def check_padding_leaves_the_state_alone(module: Any) -> None:
+def check_padding_leaves_the_state_unchanged(module: Any) -> None:
     inputs = qkv(9, batch=1)
-    _, alone = run(module, *inputs)
+    _, unpadded = run(module, *inputs)
     for before, after in ((3, 0), (0, 3)):
         padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=float("nan")) for x in inputs]
         mask = torch.nn.functional.pad(torch.ones(1, 9, dtype=torch.bool), (before, after))
         _, state = run(module, *padded, mask=mask)
-        for name, tensor in alone.items():
+        for name, tensor in unpadded.items():
             assert_close(state[name], tensor)
 
 
@@ -175,8 +175,8 @@ def check_weights(module: Any, length: int = 40) -> Tensor:
     assert float(weights.masked_fill(mask[:, None, None, :], 0.0).abs().max()) == 0.0
     if module.distribution:
         assert float(weights.min()) >= 0
-        sums = weights.sum(-1)[mask[:, None].expand(-1, 4, -1)]
-        assert_close(sums, torch.ones_like(sums))
+        totals = weights.sum(-1)[mask[:, None].expand(-1, 4, -1)]
+        assert_close(totals, torch.ones_like(totals))
     return weights[0]
 
 

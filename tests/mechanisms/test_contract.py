@@ -81,9 +81,9 @@ def test_a_state_holds_no_more_memory_than_it_shows(name, backend):
         _, state = run(module, *qkv(300, batch=1, heads=2, groups=1), causal=True, return_state=True)
         q, k, v = qkv(1, batch=1, heads=2, groups=1)
         _, after = run(module, q, k, v, causal=True, state=state, return_state=True)
-    for held in (state, after):
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held.values()}
-        assert sum(storages.values()) <= sum(tensor.nbytes for tensor in held.values()) + 256
+    for saved in (state, after):
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved.values()}
+        assert sum(storages.values()) <= sum(tensor.nbytes for tensor in saved.values()) + 256
 
 
 @every_direction()

@@ -58,9 +58,9 @@ def test_equals_the_definition(length, causal, epsilon):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_blocks_and_padding(causal, side, small_blocks):
-    inputs, mask = qkv(131, batch=3), padding_mask([131, 40, 77], 131, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_blocks_and_padding(causal, padding_side, small_blocks):
+    inputs, mask = qkv(131, batch=3), padding_mask([131, 40, 77], 131, padding_side)
     out, _ = run(build(), *inputs, causal=causal, mask=mask)
     real = mask[:, None, :, None].expand(out.shape)
     assert_close(out[real], definition(*inputs, causal=causal, mask=mask)[real])
@@ -109,13 +109,13 @@ def test_split_and_resume_with_left_padding(sizes):
 
 def test_padding_changes_no_state():
     inputs, module = qkv(9, batch=1), build()
-    _, alone = run(module, *inputs, causal=True)
+    _, single = run(module, *inputs, causal=True)
     for before, after in ((3, 0), (0, 3)):
         padded = [torch.nn.functional.pad(x, (0, 0, before, after), value=float("nan")) for x in inputs]
         mask = torch.nn.functional.pad(torch.ones(1, 9, dtype=torch.bool), (before, after))
         out, state = run(module, *padded, causal=True, mask=mask)
         assert bool(torch.isfinite(out[:, :, mask[0]]).all())
-        for name, tensor in alone.items():
+        for name, tensor in single.items():
             assert_close(state[name], tensor)
 
 
@@ -136,8 +136,8 @@ def test_packed_documents_equal_the_documents():
     together = (document[:, None] == document[None, :]).tril()[None, None]
     out = build().dense_forward(q, k, v, scaling=SCALING, causal=True, mask=together)
     for part in (document, ~document):
-        alone, _ = run(build(), *(x[:, :, part] for x in (q, k, v)), causal=True)
-        assert_close(out[:, :, part], alone)
+        single, _ = run(build(), *(x[:, :, part] for x in (q, k, v)), causal=True)
+        assert_close(out[:, :, part], single)
 
 
 def test_a_huge_last_token_changes_no_earlier_one():
@@ -186,9 +186,9 @@ def test_a_query_without_a_shared_feature_sees_the_average():
 
 def test_features_without_positions_begin_at_the_first():
     phi, x = build().feature_map, qkv(7, batch=3)[0]
-    given = phi.query(x, SCALING, torch.arange(7).unsqueeze(0))
-    assert torch.equal(phi.query(x, SCALING).values, given.values)
-    assert not torch.equal(phi.query(x, SCALING, torch.arange(1, 8).unsqueeze(0)).values, given.values)
+    shifted = phi.query(x, SCALING, torch.arange(7).unsqueeze(0))
+    assert torch.equal(phi.query(x, SCALING).values, shifted.values)
+    assert not torch.equal(phi.query(x, SCALING, torch.arange(1, 8).unsqueeze(0)).values, shifted.values)
 
 
 def test_one_token_is_a_possible_limit():
@@ -241,7 +241,7 @@ def test_window_refuses_a_map_with_positions():
         hla.patch_model(GPT2.build(), "window", feature_map="cosformer")
 
 
-def test_generation_with_left_padding_equals_the_rows_alone():
+def test_generation_with_left_padding_equals_single_rows():
     model = patched("cosformer", GPT2)
     rows = [token_ids(1, length, seed=length)[0] for length in (5, 12)]
     batch = padded_batch(rows, "left")

@@ -21,15 +21,15 @@ def test_other_default_dtypes_change_nothing(name, causal, dtype):
         entry = ATTENTIONS.get(name)
         shape = AttentionShape(4, 2, 6, 6, layer_index=1, max_length=2048, causal=causal)
         module = entry.factory(shape, build_options(entry, small_options(entry.options))).eval()
-        held = {key: value.clone() for key, value in module.state_dict().items()}
+        saved = {key: value.clone() for key, value in module.state_dict().items()}
         with torch.no_grad():
-            return held, module(AttentionInputs(*inputs, scaling=0.4, causal=causal, mask=mask))[0]
+            return saved, module(AttentionInputs(*inputs, scaling=0.4, causal=causal, mask=mask))[0]
 
     weights, out = results()
     with default_dtype(dtype):
-        others, found = results()
+        others, actual = results()
     assert weights.keys() == others.keys()
     for key, value in weights.items():
         assert torch.equal(value, others[key]), key
-    assert found.dtype == out.dtype
-    assert torch.equal(found, out)
+    assert actual.dtype == out.dtype
+    assert torch.equal(actual, out)

@@ -36,9 +36,9 @@ def test_scales(scale, causal):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(causal, side):
-    checks.check_padding(build(causal), definition, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_padding(causal, padding_side):
+    checks.check_padding(build(causal), definition, padding_side)
 
 
 @DIRECTIONS
@@ -65,8 +65,8 @@ def test_split_and_resume(sizes):
     assert sum(tensor[0].nbytes for tensor in state.values()) == module.state_bytes()
 
 
-def test_padding_leaves_the_state_alone():
-    checks.check_padding_leaves_the_state_alone(build(True))
+def test_padding_leaves_the_state_unchanged():
+    checks.check_padding_leaves_the_state_unchanged(build(True))
 
 
 @pytest.mark.parametrize("at", [1, 6, 127, 128, 133])

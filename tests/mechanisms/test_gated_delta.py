@@ -42,7 +42,7 @@ def test_with_small_rates_and_no_forgetting_it_is_kernelized_attention():
 
 
 @torch.no_grad()
-def test_a_rate_of_one_replaces_what_a_key_held():
+def test_a_rate_of_one_replaces_the_value_of_a_key():
     layer = module(initial_rate=1 - 1e-6, initial_decay=1e-6).double()
     q, k, v = (x.double() for x in qkv(2, value_dim=5))
     k[:, :, 1] = k[:, :, 0]

@@ -59,9 +59,9 @@ def test_equals_the_definition(options, fit, length):
 
 @EVERY_FORM
 @FITS
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_mixed_lengths_in_one_batch(options, fit, side):
-    checks.check_padding(build(fit=fit, **options), definition, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_mixed_lengths_in_one_batch(options, fit, padding_side):
+    checks.check_padding(build(fit=fit, **options), definition, padding_side)
 
 
 def test_no_tokens():
@@ -177,7 +177,7 @@ def test_a_transfer_trains_what_is_learned(options):
     assert losses[-1] < losses[0]
 
 
-def test_mixed_lengths_through_a_model_equal_the_rows_alone():
+def test_mixed_lengths_through_a_model_equal_single_rows():
     model = hla.patch_model(BERT.build(), "linformer", num_slots=5, projection="conv")
     rows = [token_ids(1, length, seed=length)[0] for length in (2, 30, 11)]
     batch = padded_batch(rows, "right")

@@ -36,12 +36,12 @@ def test_one_projection_serves_keys_and_values_of_all_layers(model: PreTrainedMo
     assert shared(model)
     assert all(module.project_value is None for module in modules(model))
     assert [layer.parameters for layer in hla.patch_report(model).layers] == [6 * 96, 0, 0]
-    alone = hla.patch_model(
+    untied = hla.patch_model(
         tiny_model("bert", BertForMaskedLM, num_hidden_layers=3), "linformer", num_slots=6, sharing="kv"
     )
-    alone.load_state_dict(model.state_dict())
+    untied.load_state_dict(model.state_dict())
     ids = token_ids()
-    assert torch.equal(logits(model, ids), logits(alone, ids))
+    assert torch.equal(logits(model, ids), logits(untied, ids))
 
 
 def test_other_options_are_another_projection() -> None:
@@ -108,9 +108,9 @@ def test_peft_trains_untied_copies_and_brings_them_back(model: PreTrainedModel, 
     config = peft.LoraConfig(target_modules=["query"], modules_to_save=["linear_attention"])
     adapted = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
-        for name, held in adapted.named_parameters():
-            if held.requires_grad:
-                held.add_(torch.randn_like(held) * 0.1 * (1 + len(name) % 3))
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1 * (1 + len(name) % 3))
     adapted.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     ids = token_ids()

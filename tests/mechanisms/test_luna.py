@@ -62,9 +62,9 @@ def test_half_models_work_in_single_precision(causal):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(causal, side):
-    checks.check_padding(build(causal), definition, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_padding(causal, padding_side):
+    checks.check_padding(build(causal), definition, padding_side)
 
 
 @DIRECTIONS
@@ -92,8 +92,8 @@ def test_split_and_resume(sizes):
     assert state["count"].tolist() == [sum(sizes), sum(sizes) // 3]
 
 
-def test_padding_leaves_the_state_alone():
-    checks.check_padding_leaves_the_state_alone(build(True))
+def test_padding_leaves_the_state_unchanged():
+    checks.check_padding_leaves_the_state_unchanged(build(True))
 
 
 @pytest.mark.parametrize("at", [1, 127, 133])

@@ -24,10 +24,10 @@ def definition(module, q, k, v, causal):
     settings = {"landmarks": options.num_landmarks, "iterations": options.iterations, "scaling": checks.SCALING}
     out = nystrom_attention(q, k, v, **settings) if q.shape[2] else q.new_zeros(*q.shape[:3], v.shape[3])
     if module.kernel is not None:
-        held, half = naive.repeat_heads(v, q.shape[1]), module.kernel.shape[1] // 2
+        repeated_values, half = naive.repeat_heads(v, q.shape[1]), module.kernel.shape[1] // 2
         for i in range(q.shape[2]):
             near = range(max(i - half, 0), min(i + half + 1, q.shape[2]))
-            skip = sum(module.kernel[None, :, j - i + half, None] * held[:, :, j] for j in near)
+            skip = sum(module.kernel[None, :, j - i + half, None] * repeated_values[:, :, j] for j in near)
             out = out + torch.nn.functional.pad(skip.unsqueeze(2), (0, 0, i, q.shape[2] - 1 - i))
     return out
 
@@ -43,17 +43,17 @@ def test_options(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"conv_kernel": 5}, {"num_landmarks": 70}])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(side, options):
-    checks.check_padding(build(**options), definition, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_padding(padding_side, options):
+    checks.check_padding(build(**options), definition, padding_side)
 
 
 def test_a_row_does_not_depend_on_the_others_of_its_batch():
     q, k, v = qkv(40, batch=3)
-    alone = [checks.run(build(), q[i : i + 1], k[i : i + 1], v[i : i + 1])[0] for i in range(3)]
+    single = [checks.run(build(), q[i : i + 1], k[i : i + 1], v[i : i + 1])[0] for i in range(3)]
     k[2] *= 30
     together, _ = checks.run(build(), q, k, v)
-    assert_close(together[:2], torch.cat(alone[:2]))
+    assert_close(together[:2], torch.cat(single[:2]))
 
 
 def test_poisoned_padding_reaches_no_gradient():
@@ -162,10 +162,10 @@ def test_the_pseudo_inverse_converges_at_third_order():
 def test_the_convolution_is_off_and_starts_at_zero():
     model = hla.patch_model(BERT.build(), "nystrom", num_landmarks=5)
     assert hla.patch_report(model).parameters == 0
-    plain = model(token_ids()).logits
+    expected = model(token_ids()).logits
     hla.patch_model(hla.unpatch_model(model), "nystrom", num_landmarks=5, conv_kernel=3)
     assert hla.patch_report(model).parameters == 2 * 4 * 3
-    assert torch.equal(model(token_ids()).logits, plain)
+    assert torch.equal(model(token_ids()).logits, expected)
 
 
 def test_save_and_load_with_the_convolution(tmp_path):

@@ -46,8 +46,8 @@ def test_outputs_and_gradients_equal_the_definition(length, groups, causal, gate
     probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     floor = torch.full((1,), 1e-5, dtype=torch.float64)
     pairs = (torch.autograd.grad((x * probe).sum(), leaves, allow_unused=True) for x in (out, expected))
-    for got, wanted in zip(*pairs, strict=True):
-        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, wanted)), torch.float64, 100)
+    for got, expected_part in zip(*pairs, strict=True):
+        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, expected_part)), torch.float64, 100)
 
 
 def test_the_estimate_is_unbiased():
@@ -80,12 +80,12 @@ def test_the_gate_forgets():
 
 
 @forms
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(side, causal, gate):
-    layer, tensors, mask = module(causal, gate), inputs(23), padding_mask([23, 9], 23, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_padding(padding_side, causal, gate):
+    layer, tensors, mask = module(causal, gate), inputs(23), padding_mask([23, 9], 23, padding_side)
     out, _ = layer(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask))
-    alone = [x[1:].transpose(1, 2)[mask[1:]].unsqueeze(0).transpose(1, 2) for x in tensors]
-    expected, _ = layer(AttentionInputs(*alone, scaling=0.4, causal=causal))
+    unpadded = [x[1:].transpose(1, 2)[mask[1:]].unsqueeze(0).transpose(1, 2) for x in tensors]
+    expected, _ = layer(AttentionInputs(*unpadded, scaling=0.4, causal=causal))
     assert_close(out[1].transpose(0, 1)[mask[1]].transpose(0, 1), expected[0], torch.float64, 10)
 
 

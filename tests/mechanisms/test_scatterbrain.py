@@ -44,7 +44,7 @@ def run(layer, tensors, causal, mask=None, **kwargs):
 def definition(layer, tensors, causal, mask=None):
     q, k, v = tensors
     allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
-    features = [side(x, 0.4) for side, x in ((layer.feature_map.query, q), (layer.feature_map.key, k))]
+    features = [padding_side(x, 0.4) for padding_side, x in ((layer.feature_map.query, q), (layer.feature_map.key, k))]
     phi = [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
     options = layer.options
     support = naive.support(
@@ -68,11 +68,11 @@ def test_outputs_and_gradients_equal_the_definition(length, options, causal):
     assert_close(out, expected, torch.float64)
     probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     floor = torch.full((1,), 1e-6, dtype=torch.float64)  # a gradient may be zero but for rounding
-    for got, wanted in zip(
+    for got, expected_part in zip(
         *(torch.autograd.grad((t * probe).sum(), tensors) for t in (out, expected)),
         strict=True,
     ):
-        assert_close(*(torch.cat([t.flatten(), floor]) for t in (got, wanted)), torch.float64, 10)
+        assert_close(*(torch.cat([t.flatten(), floor]) for t in (got, expected_part)), torch.float64, 10)
 
 
 @both
@@ -93,9 +93,9 @@ def test_grouped_heads(groups, options, causal):
 
 @both
 @kinds
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_masks_and_nan_in_padding(side, options, causal):
-    mask = padding_mask([21, 8], 21, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_masks_and_nan_in_padding(padding_side, options, causal):
+    mask = padding_mask([21, 8], 21, padding_side)
     layer, tensors = module(**options), doubles(21)
     expected = definition(layer, tensors, causal, mask).transpose(1, 2)[mask]
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_with_everything_in_one_bucket_it_is_exact_attention(causal, monkeypatch
 
 
 @both
-def test_the_sums_are_unbiased(causal):
+def test_the_estimate_is_unbiased(causal):
     q, k, v = (tensor.detach() for tensor in doubles(12, batch=1))
     q, k = q / 2, k / 2  # the estimates of larger products have tails too heavy for a mean of a few hundred
     allowed = naive.visible(None, 1, 12, 12, causal)
@@ -183,7 +183,7 @@ def test_split_and_resume(pieces, options):
 @kinds
 def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
     layer, tensors = module(**options), [t.detach()[:1] for t in doubles(18)]
-    alone, state = run(layer, tensors, True, return_state=True)
+    single, state = run(layer, tensors, True, return_state=True)
     real = torch.zeros(1, 30, dtype=torch.bool)
     real[:, [0, 1, 5, 7, *range(9, 20), 25, 26, 28]] = True
     spread = [torch.full((1, t.shape[1], 30, t.shape[3]), 7.0, dtype=torch.float64) for t in tensors]
@@ -194,7 +194,7 @@ def test_padding_anywhere_leaves_outputs_and_states_as_they_are(options):
         mask = real[:, start:stop]
         out, after = run(layer, [t[:, :, start:stop] for t in spread], True, mask, state=after, return_state=True)
         outs.append(out)
-    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
+    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], single.transpose(1, 2)[0], torch.float64)
     for name in [name for name in state if name.startswith("bucket") or name in ("kv", "k_sum", "log_scale")]:
         assert_close(after[name].double(), state[name].double(), torch.float64)
 
@@ -217,9 +217,9 @@ def test_gradcheck(options, causal):
 
 @both
 @kinds
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_explicit_weights_give_the_same_output(side, options, causal):
-    layer, (q, k, v), mask = module(**options), doubles(19), padding_mask([19, 7], 19, side)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_explicit_weights_give_the_same_output(padding_side, options, causal):
+    layer, (q, k, v), mask = module(**options), doubles(19), padding_mask([19, 7], 19, padding_side)
     weights = layer.attention_weights(q, k, scaling=0.4, causal=causal, mask=mask)
     out = run(layer, (q, k, v), causal, mask)[0]
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ naive.repeat_heads(v, 4), out)), torch.float64)

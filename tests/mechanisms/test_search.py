@@ -104,12 +104,12 @@ def test_whatever_comes_in_finite_numbers_come_out(name: str, causal: bool, case
     out = run(module, case.q, case.k, case.v, case.mask, causal)
     assert out.shape == (case.q.shape[0], case.heads, case.q.shape[2], 6)
     assert out.dtype == case.q.dtype
-    kept = out.masked_fill(~case.real(), 0.0)
-    assert bool(torch.isfinite(kept).all())
+    real_out = out.masked_fill(~case.real(), 0.0)
+    assert bool(torch.isfinite(real_out).all())
     if module.distribution and out.numel():
         values = case.v.masked_fill(~case.real(), 0.0).double()
         largest = values.abs().amax(dim=(1, 2, 3), keepdim=True)
-        assert bool((kept.double().abs() <= largest * (1 + 4 * TOLERANCE[out.dtype]) + 1e-7).all())
+        assert bool((real_out.double().abs() <= largest * (1 + 4 * TOLERANCE[out.dtype]) + 1e-7).all())
 
 
 @every_direction()
@@ -119,8 +119,8 @@ def test_nan_in_padding_changes_nothing(name: str, causal: bool, case: Case) -> 
     assume(case.mask is not None)
     module = built(name, causal, case)
     poisoned = [x.masked_fill(~case.real(), float("nan")) for x in (case.q, case.k, case.v)]
-    plain = [x.masked_fill(~case.real(), 0.0) for x in (case.q, case.k, case.v)]
-    outs = [run(module, *inputs, case.mask, causal).masked_fill(~case.real(), 0.0) for inputs in (poisoned, plain)]
+    zeroed = [x.masked_fill(~case.real(), 0.0) for x in (case.q, case.k, case.v)]
+    outs = [run(module, *inputs, case.mask, causal).masked_fill(~case.real(), 0.0) for inputs in (poisoned, zeroed)]
     assert torch.equal(*outs)
 
 

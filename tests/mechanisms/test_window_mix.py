@@ -36,13 +36,13 @@ def inputs(length=40):
 def test_far_weights_follow_the_formula(causal):
     """Against the same map with u = 0, row by row from the explicit weights."""
     query, key, _ = inputs()
-    mixed, plain = build(causal), build(causal)
-    plain.mix_weight.data.zero_()
+    mixed, unmixed = build(causal), build(causal)
+    unmixed.mix_weight.data.zero_()
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     inside = (distance.abs() < 4) & ((distance >= 0) | (not causal))
     far = ((distance >= 0) | (not causal)) & ~inside
     ratio = []
-    for built in (mixed, plain):
+    for built in (mixed, unmixed):
         weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
         ratio.append((weights * far).sum(-1) / (weights * inside).sum(-1))
     gain = torch.einsum("bhld,hd->bhl", query, mixed.mix_weight) * SCALING**0.5
@@ -65,9 +65,9 @@ def test_steps_are_the_parallel_form(backend):
     with torch.no_grad(), use_backend(backend):
         whole, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=True))
         parts, state = [], None
-        for part in (slice(30), *(slice(place, place + 1) for place in range(30, 40))):
-            given = (x[:, :, part] for x in (query, key, value))
-            out, state = built(AttentionInputs(*given, scaling=SCALING, causal=True, state=state, return_state=True))
+        for part in (slice(30), *(slice(position, position + 1) for position in range(30, 40))):
+            tensors = (x[:, :, part] for x in (query, key, value))
+            out, state = built(AttentionInputs(*tensors, scaling=SCALING, causal=True, state=state, return_state=True))
             parts.append(out)
     assert torch.allclose(torch.cat(parts, dim=2), whole, atol=2e-5)
 
@@ -77,25 +77,25 @@ def test_nan_in_padding_does_not_reach_its_gradient(causal):
     built, (query, key, value) = build(causal), inputs()
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[0, 30:] = False
-    found = []
+    grads = []
     for filler in (0.0, float("nan")):
         q, k, v = (x.clone() for x in (query, key, value))
         for tensor in (q, k, v):
             tensor[0, :, 30:] = filler
         out, _ = built(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
         loss = out.transpose(1, 2)[mask].square().sum()
-        found.append(torch.autograd.grad(loss, [built.mix_weight])[0])
-    assert found[0].abs().max() > 0
-    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
+        grads.append(torch.autograd.grad(loss, [built.mix_weight])[0])
+    assert grads[0].abs().max() > 0
+    assert torch.allclose(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
 def test_it_is_learned_by_transfer_and_saved(tmp_path):
     model = hla.patch_model(tiny_model("bert", BertModel), "window", window_size=3)
     batch = {"input_ids": token_ids(), "attention_mask": torch.ones(2, 21, dtype=torch.long)}
     transfer_attention(model, [batch], steps=5)
-    learned = {name: held for name, held in model.named_parameters() if name.endswith("mix_weight")}
+    learned = {name: parameter for name, parameter in model.named_parameters() if name.endswith("mix_weight")}
     assert len(learned) == model.config.num_hidden_layers
-    assert all(held.abs().max() > 0 for held in learned.values())
+    assert all(parameter.abs().max() > 0 for parameter in learned.values())
     model.save_pretrained(tmp_path)
     again = dict(hla.load_pretrained(tmp_path).named_parameters())
-    assert all(torch.equal(again[name], held) for name, held in learned.items())
+    assert all(torch.equal(again[name], parameter) for name, parameter in learned.items())

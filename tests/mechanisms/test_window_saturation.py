@@ -22,12 +22,12 @@ def test_far_weights_follow_the_formula(causal):
     """Against a window alone and the same map without saturation, row by row from the explicit weights."""
     length, window, saturation = 40, 4, 10
     query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
-    plain = build(causal, saturation=None).attention_weights(query, key, scaling=0.35, causal=causal)
+    unbounded = build(causal, saturation=None).attention_weights(query, key, scaling=0.35, causal=causal)
     bounded = build(causal, saturation=saturation).attention_weights(query, key, scaling=0.35, causal=causal)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     inside = (distance.abs() < window) & ((distance >= 0) | (not causal))
     far = ((distance >= 0) | (not causal)) & ~inside
-    ratio = {name: (w * far).sum(-1) / (w * inside).sum(-1) for name, w in (("plain", plain), ("bounded", bounded))}
+    ratio = {name: (w * far).sum(-1) / (w * inside).sum(-1) for name, w in (("plain", unbounded), ("bounded", bounded))}
     expected = ratio["plain"] / (1 + far.sum(-1) / saturation)
     assert torch.allclose(ratio["bounded"], expected, rtol=1e-4, atol=1e-6)
 
@@ -48,11 +48,11 @@ def test_what_is_far_weighs_no_more_at_ten_times_the_length(causal):
 def test_padding_is_not_counted():
     mechanism = build(True, saturation=5)
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
-    alone, _ = mechanism(AttentionInputs(q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], scaling=0.35, causal=True))
+    unpadded, _ = mechanism(AttentionInputs(q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], scaling=0.35, causal=True))
     mask = torch.ones(1, 30, dtype=torch.bool)
     mask[:, :10] = False
     padded, _ = mechanism(AttentionInputs(q, k, v, scaling=0.35, causal=True, mask=mask))
-    assert torch.allclose(padded[:, :, 10:], alone, atol=1e-5)
+    assert torch.allclose(padded[:, :, 10:], unpadded, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, "many"])
