@@ -40,7 +40,7 @@ def test_ops_rows(ops: tuple[dict[str, Any], str, Path]) -> None:
     report, screen, folder = ops
     assert json.loads((folder / "benchmark.json").read_text(encoding="utf-8")) == report
     rows = report["sections"]["ops"]
-    found = {(row["name"], row["direction"], row["pass"], row["length"]) for row in rows}
+    measured = {(row["name"], row["direction"], row["pass"], row["length"]) for row in rows}
     expected = {
         (name, direction, what, length)
         for direction in ("bidirectional", "causal")
@@ -48,7 +48,7 @@ def test_ops_rows(ops: tuple[dict[str, Any], str, Path]) -> None:
         for what in ("forward", "forward+backward")
         for length in (16, 24)
     }
-    assert found == expected
+    assert measured == expected
     for row in rows:
         assert row["seconds"]["p20"] <= row["seconds"]["median"] <= row["seconds"]["p80"]
         assert row["speedup"]["median"] > 0
@@ -69,7 +69,7 @@ def test_what_is_known_is_not_measured_again(ops: tuple[dict[str, Any], str, Pat
     assert "taken up" in screen
 
 
-def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = Store.add
 
     def stop(self: Store, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +82,12 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "out", **chosen)
     monkeypatch.undo()
-    kept = Store(tmp_path / "out" / NAME)
-    assert len(kept) == 3
+    store = Store(tmp_path / "out" / NAME)
+    assert len(store) == 3
     report, _, _ = run(tmp_path / "out", append=True, **chosen)
-    held = {row["measurement"] for row in report["sections"]["ops"]}
-    assert {one.id for one in kept} <= held
-    assert len(held) == 4
+    ids = {row["measurement"] for row in report["sections"]["ops"]}
+    assert {one.id for one in store} <= ids
+    assert len(ids) == 4
 
 
 def test_a_narrow_screen_shows_all_columns(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def _builds(name: str, causal: bool) -> None:
     module = workloads.build(name, heads=2, head_dim=8, longest=192, causal=causal, seed=0)
     inputs = Inputs.make(1, 2, 192, 8, torch.float32, torch.device("cpu"), 0)
     gradients: Any = workloads.timed_call(module, inputs, causal, True)()
-    assert all(bool(torch.isfinite(held).all()) for held in gradients if held is not None)
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
 
 
-def test_backends_are_found_and_refusals_told() -> None:
+def test_supported_and_unsupported_backends() -> None:
     inputs = Inputs.make(1, 2, 16, 8, torch.float64, torch.device("cpu"), 0)
     elu = workloads.build("elu", heads=2, head_dim=8, longest=16, causal=False, seed=0, dtype=torch.float64)
     supported, unsupported = workloads.backends_of(workloads.forward(elu, inputs, False), ("native", "torch"))
@@ -180,7 +180,7 @@ def test_a_peer_that_is_missing_is_named() -> None:
     assert missing.refuses(True, "bfloat16", torch.device("cpu")) == "it takes float32 only"
 
 
-def test_turns_take_slow_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"fast": 0, "slow": 0}
     clock = [0.0]
 
@@ -195,7 +195,7 @@ def test_turns_take_slow_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(samples["fast"]) == 5
 
 
-def test_turns_enter_what_surrounds_a_call_once_for_a_sample() -> None:
+def test_contexts_are_entered_once_per_sample() -> None:
     entered: list[str] = []
     calls = []
 
@@ -218,8 +218,8 @@ def test_turns_enter_what_surrounds_a_call_once_for_a_sample() -> None:
 
 
 def test_ratio_pairs_rounds() -> None:
-    held = ratio([2.0, 4.0, 8.0], [1.0])
-    assert (held["median"], held["rounds"]) == (4.0, 1)
+    result = ratio([2.0, 4.0, 8.0], [1.0])
+    assert (result["median"], result["rounds"]) == (4.0, 1)
     assert ratio([2.0, 4.0], [1.0, 2.0])["median"] == 2.0
 
 
@@ -246,7 +246,7 @@ def test_comparing_with_itself_finds_nothing(ops: tuple[dict[str, Any], str, Pat
 def test_what_became_worse_is_named(ops: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
     report, _, folder = ops
     before = json.loads(json.dumps(report))
-    changed = next(held for held in before["ratios"] if held["ratio"] == "over_limit")
+    changed = next(entry for entry in before["ratios"] if entry["ratio"] == "over_limit")
     for name in ("median", "p20", "p80"):
         changed[name] /= 100
     (tmp_path / "before.json").write_text(json.dumps(before), encoding="utf-8")
@@ -282,8 +282,8 @@ def entry(median: float, spread: float = 0.01, rounds: int = 9, lower: bool = Tr
     ],
 )
 def test_noise(first: dict[str, Any], second: dict[str, Any], worse: int, better: int) -> None:
-    found = compare({"ratios": [first]}, {"ratios": [second]}, 0.1)
-    assert (len(found.worse), len(found.better)) == (worse, better)
+    comparison = compare({"ratios": [first]}, {"ratios": [second]}, 0.1)
+    assert (len(comparison.worse), len(comparison.better)) == (worse, better)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_bad_options(changes: dict[str, Any], complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("arguments", "message"),
     [
         (["--attention", "eluu"], "Unknown attention mechanism 'eluu'. Did you mean 'elu'"),
         (["--attention", "softmax"], "Leave it out"),
@@ -318,11 +318,11 @@ def test_bad_options(changes: dict[str, Any], complaint: str) -> None:
     ],
 )
 def test_errors_name_the_value(
-    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*words, "--output", str(tmp_path / "out")]) == 1
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 1
     captured = capsys.readouterr()
-    assert complaint in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -13,6 +13,8 @@ from recipes.benchmarks.headline import forward_tables, headline
 from tests.helpers import save_checkpoint, tiny_model
 from tests.recipes.benchmark_runs import run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,9 @@ def test_decoding(tmp_path: Path) -> None:
     rows = report["sections"]["decode"]
     steps = [row for row in rows if row["what"] == "step"]
     names = {"growing cache", "preallocated cache", "elu [torch]", "linformer-causal"}
-    assert {(row["name"], row["context"]) for row in steps} == {(name, held) for name in names for held in (16, 24)}
+    assert {(row["name"], row["context"]) for row in steps} == {
+        (name, context) for name in names for context in (16, 24)
+    }
     bytes_of = {(row["name"], row["context"]): row["bytes"] for row in steps}
     assert bytes_of["growing cache", 24] == 2 * 2 * 2 * 24 * 8 * 4
     assert bytes_of["elu [torch]", 16] == bytes_of["elu [torch]", 24] == 2 * 2 * (8 * 8 + 8) * 4
@@ -52,8 +56,8 @@ def test_decoding(tmp_path: Path) -> None:
     assert {row["name"] for row in models} == expected
     assert {row["name"] for row in models if "growth" in row} == {"elu"}
     assert "Generating 3,072 tokens: images, batch 2" in screen
-    told = (tmp_path / "out" / "benchmark.md").read_text(encoding="utf-8")
-    assert "Bytes of state and cache" in told
+    text = (tmp_path / "out" / "benchmark.md").read_text(encoding="utf-8")
+    assert "Bytes of state and cache" in text
 
 
 @pytest.mark.usefixtures("tiny")
@@ -77,17 +81,17 @@ def test_whole_models(tmp_path: Path) -> None:
     assert "Share of the ceiling reached" in screen
 
 
-def test_checkpoints_take_the_place_of_shapes(tmp_path: Path) -> None:
+def test_checkpoints_replace_shapes(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "gpt2", "gpt2")
     save_checkpoint(tmp_path / "bert", "bert")
     for name, section in (("gpt2", ("decode", "model")), ("bert", ("model",))):
         report, _, _ = run(tmp_path / f"out-{name}", 160, tmp_path / name, section=section)
-        rows = [row for held in report["sections"].values() for row in held]
+        rows = [row for section in report["sections"].values() for row in section]
         assert {row["model"] for row in rows} == {name}
         assert "elu" in {row["name"] for row in rows}
 
 
-def test_bad_checkpoints_are_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_bad_checkpoints_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
     for section, source, complaint in (
         (("model",), "no-such-folder", "cannot be loaded"),
         (("decode",), "bert", "is no causal language model"),
@@ -103,11 +107,11 @@ def test_bad_checkpoints_are_told_before_anything_is_measured(tmp_path: Path) ->
 def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
     chosen: dict[str, Any] = {"section": ("memory",), "heads": 4, "head_dim": 32, "backend": ("torch",)}
     report, screen, _ = run(tmp_path / "out", memory_lengths=(2048,), direction=("causal",), **chosen)
-    held = {(row["name"], row["pass"]): row["bytes"] for row in report["sections"]["memory"]}
-    assert {name for name, _ in held} == {"sdpa", "eager", "elu [torch]"}
+    peaks = {(row["name"], row["pass"]): row["bytes"] for row in report["sections"]["memory"]}
+    assert {name for name, _ in peaks} == {"sdpa", "eager", "elu [torch]"}
     weights = 4 * 2048 * 2048 * 4
-    assert held["eager", "forward"] > 1.5 * weights
-    assert held["elu [torch]", "forward"] < 0.5 * weights
+    assert peaks["eager", "forward"] > 1.5 * weights
+    assert peaks["elu [torch]", "forward"] < 0.5 * weights
     assert "Peak extra memory: attention, causal" in screen
 
 
@@ -145,10 +149,10 @@ def test_headline(tmp_path: Path) -> None:
     """The parts of the READMEs, from whichever sections there are."""
     whole, _, _ = run(tmp_path / "out", section=("ops", "decode", "model"), backend=("torch",))
     report = {**whole, "sections": {"ops": whole["sections"]["ops"]}}
-    told = headline(report)
-    assert "bidirectional, 24 tokens" in told
-    assert "| `elu` |" in told
-    assert "sdpa |" not in told
+    text = headline(report)
+    assert "bidirectional, 24 tokens" in text
+    assert "| `elu` |" in text
+    assert "sdpa |" not in text
     assert "Time over limit: causal, float32, forward (1×2×8)" in forward_tables(report)
     assert "backward" not in forward_tables(report)
     assert "decoding step after 24" in headline(whole)

@@ -12,6 +12,8 @@ from recipes.benchmarks import long_costs, long_data, long_table
 from tests.helpers import WORDS
 from tests.training.tiny_runs import save_encoder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def table():
@@ -43,47 +45,49 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def proteins(table, tmp_path_factory):
-    place = tmp_path_factory.mktemp("long")
-    save_proteins(place / "proteins.csv")
-    words = ["proteins", "--source", str(place / "proteins.csv"), "--work", str(place / "work"), "--scored", "8"]
-    words += ["--out", str(place / "out.json"), "--data.max_length", "60", *SMALL, *ESM]
-    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
-    return place, words
+    folder = tmp_path_factory.mktemp("long")
+    save_proteins(folder / "proteins.csv")
+    arguments = ["proteins", "--source", str(folder / "proteins.csv"), "--work", str(folder / "work"), "--scored", "8"]
+    arguments += ["--out", str(folder / "out.json"), "--data.max_length", "60", *SMALL, *ESM]
+    assert table.main([*arguments, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
+    return folder, arguments
 
 
 def test_proteins_of_one_partition_stay_together(proteins):
-    place, _ = proteins
-    held = {name: read(place / "work" / "proteins" / f"{name}.csv") for name in ("short/train", "long/train", "scored")}
-    letters = {name: {row["text"][0] for row in rows} for name, rows in held.items()}
+    folder, _ = proteins
+    files = {
+        name: read(folder / "work" / "proteins" / f"{name}.csv") for name in ("short/train", "long/train", "scored")
+    }
+    letters = {name: {row["text"][0] for row in rows} for name, rows in files.items()}
     assert letters["scored"] <= set("QR")
     assert not (letters["short/train"] | letters["long/train"]) & set("QR")
-    assert all(int(row["length"]) <= 58 for row in held["short/train"])
-    assert {int(row["length"]) > 1024 for row in held["long/train"]} == {True, False}
-    assert all(len(row["text"]) == int(row["length"]) for rows in held.values() for row in rows)
+    assert all(int(row["length"]) <= 58 for row in files["short/train"])
+    assert {int(row["length"]) > 1024 for row in files["long/train"]} == {True, False}
+    assert all(len(row["text"]) == int(row["length"]) for rows in files.values() for row in rows)
 
 
 def test_a_row_a_mechanism_and_length(proteins):
-    place, _ = proteins
-    rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
+    folder, _ = proteins
+    rows = json.loads((folder / "out.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["variant"], row["length"]) for row in rows] == [
         *(("softmax", 40), ("window", 40)),
         *(("softmax", 1200), ("window", 1200)),
     ]
-    long = [int(row["length"]) + 2 for row in read(place / "work" / "proteins" / "long" / "train.csv")]
+    long = [int(row["length"]) + 2 for row in read(folder / "work" / "proteins" / "long" / "train.csv")]
     for row in rows:
         assert row["strata"]["> 1,024"]["rows"] == 8
         assert row["training"]["truncated"] == sum(length > row["length"] for length in long)
-        assert str(place) not in json.dumps(row)
+        assert str(folder) not in json.dumps(row)
     assert rows[1]["parameters"] > rows[0]["parameters"]
     assert rows[0]["settings"]["model"]["overrides"]["position_embedding_type"] == "rotary"
 
 
 def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(table, proteins, monkeypatch):
-    place, words = proteins
+    folder, arguments = proteins
     monkeypatch.setattr(table, "train_long", None)
-    assert table.main([*words, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
-    assert table.main([*words, "--lengths", "40", "1200", "--pieces"]) == 0
-    rows = json.loads((place / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert table.main([*arguments, "--lengths", "40", "1200", "--variants", "softmax", "window"]) == 0
+    assert table.main([*arguments, "--lengths", "40", "1200", "--pieces"]) == 0
+    rows = json.loads((folder / "out.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 5
     assert rows[-1]["pieces"]
     assert rows[-1]["length"] == 40
@@ -91,16 +95,20 @@ def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(
 
 
 def test_costs_of_every_mechanism(proteins):
-    place, _ = proteins
-    words = ["proteins", "--work", str(place / "work"), "--lengths", "32", "64", "--inputs", "2", "--rounds", "2"]
-    assert long_costs.main([*words, "--out", str(place / "costs.json")]) == 0
-    held = json.loads((place / "costs.json").read_text(encoding="utf-8"))
-    assert set(held["lengths"]) == {"32", "64"}
-    for found in held["lengths"].values():
-        assert set(found) == {"softmax", "window", *(f"local + {name}" for name in ("softmax", "hedgehog", "luna"))}
-        assert found["softmax"]["training"]["speedup"] == 1
-        assert all(costs["training"]["seconds_per_1000"] > 0 for costs in found.values())
-    assert held["longest"]["tokens"] == 1103
+    folder, _ = proteins
+    arguments = ["proteins", "--work", str(folder / "work"), "--lengths", "32", "64", "--inputs", "2", "--rounds", "2"]
+    assert long_costs.main([*arguments, "--out", str(folder / "costs.json")]) == 0
+    report = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+    assert set(report["lengths"]) == {"32", "64"}
+    for costs_by_variant in report["lengths"].values():
+        assert set(costs_by_variant) == {
+            "softmax",
+            "window",
+            *(f"local + {name}" for name in ("softmax", "hedgehog", "luna")),
+        }
+        assert costs_by_variant["softmax"]["training"]["speedup"] == 1
+        assert all(costs["training"]["seconds_per_1000"] > 0 for costs in costs_by_variant.values())
+    assert report["longest"]["tokens"] == 1103
 
 
 def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
@@ -109,8 +117,8 @@ def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
     for name in ("train", "test"):
         with (tmp_path / "imdb" / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for number in range(24):
-                words = WORDS[24:48] * (1 if number % 2 else 6)
-                file.write(json.dumps({"text": " ".join(words[number:]), "label": number // 2 % 2}) + "\n")
+                arguments = WORDS[24:48] * (1 if number % 2 else 6)
+                file.write(json.dumps({"text": " ".join(arguments[number:]), "label": number // 2 % 2}) + "\n")
     monkeypatch.setattr(long_data, "LONG_REVIEW", 90)
     part = table.PARTS["reviews"]
     monkeypatch.setitem(
@@ -118,9 +126,9 @@ def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
         "reviews",
         table.Part(part.write, {"all": (0, np.inf)}, (96, 150), {"softmax": None, "elu": {"default": "elu"}}),
     )
-    words = ["reviews", "--source", str(tmp_path / "imdb"), "--model", str(tmp_path / "encoder"), "--short", "8"]
-    words += ["--long", "6", "--scored", "6", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]
-    assert table.main([*words, *SMALL, "--data.max_length", "96"]) == 0
+    arguments = ["reviews", "--source", str(tmp_path / "imdb"), "--model", str(tmp_path / "encoder"), "--short", "8"]
+    arguments += ["--long", "6", "--scored", "6", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]
+    assert table.main([*arguments, *SMALL, "--data.max_length", "96"]) == 0
     rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     assert [row["length"] for row in rows] == [96, 96, 150, 150]
     config = json.loads((tmp_path / "work/reviews/seed0/elu-150-2/model/config.json").read_text(encoding="utf-8"))
@@ -145,7 +153,7 @@ def test_pieces_cover_a_text_with_overlap(table):
 def test_matthews_is_that_of_scikit_learn(table):
     generator = np.random.default_rng(0)
     scores, labels = generator.normal(size=50), generator.random(50) < 0.4
-    found = table.classification_metrics(scores, labels)
-    assert found["mcc"] == pytest.approx(matthews_corrcoef(labels, scores > 0))
-    assert 0 < found["mcc_error"] < 0.3
+    metrics = table.classification_metrics(scores, labels)
+    assert metrics["mcc"] == pytest.approx(matthews_corrcoef(labels, scores > 0))
+    assert 0 < metrics["mcc_error"] < 0.3
     assert table.matthews(np.array([0, 0, 5, 5])) == 0

@@ -90,7 +90,7 @@ def test_positive_features_win_where_the_kernel_is_small_and_lose_where_it_is_la
     assert float(measured["positive"][0]) < 0.1 * float(measured["sin and cos"][0])
 
 
-def test_pairs_have_the_norms_asked_for():
+def test_pairs_have_the_requested_norms():
     lengths = torch.tensor([0.0, 0.5, 2.0])
     query, key = pairs_at(lengths, 1.0, 5)
     torch.testing.assert_close((query + key).norm(dim=1), lengths.double())
