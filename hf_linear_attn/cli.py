@@ -97,15 +97,19 @@ hf-linear-attn finetune ./bert --data.task rte --attention hedgehog --output out
 accelerate launch -m hf_linear_attn finetune --config recipe.yaml""",
     ),
     "evaluate": Verb(
-        "evaluation.options:EvaluateOptions",
-        "evaluation.runner:run_evaluate",
+        "evaluation.config:EvaluateConfig",
+        "evaluation.api:run_evaluate",
         "measure quality, speed and memory of a model with linear attention, in one report",
         ("model",),
         """\
-hf-linear-attn evaluate gpt2 --text mine.txt --length 4096 --output report
-hf-linear-attn evaluate ./bert-sst2 --task sst2 --attention hedgehog window --seeds 0 1 2
-hf-linear-attn evaluate ./encoder --sts glue --text mine.txt --batch 32 --dtype bfloat16""",
-        separate_model=True,
+hf-linear-attn evaluate gpt2 --data.dataset mine.txt --length 4096
+hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --attention hedgehog window --seeds 0 1 2
+hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model --baseline run0/control
+hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte mrpc=./bert-mrpc --attention hedgehog
+hf-linear-attn evaluate ./encoder --data.sts glue --speed.batch_size 32 --speed.dtype bfloat16
+hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention gla --append
+
+Every record is on disk at once. Ctrl-C stops; the same command with --append continues.""",
     ),
     "plan": Verb(
         "plan:PlanConfig",
@@ -121,7 +125,7 @@ hf-linear-attn patch gpt2 out --plan plan/plan.json
 The exit code is 0 if the budget is met, and 1 if it is not.""",
     ),
     "demo": Verb(
-        "demo:DemoOptions",
+        "demo:DemoConfig",
         "demo:run_demo",
         "convert a small model and report quality and speed beside exact attention",
         (),

@@ -178,14 +178,13 @@ class _Run:
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
         import torch
 
-        from .demo import is_decoder
-        from .evaluation.loading import config_and_tokenizer, load_backbone
+        from .evaluation.models import is_decoder, load_config, load_exact, load_tokenizer
         from .utils.environment import environment
         from .utils.models import torch_device
 
         self.config = config
         self.name = Path(config.model).resolve().name if Path(config.model).is_dir() else config.model
-        model_config, tokenizer = config_and_tokenizer(config.model)
+        model_config, tokenizer = load_config(config.model), load_tokenizer(config.model)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
@@ -198,8 +197,7 @@ class _Run:
         if task:
             self.exact, self.data = _load_task(config, tokenizer, self.sizes, device)
         else:
-            auto_class = "AutoModelForCausalLM" if self.kind == "decoder" else "AutoModel"
-            self.exact = load_backbone(config.model, auto_class, device)
+            self.exact = load_exact(config.model, self.kind, device)
             self.data = _text_data(config, tokenizer, self.sizes, self.exact, decoder=self.kind == "decoder")
         self.lengths = self._lengths(budget)
         self._patch()
@@ -246,13 +244,13 @@ class _Run:
     @property
     def conditions(self) -> Conditions:
         """What all measurements depend on."""
-        from .evaluation.loading import fingerprint
+        from .evaluation.models import weights_fingerprint
         from .evaluation.records import Conditions
 
         hardware, versions = self.environment["hardware"], self.environment["versions"]
         return Conditions(
             model=self.name,
-            fingerprint=fingerprint(self.exact),
+            fingerprint=weights_fingerprint(self.exact),
             attention=self.config.attention,
             measurement="",
             seed=self.config.seed,
@@ -322,14 +320,13 @@ class _Run:
 
     def facts(self) -> dict[str, Any]:
         """What the report says of the run beside its result."""
-        from .demo import model_facts
-        from .integration.discovery import self_attention
+        from .evaluation.models import model_facts
         from .patching import patch_report
         from .registry import ATTENTIONS
         from .utils.environment import json_safe, utc_now
 
         entry, report = ATTENTIONS.get(self.config.attention), patch_report(self.patched)
-        shape = model_facts(self.exact, self_attention(self.exact)[0].causal, type(self.exact).__name__)
+        shape = model_facts(self.exact)
         return json_safe(
             {
                 "format_version": FORMAT_VERSION,
@@ -427,8 +424,10 @@ def _load_task(config: PlanConfig, tokenizer: Any, sizes: _Sizes, device: Any) -
     choose, the others to verify."""
 
     from .data.task_data import load_task_data
-    from .evaluation.loading import load_classifier
+    from .data.tasks import get_task
+    from .evaluation.inputs import check_labels
     from .evaluation.metrics import ClassificationMetric
+    from .evaluation.models import load_exact
 
     task = str(config.data.task)
     data = DataConfig(
@@ -438,7 +437,8 @@ def _load_task(config: PlanConfig, tokenizer: Any, sizes: _Sizes, device: Any) -
         max_train_samples=sizes.train_sequences + sizes.validation_sequences,
     )
     problem: Any = load_task_data("classification", tokenizer, data, config.seed)
-    exact = load_classifier(config.model, task, problem, device)
+    exact = load_exact(config.model, "classifier", device, task=task)
+    check_labels(get_task(task), exact.config)
     train = [row for row in problem.train if row["input_ids"]]
     rows = [row for split in problem.validation.values() for row in split]
     halves = [rows[::2][: sizes.rows], rows[1::2][: sizes.rows]]

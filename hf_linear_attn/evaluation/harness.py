@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from .measurements import plain
-
-INSTALL = "pip install 'hf-linear-attn[lm-eval]'"
+from ..utils.environment import json_safe
+from ..utils.extras import require_packages
 
 
 def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_size: int = 8) -> Any:
@@ -27,13 +26,12 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
         ValueError: a model without its tokenizer, or one without an end-of-sequence token.
         OSError: there is no such folder or repository.
     """
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ImportError(f"This needs {error.name}, which is not installed: {INSTALL}") from error
+    require_packages("lm_eval", extra="lm-eval", purpose="This")
+    from lm_eval.models.huggingface import HFLM
+
     if isinstance(model, str):
         tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-        model = _loaded(model)
+        model = _load_model(model)
     if tokenizer is None:
         raise ValueError("Give the tokenizer of the model too, or the folder of a checkpoint that holds both.")
     if tokenizer.eos_token_id is None:
@@ -43,7 +41,7 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
 
-def _loaded(source: str) -> PreTrainedModel:
+def _load_model(source: str) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ..checkpoints import load_pretrained
@@ -83,13 +81,12 @@ def run_harness(
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    where = None if folder is None else str(folder)
-    manager = TaskManager(include_path=where, include_defaults=folder is None)
+    manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown or not tasks:
         known = ", ".join(sorted(manager.all_tasks)[:20])
         raise ValueError(f"Unknown tasks {', '.join(unknown) or '(none given)'}. Known: {known}, …")
-    found = lm_eval.simple_evaluate(
+    output = lm_eval.simple_evaluate(
         wrapped,
         tasks=list(tasks),
         task_manager=manager,
@@ -98,10 +95,10 @@ def run_harness(
         bootstrap_iters=0,
         log_samples=False,
     )
-    return {task: _metrics(held) for task, held in (found or {"results": {}})["results"].items()}
+    return {task: _metrics(values) for task, values in (output or {"results": {}})["results"].items()}
 
 
-def _metrics(held: dict[str, Any]) -> dict[str, Any]:
-    """`{"acc,none": 0.5, "alias": …}` as `{"acc": 0.5}`: without filters where there is only the plain one."""
-    numbers = {name: value for name, value in held.items() if isinstance(value, (int, float))}
-    return plain({name.removesuffix(",none"): value for name, value in numbers.items()})
+def _metrics(values: dict[str, Any]) -> dict[str, Any]:
+    """`{"acc,none": 0.5, "alias": …}` as `{"acc": 0.5}`: without filters where there is only the default one."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return json_safe({name.removesuffix(",none"): value for name, value in numbers.items()})

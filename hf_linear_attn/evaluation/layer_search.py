@@ -35,7 +35,7 @@ from ..utils.formatting import fixed
 from ..utils.timing import time_interleaved
 from .metrics import PerplexityMetric, QualityMetric, _predictions, kl_divergence, strided_windows, value
 from .records import Conditions, Records
-from .speed import forward_of, without_attention
+from .speed import forward_pass, without_attention
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -727,7 +727,7 @@ class _LayerSearch:
         def measure() -> dict[str, Any]:
             inputs = synthetic_inputs(self.exact, self.tokens, length)
             models = {self.baseline: self.exact, "linear": self.timed}
-            calls = {name: partial(forward_of(model), inputs) for name, model in models.items()}
+            calls = {name: partial(forward_pass(model), inputs) for name, model in models.items()}
             with exact_attention(self.timed, self._others(layers)):
                 timings = time_interleaved(calls, baseline=self.baseline, seconds=seconds, device=self.exact.device)
             return {**asdict(timings["linear"]), "exact_seconds": timings[self.baseline].median}

@@ -1,268 +1,325 @@
-"""The plots of a report, drawn from its data: SVG within the page, PNG beside it, legible at the width of a phone."""
+"""The plots of an evaluation."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from .drawing import (
-    BASELINE_COLOR,
-    FREE_COLOR,
-    Drawing,
-    drawing,
-    figure_of,
-    label_of,
-    legend_below,
-    length_axis,
-    looks_of,
-    plain_log_axis,
-    plot_style,
-)
-from .formats import format_bytes, format_rate, format_seconds
-from .plots_quality import error_maps, fidelity, heat_map, heat_map_of, positions, score_bars, transfer, transferred
-from .scores import Score, axes_of, scores_of
-from .speed import FREE
+from ..utils.extras import require_packages
+from ..utils.formatting import fixed, format_bytes, format_rate, format_seconds
+from .evaluator import EXACT_LABEL
+from .metrics import Score
+from .speed import DECODING, FORWARD, WITHOUT_ATTENTION
+
+if TYPE_CHECKING:
+    from .results import Evaluation
+
+#: Okabe and Ito's palette, which colour-blind readers can tell apart; with seven markers no pair comes twice among 42.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "*")
+EXACT_COLOR, WITHOUT_COLOR, BEFORE_COLOR = "#000000", "#767676", "#B5B5B5"
+
+#: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
+WIDTH = 5.6
+DPI = 160
+
+CAPTIONS = {
+    "quality_vs_speed": "Quality against speed at the length of interest. Hollow: as patched; filled: after attention "
+    "transfer or conversion. Up and right is better.",
+    "quality": "Scores beside the exact model and the same model without attention. Bars: mean over seeds, with the "
+    "standard deviation.",
+    "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
+    "memory": "Peak memory of one forward pass beyond weights and inputs.",
+    "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
+    "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
+    "throughput": "Tokens per second with several sequences at once. Higher is better.",
+}
 
 
-def draw_plots(report: dict[str, Any]) -> dict[str, Drawing]:
-    """File name -> figure, in the order in which they are shown."""
-    drawings: dict[str, Callable[[dict[str, Any]], Any]] = {}
-    if report.get("advice") and report["advice"]["points"]:
-        first, *rest = axes_of(report)
-        drawings["pareto.png"] = partial(_pareto, advice=report["advice"], score=first)
-        for score, advice in zip(rest, report["advice"].get("others", ()), strict=False):  # old reports have none
-            drawings[f"pareto-{score.name}.png"] = partial(_pareto, advice=advice, score=score)
-    for score in scores_of(report):
-        drawings[f"{score.name}.png"] = partial(score_bars, score=score)
-    drawings["fidelity.png"] = fidelity
-    if "perplexity" in report["exact"]:
-        drawings["positions.png"] = positions
-    if heat_map_of(report):
-        drawings["heatmap.png"] = heat_map
-    drawings["errors.png"] = error_maps
-    if transferred(report):
-        drawings["transfer.png"] = transfer
-    drawings.update(_speed_drawings(report))
+def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
+    """Return the plots that the evaluation has data for: name -> PNG file.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    require_packages("matplotlib", extra="demo", purpose="A report")
+    drawings: dict[str, Callable[[Evaluation], Any]] = {}
+    timed = bool(evaluation.lengths(FORWARD))
+    if timed:
+        drawings["quality_vs_speed"] = _quality_vs_speed
+    drawings["quality"] = _quality
+    if timed:
+        drawings["time"] = _time
+        if evaluation.select(FORWARD, "peak_memory")["value"].notna().any():
+            drawings["memory"] = _memory
+    if len(evaluation.select("fidelity", "output_error")):
+        drawings["fidelity"] = _fidelity
+    if evaluation.lengths(DECODING):
+        drawings["decoding"] = _decoding
+    elif evaluation.throughput_batch_size > 1 and evaluation.lengths(FORWARD, evaluation.throughput_batch_size):
+        drawings["throughput"] = _throughput
     with plot_style():
-        return {name: drawing(draw(report), name.removesuffix(".png")) for name, draw in drawings.items()}
+        return {name: png(draw(evaluation)) for name, draw in drawings.items()}
 
 
-def _speed_drawings(report: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    drawings: dict[str, Callable[[dict[str, Any]], Any]] = {}
-    whole = report["speed"]["model"]
-    if whole["lengths"]:
-        drawings.update({"time.png": _model_time, "speedup.png": _speedup})
-        if all(row.get("memory") for rows in whole["rows"].values() for row in rows):
-            drawings["memory.png"] = _memory
-    parts = {"training": _training_time, "throughput": _throughput, "prefill": _prefill_time}
-    timed = [part for part in parts if report["speed"].get(part, {}).get("lengths")]
-    drawings.update({f"{part}.png": parts[part] for part in timed})
-    if report["speed"]["layer"]["lengths"]:
-        drawings["layer.png"] = _layer_time
-    if report["decode"]:
-        drawings.update({"decode.png": _decode_time, "cache.png": _cache})
-    return drawings
+@contextmanager
+def plot_style() -> Iterator[None]:
+    """Context manager with the look of every plot."""
+    import matplotlib
+
+    style: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "axes.titlesize": 10.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#666666",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#E3E3E3",
+        "grid.linewidth": 0.7,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "figure.facecolor": "white",
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of the common width (height in inches) and its axes."""
+    # The figure is not pyplot's: it needs no window system and leaves nothing global behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def png(figure: Any) -> bytes:
+    """Return the figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Quality against speed
+# Quality
 
 
-def _pareto(report: dict[str, Any], advice: dict[str, Any], score: Score) -> Any:
-    """Up is better, right is faster; the front is drawn as steps."""
-    points = advice["points"]
-    figure, axes = figure_of(4.5)
-    values = [point["score"] for point in points]
-    if not score.higher and min(values) > 0 and max(values) / min(values) > 4:
-        limits = (min(values) * 0.85, max(values) * 1.2)
-        axes.set_yscale("log")
-        axes.set_ylim(*limits)
-        plain_log_axis(axes.yaxis, limits, lambda value: f"{value:g}")
-    if not score.higher:
+def _quality_vs_speed(evaluation: Evaluation) -> Any:
+    score, length = evaluation.scores[0], evaluation.length
+    assert length is not None
+    figure, axes = new_figure(4.3)
+    points = []
+    for label in evaluation.labels:
+        after = evaluation.quality(score, label)
+        speedup = 1.0 if label == EXACT_LABEL else evaluation.speedup(label, length)
+        if after is None or speedup is None:
+            continue
+        style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
+        if label == WITHOUT_ATTENTION:
+            style["marker"] = "x"
+        before = evaluation.quality(score, label, before=True)
+        if before is not None:
+            axes.plot([speedup], [before.mean], **{**style, "markersize": 7}, markerfacecolor="white")
+            axes.plot([speedup] * 2, [before.mean, after.mean], color=style["color"], linewidth=1.0, alpha=0.7)
+            points.append(before.mean)
+        axes.plot([speedup], [after.mean], label=_name(evaluation, label), **style)
+        points.append(after.mean)
+    axes.axvline(1.0, color=EXACT_COLOR, linewidth=0.8)
+    if not score.higher_is_better:
+        if min(points) > 0 and max(points) / min(points) > 4:
+            axes.set_yscale("log")
+            _plain_ticks(axes.yaxis, points, lambda value: f"{value:g}")
         axes.invert_yaxis()
-    front = sorted((point["speedup"], point["score"]) for point in points if point["front"])
-    if len(front) > 1:
-        label = "Pareto front: nothing is both faster and better"
-        axes.step(*zip(*front, strict=True), where="pre", color="#999999", linewidth=3, alpha=0.6, label=label)
-    for point in points:
-        _draw_point(axes, report, point, points)
-    axes.axvline(1.0, color=BASELINE_COLOR, linewidth=0.8)
-    ends = [point["speedup"] for point in points]
-    if max(ends) / min(ends) > 3:
-        limits = (min(ends) * 0.85, max(ends) * 1.2)
-        axes.set_xscale("log")
-        axes.set_xlim(*limits)
-        plain_log_axis(axes.xaxis, limits, lambda value: f"{value:g}×")
-    axes.set_xlabel(f"times as fast as {report['speed']['baseline']} at {report['advice']['length']:,} tokens")
-    axes.set_title(f"{score.title} against speed (up and right is better)")
-    legend_below(figure, axes, 2)
+    axes.set_xlabel(f"times as fast as exact attention at {length:,} tokens")
+    axes.set_title(f"{score.title} against speed")
+    _legend(figure, axes)
     return figure
 
 
-def _draw_point(axes: Any, report: dict[str, Any], point: dict[str, Any], points: Sequence[dict[str, Any]]) -> None:
-    """Filled where it ended, hollow where it began and was trained afterwards, with a line between the two."""
-    place = ([point["speedup"]], [point["score"]])
-    if point["state"] == "control":
-        axes.axvline(point["speedup"], color=FREE_COLOR, linewidth=1.6, linestyle=(0, (4, 3)), label="ceiling")
-        axes.plot(*place, marker="x", markersize=8, linestyle="none", color=FREE_COLOR, label="attention off")
-        return
-    looks = {**looks_of(report, point["name"]), "linestyle": "none", "markersize": 9}
-    trained = [held for held in points if held["name"] == point["name"]]
-    if point["state"] == "untrained" and len(trained) > 1:
-        axes.plot(*place, **{**looks, "markersize": 7}, markerfacecolor="white")
-        track = [held["score"] for held in trained]
-        axes.plot([point["speedup"]] * 2, track, color=looks["color"], linewidth=1.0, alpha=0.7)
-        return
-    axes.plot(*place, label=label_of(report, point["name"]), **looks)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Time and memory
-
-
-def _model_time(report: dict[str, Any]) -> Any:
-    return _times(report, report["speed"]["model"], "Whole model, one forward pass, batch 1")
-
-
-def _training_time(report: dict[str, Any]) -> Any:
-    return _times(report, report["speed"]["training"], "Whole model, forward and backward, batch 1")
-
-
-def _prefill_time(report: dict[str, Any]) -> Any:
-    return _times(report, report["speed"]["prefill"], "Prefill: the prompt, batch 1")
-
-
-def _throughput(report: dict[str, Any]) -> Any:
-    table = report["speed"]["throughput"]
-    figure, axes = figure_of(4.3)
-    values = []
-    for name, rows in table["rows"].items():
-        held = [row["tokens_per_second"] for row in rows]
-        values += held
-        axes.plot(table["lengths"], held, label=label_of(report, name), markersize=5, **looks_of(report, name))
-    axes.set_yscale("log")
-    limits = (min(values) * 0.8, max(values) * 1.25)
-    axes.set_ylim(*limits)
-    plain_log_axis(axes.yaxis, limits, format_rate)
-    length_axis(axes, table["lengths"], "tokens of each sequence")
-    axes.set_title(f"Tokens a second, {table['batch']} sequences at once")
-    legend_below(figure, axes)
+def _quality(evaluation: Evaluation) -> Any:
+    """Bars of each score: as patched and after transfer, with lines for exact attention and for none."""
+    scores = [score for score in evaluation.scores if evaluation.quality(score, EXACT_LABEL) is not None]
+    labels = [label for label in evaluation.labels if label not in (EXACT_LABEL, WITHOUT_ATTENTION)]
+    figure, grid = new_figure((0.55 * len(labels) + 1.4) * len(scores), rows=len(scores), squeeze=False)
+    for axes, score in zip(grid[:, 0], scores, strict=True):
+        _score_bars(evaluation, axes, score, labels)
+    _legend(figure, grid[0, 0], 2)
     return figure
 
 
-def _memory(report: dict[str, Any]) -> Any:
-    """Peak beyond what was held before the pass."""
-    table = report["speed"]["model"]
-    figure, axes = figure_of(4.3)
-    values = []
-    for name, rows in table["rows"].items():
-        held = [row["memory"] for row in rows]
-        values += held
-        axes.plot(table["lengths"], held, label=label_of(report, name), markersize=5, **looks_of(report, name))
-    axes.set_yscale("log")
-    limits = (min(values) * 0.8, max(values) * 1.25)
-    axes.set_ylim(*limits)
-    plain_log_axis(axes.yaxis, limits, format_bytes)
-    length_axis(axes, table["lengths"], "tokens")
-    axes.set_title("Memory of one forward pass at its peak, batch 1")
-    legend_below(figure, axes)
-    return figure
+def _score_bars(evaluation: Evaluation, axes: Any, score: Score, labels: Sequence[str]) -> None:
+    top = 0.0
+    for index, label in enumerate(labels):
+        before, after = evaluation.quality(score, label, before=True), evaluation.quality(score, label)
+        for quality, color, shift in ((before, BEFORE_COLOR, 0.2), (after, COLORS[0], -0.2)):
+            if quality is None:
+                continue
+            row = -index + (shift if before is not None else 0.0)
+            axes.barh(row, quality.mean, height=0.36, color=color, xerr=quality.std, ecolor="#444444", capsize=2)
+            end = max(quality.mean, 0.0) + (quality.std or 0.0)
+            axes.text(end, row, f" {fixed(quality.mean, score.digits)}", va="center", fontsize=8.5)
+            top = max(top, end)
+    for label, style in ((EXACT_LABEL, "solid"), (WITHOUT_ATTENTION, (0, (4, 3)))):
+        quality = evaluation.quality(score, label)
+        if quality is not None:
+            color = EXACT_COLOR if label == EXACT_LABEL else WITHOUT_COLOR
+            axes.axvline(quality.mean, color=color, linestyle=style, linewidth=1.6, label=_name(evaluation, label))
+            top = max(top, quality.mean)
+    axes.set_yticks([-index for index in range(len(labels))], labels)
+    axes.set_xlim(right=top * 1.18)
+    axes.grid(axis="y", visible=False)
+    axes.set_title(f"{score.title} ({'higher' if score.higher_is_better else 'lower'} is better)")
 
 
-def _layer_time(report: dict[str, Any]) -> Any:
-    return _times(report, report["speed"]["layer"], "One layer's attention alone, batch 1")
-
-
-def _times(report: dict[str, Any], table: dict[str, Any], title: str) -> Any:
-    """Median with a band from p20 to p80; rings mark the crossovers."""
-    figure, axes = figure_of(4.3)
-    values = []
-    for name, rows in table["rows"].items():
-        looks = looks_of(report, name)
-        medians = [row["median"] for row in rows]
-        values += medians
-        axes.plot(table["lengths"], medians, label=label_of(report, name), markersize=5, **looks)
-        low, high = [row["p20"] for row in rows], [row["p80"] for row in rows]
-        axes.fill_between(table["lengths"], low, high, color=looks["color"], alpha=0.15, linewidth=0)
-    baseline = table["rows"][report["speed"]["baseline"]]
-    for name, crossing in table["crossover"].items():
-        if crossing["relation"] == "at":
-            height = _interpolate(table["lengths"], [row["median"] for row in baseline], crossing["length"])
-            ring = {"s": 110, "facecolors": "none", "linewidths": 1.8, "zorder": 5}
-            axes.scatter([crossing["length"]], [height], edgecolors=looks_of(report, name)["color"], **ring)
-    axes.set_yscale("log")
-    limits = (min(values) * 0.8, max(values) * 1.25)
-    axes.set_ylim(*limits)
-    plain_log_axis(axes.yaxis, limits, format_seconds)
-    length_axis(axes, table["lengths"], "tokens (a ring: from here on faster than the exact form)")
-    axes.set_title(title)
-    legend_below(figure, axes)
-    return figure
-
-
-def _interpolate(lengths: Sequence[int], values: Sequence[float], at: float) -> float:
-    """On the straight line of the log-log plot."""
-    for index in range(len(lengths) - 1):
-        if lengths[index] <= at <= lengths[index + 1]:
-            share = math.log(at / lengths[index]) / math.log(lengths[index + 1] / lengths[index])
-            return values[index] * (values[index + 1] / values[index]) ** share
-    return values[-1]
-
-
-def _speedup(report: dict[str, Any]) -> Any:
-    table, baseline = report["speed"]["model"], report["speed"]["baseline"]
-    figure, axes = figure_of(4.3)
-    axes.axhline(1.0, color=BASELINE_COLOR, linewidth=1.6, label=f"{baseline} (exact) = 1")
-    axes.plot(table["lengths"], table["ceiling"], label="ceiling: no attention at all", **looks_of(report, FREE))
-    values = [1.0, *table["ceiling"]]
-    for name in table["crossover"]:
-        rows = table["rows"][name]
-        middle = [row["speedup"] for row in rows]
-        spread = [
-            [row["speedup"] - row["speedup_p20"] for row in rows],
-            [row["speedup_p80"] - row["speedup"] for row in rows],
-        ]
-        values += middle
-        axes.errorbar(
-            table["lengths"], middle, yerr=spread, label=name, markersize=5, elinewidth=0.9, **looks_of(report, name)
-        )
-    axes.set_yscale("log")
-    limits = (min(values) * 0.85, max(values) * 1.2)
-    axes.set_ylim(*limits)
-    plain_log_axis(axes.yaxis, limits, lambda value: f"{value:g}×")
-    length_axis(axes, table["lengths"], "tokens")
-    axes.set_title(f"Whole model: times as fast as {baseline} (above 1 is faster)")
-    legend_below(figure, axes)
+def _fidelity(evaluation: Evaluation) -> Any:
+    """A map of the output error: mechanisms by layers."""
+    rows = evaluation.select("fidelity", "output_error")
+    trained = set(rows.loc[rows["state"] != "untrained", "label"])
+    rows = rows[rows["layer"].notna() & ((rows["state"] != "untrained") | ~rows["label"].isin(trained))]
+    table = rows.pivot_table(index="label", columns="layer", values="value", aggfunc="mean", sort=False)
+    table = table.reindex([label for label in evaluation.labels if label in table.index])
+    figure, axes = new_figure(0.36 * len(table) + 1.6)
+    image = axes.imshow(
+        table.to_numpy(), aspect="auto", cmap="viridis_r", vmin=0.0, vmax=max(1.0, float(table.max().max()))
+    )
+    axes.set_yticks(range(len(table)), list(table.index))
+    axes.set_xticks(range(len(table.columns)), [f"{int(layer)}" for layer in table.columns])
+    axes.set_xlabel("layer")
+    axes.grid(visible=False)
+    axes.set_title("Error of the attention outputs")
+    figure.colorbar(image, ax=axes)
     return figure
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Decoding
+# Speed and memory
 
 
-def _decode_time(report: dict[str, Any]) -> Any:
-    return _decode(report, "median", format_seconds, "Time of one new token, batch 1")
-
-
-def _cache(report: dict[str, Any]) -> Any:
-    return _decode(report, "cache_bytes", format_bytes, "Cache of one stream")
-
-
-def _decode(report: dict[str, Any], key: str, unit: Callable[[float], str], title: str) -> Any:
-    decode = report["decode"]
-    figure, axes = figure_of(4.1)
-    values = []
-    for name, rows in decode["rows"].items():
-        held = [row[key] for row in rows]
-        values += held
-        axes.plot(decode["contexts"], held, label=label_of(report, name), markersize=5, **looks_of(report, name))
-    axes.set_yscale("log")
-    limits = (min(values) * 0.8, max(values) * 1.25)
-    axes.set_ylim(*limits)
-    plain_log_axis(axes.yaxis, limits, unit)
-    length_axis(axes, decode["contexts"], "tokens of context before it")
-    axes.set_title(title)
-    legend_below(figure, axes)
+def _time(evaluation: Evaluation) -> Any:
+    """Times and speedups by length."""
+    figure, (left, right) = new_figure(4.1, columns=2)
+    _lines(evaluation, left, FORWARD, "seconds", format_seconds, band=True)
+    left.set_title("Time")
+    _lines(evaluation, right, FORWARD, "seconds", lambda value: f"{value:g}×", column="speedup")
+    right.set_title("Times as fast as exact")
+    _legend(figure, left, 3)
     return figure
+
+
+def _memory(evaluation: Evaluation) -> Any:
+    figure, axes = new_figure(4.1)
+    _lines(evaluation, axes, FORWARD, "peak_memory", format_bytes)
+    axes.set_title("Peak memory of one forward pass, batch 1")
+    _legend(figure, axes, 3)
+    return figure
+
+
+def _throughput(evaluation: Evaluation) -> Any:
+    figure, axes = new_figure(4.1)
+    size = evaluation.throughput_batch_size
+    _lines(evaluation, axes, FORWARD, "tokens_per_second", format_rate, batch_size=size)
+    axes.set_title(f"Tokens per second, {size} sequences at once")
+    _legend(figure, axes, 3)
+    return figure
+
+
+def _decoding(evaluation: Evaluation) -> Any:
+    figure, (left, right) = new_figure(4.1, columns=2)
+    _lines(evaluation, left, DECODING, "seconds", format_seconds, band=True)
+    left.set_title("Time of a new token")
+    _lines(evaluation, right, DECODING, "cache_bytes", format_bytes)
+    right.set_title("Cache of one sequence")
+    for axes in (left, right):
+        axes.set_xlabel("tokens of context")
+    _legend(figure, left, 3)
+    return figure
+
+
+def _lines(
+    evaluation: Evaluation,
+    axes: Any,
+    measurement: str,
+    metric: str,
+    unit: Callable[[float], str],
+    *,
+    column: str = "value",
+    batch_size: int = 1,
+    band: bool = False,
+) -> None:
+    """One line per row of the summary by length, on logarithmic axes."""
+    rows = evaluation.select(measurement, metric, batch_size=batch_size)
+    values: list[float] = []
+    for label in evaluation.labels:
+        part = rows[rows["label"] == label].dropna(subset=[column]).sort_values("length")
+        part = part[part[column] > 0]
+        if part.empty:
+            continue
+        style = _style(evaluation, label)
+        lengths = part["length"].astype(int)
+        axes.plot(lengths, part[column], label=_name(evaluation, label), markersize=5, **style)
+        if band:
+            axes.fill_between(lengths, part["p20"], part["p80"], color=style["color"], alpha=0.15, linewidth=0)
+        values += part[column].tolist()
+    axes.set_xscale("log", base=2)
+    lengths = sorted({int(length) for length in rows["length"]})
+    step = max(1, math.ceil(len(lengths) / 5))
+    shown = lengths[::-1][::step][::-1]
+    axes.set_xticks(shown, [_short(length) for length in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")
+    if values:
+        axes.set_yscale("log")
+        _plain_ticks(axes.yaxis, values, unit)
+
+
+def _plain_ticks(axis: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
+    """Ticks at 1, 2, 5 times a power of ten (or at powers only on a long axis), written with their unit."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = min(values) * 0.8, max(values) * 1.25
+    axis.axes.set_ylim(low, high)
+    decades = math.log10(high / low)
+    steps: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.2 else (1,)
+    if decades < 0.7:
+        steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+
+
+def _short(length: int) -> str:
+    """A length as text: 512, 1k, 2k, …"""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def _style(evaluation: Evaluation, label: str) -> dict[str, Any]:
+    """Colour and marker of a row, the same in every plot."""
+    if label == EXACT_LABEL:
+        return {"color": EXACT_COLOR, "marker": "X", "linewidth": 2.2}
+    if label == WITHOUT_ATTENTION:
+        return {"color": WITHOUT_COLOR, "marker": "", "linestyle": (0, (4, 3)), "linewidth": 1.6}
+    index = evaluation.labels.index(label) - 1
+    return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
+
+
+def _name(evaluation: Evaluation, label: str) -> str:
+    return f"exact ({evaluation.info['model']['attention']})" if label == EXACT_LABEL else label
+
+
+def _legend(figure: Any, axes: Any, columns: int = 2) -> None:
+    handles = axes.get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4)

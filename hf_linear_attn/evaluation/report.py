@@ -1,248 +1,234 @@
-"""The report as files: `report.json` (every number), `report.html` (one self-contained page), plots as PNG, a CSV."""
+"""An evaluation as one page: the summary first, then plots and tables, and at the end how it was measured."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import re
-import tempfile
-from collections.abc import Mapping
-from functools import partial
+import base64
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..version import __version__
-from .advice import final
-from .drawing import HINT, Drawing
-from .formats import fixed, format_bytes, format_flops, format_rate, format_seconds
-from .measurements import Store, write_csv
-from .plots import draw_plots
-from .plots_quality import heat_map_of
-from .pointers import joined, resolve
-from .scores import axes_of, scores_of, task_scores
-from .speed import FREE
-from .summary import crossover_words, summarise_report
-from .verdicts import best
+from ..utils.extras import require_packages
+from ..utils.files import atomic_write
+from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, format_seconds
+from .evaluator import EXACT_LABEL
+from .plots import CAPTIONS, draw_plots
+from .speed import DECODING, FORWARD, LAYER, PREFILL, TRAINING, WITHOUT_ATTENTION
 
-FORMAT_VERSION = 2
-TOOL = "hf-linear-attn demo"
+if TYPE_CHECKING:
+    import pandas
 
-#: What writes reports of this form.
-TOOLS = (TOOL, "hf-linear-attn evaluate")
+    from .results import Evaluation
 
-#: Every plot that a report may have, with what stands below it.
-PLOTS = {
-    "pareto.png": "Each mechanism by what it is worth and how fast it is. Hollow: as patched, filled: after attention "
-    "transfer or conversion. What lies on the grey steps is beaten by nothing else here.",
-    "task.png": "The task's main metric on its validation data, beside the exact model and the same model with its "
-    "attention off.",
-    "perplexity.png": "Perplexity on held-out text, against the exact model and the same model with its attention off.",
-    "sts.png": "How well the cosine of mean-pooled embeddings ranks pairs of sentences by their similarity.",
-    "sentences.png": "Cosine of mean-pooled embeddings of held-out passages with those of the exact model. Longer is "
-    "better; unrelated passages and the model with its attention off give the scale.",
-    "positions.png": "Mean loss over each eighth of the window: what happens late in it and beyond the trained length.",
-    "fidelity.png": "How near each layer comes to exact attention, mean over layers and heads, on held-out text. "
-    "Shorter bars are better.",
-    "heatmap.png": "Where a mechanism differs from exact attention: KL of the weights by layer and head.",
-    "errors.png": "Relative error of the attention outputs by layer and head, each mechanism as it ended; 1 is as "
-    "wrong as zeros.",
-    "transfer.png": "The loss that attention transfer brings down, mean over layers. Mechanisms are trained on "
-    "different losses: compare a line with its own start only.",
-    "time.png": "Time of one forward pass of the whole model. Bands: 20th to 80th percentile.",
-    "speedup.png": "The same as a ratio. The dashed line is what even a free attention would give.",
-    "memory.png": "What one forward pass needs at its peak beyond weights and inputs, in the same setup as the times.",
-    "training.png": "Time of one forward and backward pass, with gradients of all weights.",
-    "throughput.png": "Tokens a second with several sequences at once, as far as memory and time allowed. Higher is "
-    "better.",
-    "prefill.png": "Time to read a prompt and build the cache or the states, before the first new token.",
-    "layer.png": "The attention of one layer by itself: without projections, feed-forward layers, embeddings.",
-    "decode.png": "Time of one new token after a context, the whole model.",
-    "cache.png": "What the cache of one stream holds after a context, all layers.",
-}
+PAGE, MARKDOWN = "report.html", "report.md"
 
-#: Every name that a report may write. Nothing else in its folder is touched.
-CSV = "measurements.csv"
+#: What is shown of each measurement by length: metric, column, format, title.
+SPEED_TABLES = (
+    (FORWARD, "Whole model, one forward pass, batch 1"),
+    (PREFILL, "Prefill: the prompt, batch 1"),
+    (TRAINING, "Whole model, forward and backward, batch 1"),
+    (DECODING, "One new token after a context"),
+    (LAYER, "The attention of one layer by itself, batch 1"),
+)
 
-#: Plots that a report has one of for each further score: the end of their name is the score's.
-REPEATED = re.compile(r"(pareto|task)-[\w.-]+\.png")
-FILES = ("report.json", "report.html", CSV, *PLOTS)
+NOTE = (
+    "“a → b”: as patched → after attention transfer; ±: standard deviation over seeds or checkpoints. Speeds are times "
+    "as fast as the exact model in the same run (1: equal; below 1: slower); the row of the exact model has times. The "
+    "row “without attention” is the floor of the quality and the ceiling of the speed: each token attends to itself "
+    "only. “Kept” is the share of the exact model's score; it is only given where the model without attention is "
+    "clearly worse than the exact one, and “above exact” stands for more than 100 %."
+)
 
 
-def environment(device: Any) -> dict[str, Any]:
-    """Versions and hardware, as the report states them."""
-    import torch
-    import transformers
+def write_report(evaluation: Evaluation, folder: Path) -> Path:
+    """Write `report.html`, `report.md` and the plots; return the path of the page.
 
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {
-        "versions": {
-            "hf_linear_attn": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "hardware": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "cpu": _cpu_name(),
-            "logical_cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "load_average_at_start": load,
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
-    }
+    Everything is made before anything is written. Plots of an earlier report that this one does not have are removed.
+
+    Raises:
+        ImportError: A package of the extra `demo` is missing.
+    """
+    require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
+    plots = draw_plots(evaluation)
+    page, text = render_page(evaluation, plots), render_markdown(evaluation)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in plots.items():
+        atomic_write(folder / f"{name}.png", content)
+    atomic_write(folder / MARKDOWN, text)
+    atomic_write(folder / PAGE, page)
+    for name in CAPTIONS:
+        if name not in plots:
+            (folder / f"{name}.png").unlink(missing_ok=True)
+    return folder / PAGE
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+def render_page(evaluation: Evaluation, plots: dict[str, bytes]) -> str:
+    """Return the page. It loads nothing: plots and style are within it."""
+    import jinja2
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# The page
-
-
-def render_page(report: dict[str, Any], plots: Mapping[str, Drawing]) -> str:
-    """The page. Every number on it is read from `report`, and says where; plots stand in it; nothing is loaded."""
-    templates = page_templates()
-    return templates.get_template("report.html").render(
-        report=report,
-        summary=summarise_report(report),
-        scores=scores_of(report),
-        best=best(report),
-        final=final,
-        heat=heat_map_of(report),
-        free=FREE,
-        figures=plots,
-        captions={name: PLOTS.get(name) or PLOTS[f"{name.partition('-')[0]}.png"] for name in plots},
-        axes=axes_of(report),
-        tasks=task_scores(report),
-        num=partial(_number, report, templates.filters),
-        cell=_cell,
-    )
-
-
-def _number(report: dict[str, Any], filters: Mapping[str, Any], shown: str, *parts: object) -> Any:
-    """The value at this place of the report, shown by a filter, with the pointer to it. A part may be several, in a
-    tuple."""
-    source = joined(*(one for part in parts for one in (part if isinstance(part, tuple) else (part,))))
-    return _data(filters[shown](resolve(report, source)), source)
-
-
-def _cell(text: str) -> Any:
-    source = getattr(text, "source", None)
-    return text if source is None else _data(text, source)
-
-
-def _data(text: str, source: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup('<span data-source="{0}" title="report.json {0}">{1}</span>').format(source, text)
-
-
-def page_templates() -> Any:
-    """The jinja environment of the package's pages."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError(HINT) from error
-    environment = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hf_linear_attn", "evaluation/templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        seconds=format_seconds,
-        bytes=format_bytes,
-        crossover=crossover_words,
-        count=lambda value: f"{value:,}",
-        fixed=lambda value, digits=2: "–" if value is None else fixed(value, digits),
-        fixed3=lambda value: "–" if value is None else fixed(value, 3),
-        times=lambda value: f"{value:.2f}×",
-        nats=lambda value: f"{value:+.3f} nats",
-        flops=format_flops,
-        rate=format_rate,
-        several=lambda value, noun: f"{value:,} {noun}" + ("" if value == 1 else "s"),
-        share=lambda value: "–" if value is None else f"{value:.1%}",
-        percent=lambda value: "–" if value is None else f"{value:.0%}",
+    templates.filters["table"] = lambda frame: frame.to_html(border=0, justify="left", escape=True)
+    return templates.get_template("report.html").render(
+        evaluation=evaluation,
+        info=evaluation.info,
+        lead=lead(evaluation),
+        plots={name: base64.b64encode(content).decode() for name, content in plots.items()},
+        captions=CAPTIONS,
+        tables=speed_tables(evaluation),
+        method=method(evaluation),
+        note=NOTE,
     )
-    return environment
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Files
+def render_markdown(evaluation: Evaluation) -> str:
+    """Return the summary, the conclusions and how it was measured as Markdown."""
+    parts = [f"# Linear attention in {evaluation.info['model']['name']}", lead(evaluation)]
+    parts.append(evaluation.summary().to_markdown())
+    parts.append("\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()))
+    parts.append("\n".join(f"- {line}" for line in evaluation.warnings()))
+    for title, frame in speed_tables(evaluation).items():
+        parts += [f"## {title}", frame.to_markdown()]
+    parts += [
+        "## How it was measured",
+        NOTE,
+        "\n".join(f"- {name}: {text}" for name, text in method(evaluation).items()),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def check_folder(path: str) -> Path:
-    """Make sure that the folder can be written, before hours of work go into it.
-
-    Raises:
-        OSError: it is a file, or cannot be made or written.
-    """
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"The output {str(path)!r} is a file. Give a folder with --out.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"The output folder {str(path)!r} cannot be written ({error.strerror or error}). Give another with --out."
-        ) from error
-    return folder
+def lead(evaluation: Evaluation) -> str:
+    """Return the first sentence: the model, the machine, the time."""
+    model, hardware = evaluation.info["model"], evaluation.info["environment"]["hardware"]
+    created = evaluation.info["created"].replace("T", " at ").replace("Z", " UTC")
+    quick = ", in the quick setting" if evaluation.info["quick"] else ""
+    return (
+        f"{model['class']}, {_count(model['layers'], 'layer')} of {_count(model['heads'], 'head')}, "
+        f"{model['parameters']:,} parameters. Measured on {created} on {hardware['device']} ({hardware['cpu']}, "
+        f"{_count(hardware['threads'], 'thread')}){quick}."
+    )
 
 
-def write_report(report: dict[str, Any], folder: Path, store: Store | None = None) -> list[str]:
-    """Write `report.json`, `report.html`, the plots and (of a store) `measurements.csv`, each aside and then renamed;
-    returns the names written.
-
-    All of it is made before anything is written. Plots of an earlier report in the folder that this one does not have
-    are removed; other files are left alone.
-    """
-    plots = draw_plots(report)
-    page = render_page(report, plots)
-    data = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    contents: dict[str, bytes] = {name: held.png for name, held in plots.items()}
-    contents.update({"report.json": data.encode(), "report.html": page.encode()})
-    if store is not None:
-        contents[CSV] = write_csv(store)
-    stale = [name for name in _earlier_plots(folder) if name not in contents]
-    for name, content in contents.items():
-        write_aside(folder / name, content)
-    for name in stale:
-        (folder / name).unlink(missing_ok=True)
-    return sorted(contents)
-
-
-def _earlier_plots(folder: Path) -> list[str]:
-    """The plots of an earlier report in this folder, if its `report.json` is ours."""
-    try:
-        earlier = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    if not isinstance(earlier, dict) or earlier.get("tool") not in TOOLS:
-        return []
-    again = [path.name for path in folder.glob("*.png") if REPEATED.fullmatch(path.name)]
-    return [name for name in PLOTS if (folder / name).is_file()] + again
+def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
+    """Return a table for each measurement: seconds (or bytes) and speedups by length, as text."""
+    tables = {}
+    for measurement, title in SPEED_TABLES:
+        if evaluation.lengths(measurement):
+            tables[title] = _by_length(evaluation, measurement, "seconds", 1)
+    size = evaluation.throughput_batch_size
+    for measurement, title in ((FORWARD, "Throughput"), (TRAINING, "Training throughput"), (DECODING, "Decoding")):
+        if size > 1 and evaluation.lengths(measurement, size):
+            name = f"{title}: {size} sequences at once, tokens per second"
+            tables[name] = _by_length(evaluation, measurement, "tokens_per_second", size)
+    for measurement, metric, title in (
+        (FORWARD, "peak_memory", "Peak memory of one forward pass"),
+        (FORWARD, "flops", "Operations of one forward pass (matrix products)"),
+        (DECODING, "cache_bytes", "Cache after a context"),
+    ):
+        if evaluation.select(measurement, metric)["value"].notna().any():
+            tables[title] = _by_length(evaluation, measurement, metric, 1)
+    return tables
 
 
-def write_aside(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it: no reader ever sees a part of it."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+FORMATS: dict[str, Any] = {
+    "seconds": format_seconds,
+    "tokens_per_second": format_rate,
+    "peak_memory": format_bytes,
+    "cache_bytes": format_bytes,
+    "flops": format_flops,
+}
+
+
+def _by_length(evaluation: Evaluation, measurement: str, metric: str, batch_size: int) -> pandas.DataFrame:
+    """Values of all rows by length; times with their speedup."""
+    import pandas
+
+    lengths = evaluation.lengths(measurement, batch_size)
+    rows: dict[str, dict[str, str]] = {}
+    for label in evaluation.labels:
+        row = {}
+        for length in lengths:
+            columns = {"label": label, "length": length, "batch_size": batch_size}
+            number = evaluation.value(measurement, metric, **columns)
+            if number is None:
+                continue
+            text = FORMATS[metric](number)
+            if metric == "seconds" and label != EXACT_LABEL:
+                speedup = evaluation.speedup(label, length, measurement, batch_size)
+                text += "" if speedup is None else f" ({speedup:.2f}×)"
+            row[f"{length:,}"] = text
+        if row:
+            rows[label] = row
+    frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–")
+    if measurement == FORWARD and metric == "seconds" and batch_size == 1:
+        frame["faster from"] = [_crossover_text(evaluation, label) for label in frame.index]
+    frame.index.name = "tokens"
+    return frame
+
+
+def _crossover_text(evaluation: Evaluation, label: str) -> str:
+    if label in (EXACT_LABEL, WITHOUT_ATTENTION):
+        return "–"
+    change = evaluation.crossover(label)
+    return "–" if change is None else str(change)
+
+
+def method(evaluation: Evaluation) -> dict[str, str]:
+    """Return how it was measured: what the inputs were, the settings, the machine, the versions."""
+    info = evaluation.info
+    data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
+    lines = {"data": f"{data['source']}; {_inputs_text(data['held_out'])}"}
+    for entry in info["tasks"]:
+        lines[f"data of {entry['task']}"] = (
+            f"{entry['source']}, model {entry['model']}; {_inputs_text(entry['held_out'])}"
+        )
+    if "sentence_pairs" in data:
+        lines["sentence pairs"] = data["sentence_pairs"]
+    windows = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
+    if windows is not None:
+        longest = evaluation.value("perplexity", "longest_input", label=EXACT_LABEL) or 0
+        lines["perplexity"] = (
+            f"{windows:,.0f} predicted tokens in windows of at most {longest:,.0f}, {settings['stride']:,} apart; each "
+            "token is counted once"
+        )
+    if settings["steps"]:
+        seeds = ", ".join(map(str, settings["seeds"]))
+        lines["attention transfer"] = (
+            f"{settings['steps']} steps on {_inputs_text(data['train'])}; seeds {seeds}. It trains the mechanisms' own "
+            "parameters only; training all weights afterwards (hf-linear-attn convert) is not part of these numbers"
+        )
+    lines["fidelity"] = f"{_inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
+    for group in info["checkpoints"]:
+        lines[group["label"]] = ", ".join(one["folder"] for one in group["checkpoints"])
+    lines["times"] = (
+        f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
+        f"{info['backend']}; exact attention is {info['model']['attention']}"
+    )
+    scores = [score for score in evaluation.scores if evaluation.quality(score, EXACT_LABEL)]
+    noise = [f"{score.title} {_stderr_text(evaluation, score)}" for score in scores if _stderr_text(evaluation, score)]
+    if noise:
+        lines["standard errors of the exact model"] = ", ".join(noise)
+    lines["machine"] = f"{hardware['cpu']}, {_count(hardware['threads'], 'thread')}, {hardware['platform']}"
+    lines["versions"] = ", ".join(f"{name} {version}" for name, version in info["environment"]["versions"].items())
+    lines["records"] = f"{len(info['records'])} measurements in records.jsonl, {_count(info['runs'], 'run')}"
+    lines["duration"] = f"{format_seconds(info['seconds'])} for the last run"
+    return lines
+
+
+def _stderr_text(evaluation: Evaluation, score: Any) -> str:
+    quality = evaluation.quality(score, EXACT_LABEL)
+    return "" if quality is None or quality.stderr is None else f"± {fixed(quality.stderr, score.digits)}"
+
+
+def _inputs_text(facts: dict[str, int]) -> str:
+    return (
+        f"{facts['sequences']:,} inputs with {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
+        f"{facts['longest']:,})"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -67,13 +67,14 @@ def _backward_flops(
 # Memory
 
 
-def peak_memory(function: Callable[[], object], device: torch.device) -> int | None:
+def peak_memory(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int | None:
     """Bytes that one call needs at its peak beyond what was held before it: of the allocator on a GPU, of the resident
     set of the process on a CPU (None where the system does not tell: it takes Linux).
 
     Freed memory is handed back to the system first. What is smaller than a few hundred kilobytes is noise.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

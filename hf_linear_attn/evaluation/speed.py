@@ -1,11 +1,11 @@
-"""Speed of a whole model and of one attention layer against its exact form, in the same run."""
+"""Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding, one layer."""
 
 from __future__ import annotations
 
-import copy
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,38 +15,44 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..integration.attention import SUBMODULE
+from ..integration.cache import LinearStateLayer
 from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.inputs import position_inputs, synthetic_inputs
 from ..mechanisms.base import AttentionInputs, LinearAttention
-from .resources import count_flops, peak_memory
-from .timing import SpeedTable, Timing, interleaved
+from ..utils.formatting import format_bytes
+from ..utils.models import shared_copy
+from ..utils.timing import Timing, time_interleaved
+from .resources import count_flops, free_memory, peak_memory
 
-#: The name of the row that shows what a model costs without any attention.
-FREE = "no attention"
-FREE_IMPLEMENTATION = "hf_linear_attn_free"
+#: The name of a model whose attention is switched off, in tables and plots.
+WITHOUT_ATTENTION = "without attention"
+NO_ATTENTION_IMPLEMENTATION = "hf_linear_attn_no_attention"
 
-#: Seconds that one length may take in any case, even with a small budget: without long inputs there is little to see.
+#: Seconds that one length may take in any case: without long inputs there is little to see.
 LONGEST_WAIT = 60.0
 
-Announce = Callable[[int, str], None]
-"""Called with the number of lengths done and a note."""
+#: The share of the free memory that a measurement may be expected to need.
+MEMORY_SHARE = 0.8
+
+#: Tokens of one forward pass while a cache is filled.
+PREFILL_CHUNK = 1024
+
+Values = list[dict[str, Any]]
 
 Pass = Callable[[Mapping[str, Tensor]], object]
 """Runs a model once on inputs."""
 
 
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that can be patched by itself; weights and buffers are the same tensors, not copies of them."""
-    held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
-
-
 def without_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose attention hands each token its own value: what the rest of the model costs, and does."""
-    AttentionInterface.register(FREE_IMPLEMENTATION, _own_value)
-    AttentionMaskInterface.register(FREE_IMPLEMENTATION, _no_mask)
-    free = shared_copy(model)
-    free.set_attn_implementation(FREE_IMPLEMENTATION)
-    return free
+    """Return a copy, with shared weights, whose attention returns each token's own value.
+
+    Its time is that of the rest of the model, and its quality is the floor that attention must exceed.
+    """
+    AttentionInterface.register(NO_ATTENTION_IMPLEMENTATION, _own_value)
+    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, _no_mask)
+    copied = shared_copy(model)
+    copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
+    return copied
 
 
 def _own_value(
@@ -60,121 +66,24 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Inputs of any length
-
-
-def has_position_table(model: PreTrainedModel) -> bool:
-    """Whether positions are looked up in a table of limited size (rotary positions are computed, and go on)."""
-    config = model.config.get_text_config(decoder=False)
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return not rotary and longest_input(model) is not None
-
-
-def can_go_beyond(model: PreTrainedModel) -> bool:
-    """Whether `long_inputs` can make inputs longer than the model's positions."""
-    return not has_position_table(model) or "position_ids" in inspect.signature(model.forward).parameters
-
-
-def long_inputs(model: PreTrainedModel, tokens: Sequence[int], length: int, batch: int = 1) -> dict[str, Tensor]:
-    """`[batch, length]` inputs: the tokens, row after row, repeated as needed. Positions past the model's table begin
-    again from zero.
-
-    The values change nothing about the speed; the outputs at such lengths mean nothing and are not used.
-    """
-    wanted = batch * length
-    repeated = (list(tokens) * (wanted // len(tokens) + 1))[:wanted]
-    ids = torch.tensor(repeated, device=model.device).view(batch, length)
-    # A mask of ones: position ids that begin again would otherwise be read as several packed documents.
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    accepted = inspect.signature(model.forward).parameters
-    inputs.update({name: places.expand(batch, -1) for name, places in position_inputs(model, length).items()})
-    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", None):
-        inputs["token_type_ids"] = torch.zeros_like(ids)
-    return inputs
-
-
-def position_inputs(model: PreTrainedModel, length: int, start: int = 0) -> dict[str, Tensor]:
-    """`position_ids [1, length]` that begin again from zero where the model's table ends; nothing if it does not."""
-    limit = longest_input(model)
-    if limit is None or start + length <= limit or not has_position_table(model):
-        return {}
-    return {"position_ids": torch.arange(start, start + length, device=model.device)[None] % limit}
-
-
 def timing_options(
     options: Mapping[str, Any], accepted: Sequence[str], limit: int | None, longest: int
 ) -> dict[str, Any]:
-    """The options of a copy that is timed up to `longest` tokens: a mechanism that is built for a largest length gets
-    that one where the model's own limit is smaller."""
+    """Return the options of a mechanism that is timed at up to `longest` tokens.
+
+    A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
+    """
     if "max_length" in accepted and (limit is None or longest > limit):
         return {**options, "max_length": longest}
     return dict(options)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Measuring
+# Passes of a whole model
 
 
-@torch.inference_mode()
-def model_speed(
-    models: Mapping[str, PreTrainedModel],
-    tokens: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    baseline: str,
-    budget: float,
-    announce: Announce,
-) -> SpeedTable:
-    """Time one forward pass (batch 1) of each model at each length. budget: seconds for each length."""
-    forward = {name: forward_of(model) for name, model in models.items()}
-
-    def prepare(length: int) -> dict[str, Callable[[], object]]:
-        inputs = long_inputs(models[baseline], tokens, length)
-        return {name: lambda call=call: call(inputs) for name, call in forward.items()}  # type: ignore[misc]
-
-    device = models[baseline].device
-    return _sweep(prepare, lengths, baseline=baseline, budget=budget, device=device, announce=announce)
-
-
-def length_rows(
-    models: Mapping[str, PreTrainedModel],
-    tokens: Sequence[int],
-    length: int,
-    *,
-    baseline: str,
-    budget: float,
-    what: str = "forward",
-    batch: int = 1,
-    resources: Sequence[str] = (),
-) -> dict[str, dict[str, Any]]:
-    """One length, `batch` sequences at once, as plain data: what a `Timing` holds, and `tokens_per_second`.
-
-    what: one of `PASSES`. resources: of `RESOURCES`, measured in a further call each with the same inputs, threads and
-    precision.
-    """
-    backward = what == TRAINING
-    with torch.inference_mode(not backward):
-        inputs = long_inputs(models[baseline], tokens, length, batch)
-        calls = {name: partial(PASSES[what](model), inputs) for name, model in models.items()}
-        device = models[baseline].device
-        try:
-            timings = interleaved(calls, baseline=baseline, budget=budget, device=device)
-            rows = {
-                name: {**asdict(timing), "tokens_per_second": batch * length / timing.median}
-                for name, timing in timings.items()
-            }
-            for name, call in calls.items():
-                rows[name].update({resource: RESOURCES[resource](call, device) for resource in resources})
-        finally:
-            if backward:
-                for model in models.values():
-                    model.zero_grad(set_to_none=True)
-    return rows
-
-
-def forward_of(model: PreTrainedModel) -> Pass:
-    """One forward pass without a cache; of a language model the logits of the last token only."""
+def forward_pass(model: PreTrainedModel) -> Pass:
+    """Return one forward pass without a cache; of a language model the logits of the last token only."""
     accepted = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
     if "logits_to_keep" in accepted:
@@ -182,17 +91,16 @@ def forward_of(model: PreTrainedModel) -> Pass:
     return lambda inputs: model(**inputs, **extra)
 
 
-def prefill_of(model: PreTrainedModel) -> Pass:
-    """The prompt as `generate` reads it: logits of the last token, and the cache or the states are built anew in each
-    call. A model without attention keeps nothing."""
-    if model.config._attn_implementation == FREE_IMPLEMENTATION:
-        return forward_of(model)
+def prefill_pass(model: PreTrainedModel) -> Pass:
+    """Return the pass in which `generate` reads the prompt: logits of the last token, with a new cache in each call."""
+    if model.config._attn_implementation == NO_ATTENTION_IMPLEMENTATION:
+        return forward_pass(model)  # a model without attention has nothing to cache
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     return lambda inputs: model(**inputs, past_key_values=DynamicCache(config=model.config), use_cache=True, **last)
 
 
-def _training_pass(model: PreTrainedModel) -> Pass:
-    """With gradients of all weights (of `mean(output²)`), as in training."""
+def training_pass(model: PreTrainedModel) -> Pass:
+    """Return one forward and backward pass with gradients of all weights (of `mean(output²)`)."""
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def run(inputs: Mapping[str, Tensor]) -> None:
@@ -201,96 +109,241 @@ def _training_pass(model: PreTrainedModel) -> Pass:
     return run
 
 
-TRAINING = "forward+backward"
+FORWARD, PREFILL, TRAINING, LAYER, DECODING = "forward", "prefill", "forward+backward", "layer", "decoding"
 
-#: What is timed of a whole model, by the name in a measurement's key.
 PASSES: dict[str, Callable[[PreTrainedModel], Pass]] = {
-    "forward": forward_of,
-    "prefill": prefill_of,
-    TRAINING: _training_pass,
+    FORWARD: forward_pass,
+    PREFILL: prefill_pass,
+    TRAINING: training_pass,
 }
 
-#: What else can be measured of a call.
-RESOURCES: dict[str, Callable[[Callable[[], object], torch.device], int | None]] = {
-    "memory": peak_memory,
-    "flops": lambda call, device: count_flops(call),
-}
+
+def measure_passes(
+    models: Mapping[str, PreTrainedModel],
+    tokens: Sequence[int],
+    length: int,
+    *,
+    baseline: str,
+    seconds: float,
+    measurement: str = FORWARD,
+    batch_size: int = 1,
+    memory: bool = False,
+    flops: bool = False,
+) -> dict[str, Values]:
+    """Time one pass of several models side by side.
+
+    Args:
+        models: Name -> model.
+        tokens: Token ids that the inputs are made from.
+        length: Tokens of each sequence.
+        baseline: The model that speedups are relative to.
+        seconds: Time to spend.
+        measurement: A name of `PASSES`.
+        batch_size: Sequences in one pass.
+        memory, flops: Whether to measure peak memory and operations, each in a further pass.
+
+    Returns:
+        Name -> values `seconds`, `tokens_per_second`, `peak_memory` (bytes) and `flops`.
+    """
+    backward = measurement == TRAINING
+    with torch.inference_mode(not backward):
+        inputs = synthetic_inputs(models[baseline], tokens, length, batch_size)
+        calls = {name: partial(PASSES[measurement](model), inputs) for name, model in models.items()}
+        device = models[baseline].device
+        try:
+            timings = time_interleaved(calls, baseline=baseline, seconds=seconds, device=device)
+            values = {name: timing_values(timing, batch_size * length) for name, timing in timings.items()}
+            gc.collect()
+            for name, call in calls.items():
+                if memory:
+                    values[name].append(
+                        {"metric": "peak_memory", "value": peak_memory(call, device, collect=False), "unit": "bytes"}
+                    )
+                if flops:
+                    values[name].append({"metric": "flops", "value": count_flops(call), "unit": "FLOP"})
+        finally:
+            if backward:
+                for model in models.values():
+                    model.zero_grad(set_to_none=True)
+    return values
+
+
+def timing_values(timing: Timing, tokens: int | None = None) -> Values:
+    """Return the values of a timed call that processes `tokens` tokens."""
+    columns = asdict(timing)
+    values = [{"metric": "seconds", "value": columns.pop("median"), "unit": "s", **columns}]
+    if tokens is not None:
+        values.append({"metric": "tokens_per_second", "value": tokens / timing.median, "unit": "tokens/s"})
+    return values
 
 
 @torch.inference_mode()
-def layer_speed(
-    models: Mapping[str, PreTrainedModel],
-    lengths: Sequence[int],
-    *,
-    baseline: str,
-    budget: float,
-    seed: int,
-    announce: Announce,
-) -> SpeedTable:
-    """Time the attention of the first layer by itself on random q, k, v (batch 1): no projections, no rest."""
+def measure_layer(
+    models: Mapping[str, PreTrainedModel], length: int, *, baseline: str, seconds: float, seed: int
+) -> dict[str, Values]:
+    """Time the attention of the first layer by itself on random q, k, v (batch 1), without projections.
+
+    Args:
+        models: The exact model under the name of its attention implementation, and patched ones.
+        length: Tokens.
+        baseline: The name of the exact model.
+        seconds: Time to spend.
+        seed: Seed of q, k and v.
+
+    Returns:
+        Name -> values, as `timing_values` gives them.
+    """
     exact = models[baseline]
     layer = self_attention(exact)[0]
     shape = attention_shape(layer, 0, longest_input(exact))
-    function = ALL_ATTENTION_FUNCTIONS[baseline]
-    mechanisms: dict[str, LinearAttention] = {}
-    for name, model in models.items():
-        module: Any = getattr(self_attention(model)[0].module, SUBMODULE, None)
-        if module is not None:
-            mechanisms[name] = module
+    function = ALL_ATTENTION_FUNCTIONS[exact.config._attn_implementation]
     scaling = float(getattr(layer.module, "scaling", None) or shape.head_dim**-0.5)
     dtype = next(exact.parameters()).dtype
     generator = torch.Generator().manual_seed(seed)
 
-    def prepare(length: int) -> dict[str, Callable[[], object]]:
-        def normal(heads: int, width: int) -> Tensor:
-            return torch.randn(1, heads, length, width, generator=generator).to(exact.device, dtype)
+    def random_heads(heads: int, width: int) -> Tensor:
+        return torch.randn(1, heads, length, width, generator=generator).to(exact.device, dtype)
 
-        query = normal(shape.num_heads, shape.head_dim)
-        key, value = (
-            normal(shape.num_key_value_heads, shape.head_dim),
-            normal(shape.num_key_value_heads, shape.value_dim),
-        )
-        calls: dict[str, Callable[[], object]] = {
-            baseline: lambda: function(layer.module, query, key, value, None, dropout=0.0, scaling=scaling)
-        }
-        for name, mechanism in mechanisms.items():
-            calls[name] = lambda run=mechanism: run(  # type: ignore[misc]
-                AttentionInputs(query, key, value, scaling, shape.causal)
-            )
-        return calls
-
-    return _sweep(prepare, lengths, baseline=baseline, budget=budget, device=exact.device, announce=announce)
+    query = random_heads(shape.num_heads, shape.head_dim)
+    key = random_heads(shape.num_key_value_heads, shape.head_dim)
+    value = random_heads(shape.num_key_value_heads, shape.value_dim)
+    calls: dict[str, Callable[[], object]] = {
+        baseline: lambda: function(layer.module, query, key, value, None, dropout=0.0, scaling=scaling)
+    }
+    for name, model in models.items():
+        mechanism: LinearAttention | None = getattr(self_attention(model)[0].module, SUBMODULE, None)
+        if mechanism is not None:
+            calls[name] = partial(mechanism, AttentionInputs(query, key, value, scaling, shape.causal))
+    timings = time_interleaved(calls, baseline=baseline, seconds=seconds, device=exact.device)
+    return {name: timing_values(timing) for name, timing in timings.items()}
 
 
-def _sweep(
-    prepare: Callable[[int], dict[str, Callable[[], object]]],
-    lengths: Sequence[int],
+# --------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of keys and values, and of recurrent states, in a cache."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, LinearStateLayer):
+            total += layer.nbytes()
+        elif layer.is_initialized:
+            total += layer.keys.nbytes + layer.values.nbytes
+    return total
+
+
+@torch.inference_mode()
+def fill_cache(model: PreTrainedModel, tokens: Sequence[int], length: int) -> DynamicCache:
+    """Return a cache after `length` tokens (the given ones, repeated as needed)."""
+    repeated = (list(tokens) * (length // len(tokens) + 1))[:length]
+    cache = DynamicCache(config=model.config)
+    for start in range(0, length, PREFILL_CHUNK):
+        ids = torch.tensor([repeated[start : start + PREFILL_CHUNK]], device=model.device)
+        extra = position_inputs(model, ids.shape[1], start)
+        if extra:  # a mask of ones: position ids that start again would otherwise be read as packed documents
+            extra["attention_mask"] = torch.ones(1, start + ids.shape[1], dtype=torch.long, device=model.device)
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+    return cache
+
+
+@torch.inference_mode()
+def measure_decoding(
+    models: Mapping[str, PreTrainedModel],
+    tokens: Sequence[int],
+    context: int,
     *,
     baseline: str,
-    budget: float,
-    device: torch.device,
-    announce: Announce,
-) -> SpeedTable:
-    """Measure at each length; stops where the next one would take far more than the budget."""
-    table = SpeedTable(baseline)
-    for index, length in enumerate(lengths):
-        expected = _expected_seconds(table, length)
-        if expected > max(15 * budget, LONGEST_WAIT):
-            left = ", ".join(f"{held:,}" for held in lengths[index:])
-            table.notes.append(f"Not timed, for want of time: {left} tokens (one length would take ~{expected:.0f} s).")
-            break
-        announce(index, f"{length:,} tokens")
-        calls = prepare(length)
-        timings: dict[str, Timing] = interleaved(calls, baseline=baseline, budget=budget, device=device)
-        table.add(length, timings)
-    return table
+    seconds: float,
+    batch_size: int = 1,
+) -> dict[str, Values]:
+    """Time one new token of each of `batch_size` sequences after a context; the models are interleaved token by token.
+
+    The exact model uses the growing cache that `generate` uses by default. During the measurement the context grows by
+    the timed tokens, 8 to 40 of them.
+
+    Args:
+        models: Name -> causal language model.
+        tokens: Token ids that the context is made from.
+        context: Tokens before the first timed one.
+        baseline: The model that speedups are relative to.
+        seconds: Time to spend.
+        batch_size: Sequences that are decoded at once.
+
+    Returns:
+        Name -> values `seconds` of one step, `tokens_per_second` and `cache_bytes` (of all sequences).
+    """
+    caches = {name: fill_cache(model, tokens, context) for name, model in models.items()}
+    for cache in caches.values():
+        cache.batch_repeat_interleave(batch_size)
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    steps = {name: _decoding_step(models[name], caches[name], tokens[0], batch_size, context) for name in models}
+    device = models[baseline].device
+    options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}
+    timings = time_interleaved(steps, baseline=baseline, seconds=seconds, device=device, **options)
+    return {
+        name: [*timing_values(timing, batch_size), {"metric": "cache_bytes", "value": sizes[name], "unit": "bytes"}]
+        for name, timing in timings.items()
+    }
 
 
-def _expected_seconds(table: SpeedTable, length: int) -> float:
-    """Four calls of each (a warm-up and three rounds) from the last length: the baseline's time grows with the square,
-    the others' linearly."""
-    if not table.lengths:
-        return 0.0
-    growth = length / table.lengths[-1]
-    medians = {name: timings[-1].median for name, timings in table.rows.items()}
-    return 4 * sum(median * (growth**2 if name == table.baseline else growth) for name, median in medians.items())
+def _decoding_step(
+    model: PreTrainedModel, cache: DynamicCache, token: int, batch_size: int, context: int
+) -> Callable[[], None]:
+    ids = torch.full((batch_size, 1), token, device=model.device)
+    position = context
+
+    def step() -> None:
+        nonlocal position
+        extra = {name: row.expand(batch_size, -1) for name, row in position_inputs(model, 1, position).items()}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+        position += 1
+
+    return step
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a measurement would take
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the measurement of one length would take.
+
+    Attributes:
+        seconds: A warm-up and three rounds of all models.
+        bytes: Memory of the model that needs most; None if unknown.
+    """
+
+    seconds: float
+    bytes: float | None
+
+    def reason_to_skip(self, seconds: float, device: torch.device) -> str | None:
+        """Return why there is not enough memory or time, or None.
+
+        Args:
+            seconds: Time to spend on one length.
+            device: The device whose memory counts.
+        """
+        free = free_memory(device)
+        if self.bytes is not None and free is not None and self.bytes > MEMORY_SHARE * free:
+            return f"it would need about {format_bytes(self.bytes)}, and {format_bytes(free)} are free"
+        if self.seconds > max(15 * seconds, LONGEST_WAIT):
+            return f"it would take about {self.seconds:.0f} s"
+        return None
+
+
+def forecast(
+    rows: Mapping[str, tuple[float, float | None]],
+    time_growth: Callable[[str], float],
+    memory_growth: Callable[[str], float],
+) -> Forecast:
+    """Predict a measurement from a smaller one.
+
+    Args:
+        rows: Name -> seconds of one pass, and its peak memory in bytes or None.
+        time_growth, memory_growth: By which factor the time and the memory of a model grow.
+    """
+    needed = [memory * memory_growth(name) for name, (_, memory) in rows.items() if memory]
+    seconds = 4 * sum(median * time_growth(name) for name, (median, _) in rows.items())
+    return Forecast(seconds, max(needed, default=None))

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_linear_attn.evaluation.measurements import Key, Store
-
+from .measurements import Key, Store
 from .options import BenchmarkOptions
 from .workloads import mechanism_names
 

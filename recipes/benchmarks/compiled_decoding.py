@@ -24,9 +24,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.models import shared_copy
 from recipes.benchmarks.shapes import gpt2_small, small_decoder
 from recipes.benchmarks.timing import spread
 

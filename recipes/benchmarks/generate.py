@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_linear_attn.evaluation.decoding import cache_bytes
-from hf_linear_attn.evaluation.speed import FREE, position_inputs, shared_copy, timing_options, without_attention
+from hf_linear_attn.evaluation.speed import cache_bytes, timing_options, without_attention
+from hf_linear_attn.integration.inputs import position_inputs
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.models import shared_copy
 
 from . import workloads
 from .bench import Bench
 from .decode import PIECE, SECTION
+from .options import FREE
 from .shapes import DECODERS, Decoder, checkpoint_decoder
 from .timing import ratio, sample_interleaved, spread
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_linear_attn.evaluation.speed import FREE
-
 from .bench import BASELINE
 from .decode import STEP
+from .options import FREE
 from .runner import where
 from .tables import EMPTY, Row, Table, markdown, optional_bytes, tables_of, times
 

@@ -29,12 +29,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.resources import peak_memory
-from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.models import shared_copy
 
 from .long_data import read_scored
 from .long_table import EXACT, PARTS, Part

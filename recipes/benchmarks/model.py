@@ -10,23 +10,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attn.evaluation.speed import (
-    FREE,
-    can_go_beyond,
-    forward_of,
-    long_inputs,
-    shared_copy,
-    timing_options,
-    without_attention,
-)
-from hf_linear_attn.evaluation.timing import amdahl_share
+from hf_linear_attn.evaluation.speed import forward_pass, timing_options, without_attention
 from hf_linear_attn.integration.discovery import longest_input, self_attention
+from hf_linear_attn.integration.inputs import accepts_longer_inputs, synthetic_inputs
 from hf_linear_attn.ops import backends
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.models import shared_copy
 
 from . import workloads
 from .bench import BASELINE, Bench
+from .options import FREE
 from .shapes import MODELS, Shape, checkpoint_model
 from .timing import ratio, sample_interleaved, spread
 
@@ -107,7 +101,7 @@ class WholeModel:
 
     def _lengths(self) -> tuple[int, ...]:
         lengths, limit = self.bench.options.numbers("model_lengths"), longest_input(self.exact)
-        if limit is None or can_go_beyond(self.exact) or max(lengths) <= limit:
+        if limit is None or accepts_longer_inputs(self.exact) or max(lengths) <= limit:
             return lengths
         self.bench.note(SECTION, f"{self.shape.name}: takes {limit:,} positions; longer inputs were left out")
         return tuple(length for length in lengths if length <= limit)
@@ -138,14 +132,14 @@ class WholeModel:
 
     @torch.no_grad()
     def _measure(self, length: int, missing: Sequence[str]) -> dict[str, dict[str, Any]]:
-        inputs = long_inputs(self.exact, [7], length)
+        inputs = synthetic_inputs(self.exact, [7], length)
         calls: dict[str, Callable[[], object]] = {}
         for name in self.identities:
             if name not in missing and name not in (BASELINE, FREE):
                 continue
             try:
                 model, backend = self._model(name)
-                calls[name] = _call(forward_of(model), inputs, backend)
+                calls[name] = _call(forward_pass(model), inputs, backend)
                 if name not in (BASELINE, FREE) and length == min(self.bench.options.numbers("model_lengths")):
                     calls[name]()  # a backend that refuses says so here
             except workloads.UNSUPPORTED_ERRORS as error:
@@ -161,7 +155,7 @@ class WholeModel:
                 "speedup": ratio(samples[BASELINE], samples[name]),
                 "ceiling": ceiling,
                 "ceiling_share": ratio(samples[FREE], samples[name]),
-                "attention_share": amdahl_share(ceiling["median"]),
+                "attention_share": max(0.0, 1 - 1 / ceiling["median"]),
             }
             for name in calls
         }

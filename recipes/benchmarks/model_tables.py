@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_linear_attn.evaluation.speed import FREE
-
 from .bench import BASELINE
+from .options import FREE
 from .tables import Row, Table, grid, kinds, seconds, times
 
 

@@ -9,6 +9,9 @@ SECTIONS = ("ops", "decode", "model", "memory")
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("bidirectional", "causal")
 
+#: The row of a model whose attention is switched off.
+FREE = "no attention"
+
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CONTEXTS = (128, 1024, 4096, 16384, 32768)
 MODEL_LENGTHS = (512, 1024, 2048, 4096, 8192)

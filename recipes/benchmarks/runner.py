@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_linear_attn.evaluation.measurements import NAME, Store, write_csv
 from hf_linear_attn.utils.environment import environment, json_safe
+from recipes.benchmarks.measurements import NAME, Store, write_csv
 
 from .options import SECTIONS, BenchmarkOptions
 
@@ -85,8 +85,8 @@ def _measure(
     options: BenchmarkOptions, source: str | None, store: Store, device: Any, console: Console
 ) -> dict[str, Any]:
     """All sections asked for. What was measured before an error or an interruption stays on disk."""
-    from hf_linear_attn.evaluation.measurements import place_of
-    from hf_linear_attn.evaluation.screen import Screen
+    from recipes.benchmarks.measurements import place_of
+    from recipes.benchmarks.screen import Screen
 
     from .bench import Bench
 
@@ -198,7 +198,7 @@ def open_store(options: BenchmarkOptions) -> Store:
 
 
 def show_saved_measurements(console: Console, store: Store, folder: Path) -> None:
-    from hf_linear_attn.evaluation.screen import readable
+    from recipes.benchmarks.screen import readable
 
     if not len(store):
         if folder.is_dir() and not any(folder.iterdir()):

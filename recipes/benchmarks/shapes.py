@@ -123,10 +123,10 @@ def is_decoder(source: str) -> bool:
 
 
 def load(source: str) -> Build:
-    from hf_linear_attn.evaluation.loading import load_backbone
+    from hf_linear_attn.evaluation.models import load_exact
 
-    auto_class = "AutoModelForCausalLM" if is_decoder(source) else "AutoModel"
-    return lambda longest: load_backbone(source, auto_class, torch.device("cpu"))
+    kind = "decoder" if is_decoder(source) else "encoder"
+    return lambda longest: load_exact(source, kind, torch.device("cpu"))
 
 
 def checkpoint_name(source: str) -> str:

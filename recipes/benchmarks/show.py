@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from hf_linear_attn.evaluation.screen import readable
-
+from .screen import readable
 from .tables import Table
 
 if TYPE_CHECKING:

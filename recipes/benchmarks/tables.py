@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_linear_attn.evaluation.formats import format_bytes, format_seconds
-from hf_linear_attn.evaluation.timing import crossover
+from hf_linear_attn.utils.formatting import format_bytes, format_seconds
+from hf_linear_attn.utils.timing import crossover
 
 from .bench import BASELINE
 
@@ -163,6 +163,4 @@ def _crossover(rows: list[Row]) -> str:
     if not known or known[0]["name"] == BASELINE:
         return ""
     result = crossover([row["length"] for row in known], [row["speedup"]["median"] for row in known])
-    if result.length is None:
-        return f"> {known[-1]['length']:,}"
-    return f"≤ {result.length:,.0f}" if result.relation == "at or under" else f"{result.length:,.0f}"
+    return f"{result.length:,.0f}" if result.relation == "=" else str(result)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_linear_attn.evaluation.timing import MIN_SAMPLE_SECONDS, clock_of, percentile
+from hf_linear_attn.utils.timing import MIN_SAMPLE_SECONDS, device_clock, percentile
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 15
@@ -58,7 +58,7 @@ def sample_interleaved(
     seconds: for each call, beside a warm-up; at least `MIN_ROUNDS` rounds of it (one if it is slow), at most
     `MAX_ROUNDS`. What takes microseconds is repeated within a sample. slow: seconds of a call that is timed once.
     """
-    clock = clock_of(device)
+    clock = device_clock(device)
 
     def sample(call: Callable[[], object], repeats: int) -> float:
         with ExitStack() as entered:

@@ -20,10 +20,10 @@ from typing import Any
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
-from hf_linear_attn.evaluation.summary import summarise_report
 
 from ..quality_assurance import compare_packages
 from . import result_tables
+from .former_reports import summarise_report
 from .headline import forward_tables, headline, memory_part
 from .result_tables import RESULTS, machine, machine_with_load, markdown_table, read_json
 

@@ -266,13 +266,12 @@ def table(report: dict[str, Any]) -> str:
 def written(rows: list[dict[str, Any]], arguments: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
     import torch
 
-    from hf_linear_attn.evaluation.measurements import now
-    from hf_linear_attn.evaluation.report import environment
+    from hf_linear_attn.utils.environment import environment, utc_now
 
     for row in rows:
         for item in row["survivors"]:
             item["why"] = explained(item)
-    report = {"format_version": 1, "created": now(), "files": rows}
+    report = {"format_version": 1, "created": utc_now(), "files": rows}
     if arguments.explain and before is not None:
         return {**before, **report, "created": before["created"]}
     size = f"{arguments.per_file} of each file, drawn with seed {SEED}" if arguments.per_file else "every one"

@@ -375,13 +375,12 @@ def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dic
 def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from hf_linear_attn.evaluation.measurements import now
-    from hf_linear_attn.evaluation.report import environment
+    from hf_linear_attn.utils.environment import environment, utc_now
 
     source = "its sdist" if arguments.source is None else "a source archive"
     if absent:
         source += f", which lacks {' and '.join(absent)}: nothing of these is run"
-    head = {"format_version": 1, "created": now(), "transformers": version("transformers"), "source": source}
+    head = {"format_version": 1, "created": utc_now(), "transformers": version("transformers"), "source": source}
     return {**head, "environment": environment(torch.device("cpu")), "runs": runs}
 
 

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.speed import shared_copy
 from hf_linear_attn.integration.positions import EXTENDED_FROM, METHODS, find_tables, position_limit
+from hf_linear_attn.utils.models import shared_copy
 from tests.helpers import (
     BERT,
     GPT2,

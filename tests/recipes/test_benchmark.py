@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linear_attn.evaluation.measurements import NAME, Store
 from recipes.benchmarks import limits, peers, workloads
 from recipes.benchmarks.__main__ import main
 from recipes.benchmarks.compare import compare, load_report
+from recipes.benchmarks.measurements import NAME, Store
 from recipes.benchmarks.options import BenchmarkOptions
 from recipes.benchmarks.tables import times
 from recipes.benchmarks.timing import InContext, ratio, sample_interleaved
@@ -188,7 +188,7 @@ def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         counts[name] += 1
         clock[0] += seconds
 
-    monkeypatch.setattr("recipes.benchmarks.timing.clock_of", lambda _: lambda: clock[0])
+    monkeypatch.setattr("recipes.benchmarks.timing.device_clock", lambda _: lambda: clock[0])
     samples = sample_interleaved({"fast": lambda: call("fast", 0.01), "slow": lambda: call("slow", 2.0)}, seconds=0.05)
     assert counts == {"fast": 7, "slow": 1}
     assert samples["slow"] == [2.0]

@@ -11,61 +11,70 @@ from rich.console import Console
 from transformers import BertForSequenceClassification
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.options import EvaluateOptions
-from hf_linear_attn.evaluation.runner import run_evaluate
+from hf_linear_attn.evaluation.api import run_evaluate
+from hf_linear_attn.evaluation.config import EvaluateConfig, with_options
+from hf_linear_attn.evaluation.results import Evaluation
 from tests.helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer
 
-SMALL: dict[str, Any] = {"quick": True, "lengths": (16, 24), "length": 32, "seconds": 0.01, "steps": 1}
+SMALL: dict[str, Any] = {
+    "quick": True,
+    "lengths": (16,),
+    "length": 16,
+    "seconds": 1e-9,
+    "steps": 1,
+    "batch_size": 1,
+    "sequence_length": 32,
+}
 
 
-def save_folder(made: Path) -> Path:
+def save_folder(folder: Path) -> Path:
     """Checkpoints of each kind, with converted and tuned ones, a text, a task, sentence pairs."""
     for kind in ("bert", "gpt2"):
-        save_checkpoint(made / kind, kind)
-    (made / "text.txt").write_text(sample_text(), encoding="utf-8")
-    _classifiers(made)
-    rows = [" ".join(WORDS[(position * 7 + step) % len(WORDS)] for step in range(8)) for position in range(60)]
-    (made / "glue" / "SST-2").mkdir(parents=True)
-    (made / "glue" / "STS-B").mkdir()
+        save_checkpoint(folder / kind, kind)
+    (folder / "text.txt").write_text(sample_text(), encoding="utf-8")
+    _classifiers(folder)
+    rows = [" ".join(WORDS[(start * 7 + step) % len(WORDS)] for step in range(8)) for start in range(60)]
+    (folder / "glue" / "SST-2").mkdir(parents=True)
+    (folder / "glue" / "STS-B").mkdir()
     for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
         lines = [f"{text}\t{index % 2}" for index, text in enumerate(part)]
-        (made / "glue" / "SST-2" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n", encoding="utf-8")
-    (made / "glue" / "RTE").mkdir()
+        (folder / "glue" / "SST-2" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n", encoding="utf-8")
+    (folder / "glue" / "RTE").mkdir()
     for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):
         labels = ("entailment", "not_entailment")
         lines = [f"{index}\t{text}\t{rows[index]}\t{labels[index % 2]}" for index, text in enumerate(part)]
         lines = ["index\tsentence1\tsentence2\tlabel", *lines]
-        (made / "glue" / "RTE" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "glue" / "RTE" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name in ("sts-train.csv", "sts-dev.csv"):
         lines = [
             f"g\tf\t2030\t{index}\t{index % 5}.0\t{text}\t{rows[index // 2]}" for index, text in enumerate(rows[:20])
         ]
-        (made / "glue" / "STS-B" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return made
+        (folder / "glue" / "STS-B" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
 
 
-def _classifiers(made: Path) -> None:
+def _classifiers(folder: Path) -> None:
     """Two tasks: a fine-tuned classifier, two conversions that differ in their weights, and a tuned exact model."""
     torch.manual_seed(0)
-    _save_conversions(made, "", {0: "negative", 1: "positive"})
-    _save_conversions(made, "rte-", {0: "entailment", 1: "not_entailment"})
+    _save_conversions(folder, "", {0: "negative", 1: "positive"})
+    _save_conversions(folder, "rte-", {0: "entailment", 1: "not_entailment"})
 
 
-def _save_conversions(made: Path, task: str, labels: dict[int, str]) -> None:
+def _save_conversions(folder: Path, task: str, labels: dict[int, str]) -> None:
     model = tiny_model("bert", BertForSequenceClassification, id2label=labels)
     for kind, attention in (("classifier", None), ("run0", "elu"), ("run1", "elu"), ("tuned", None)):
         name = f"{task}{kind}"
         model.classifier.weight.data += 0.5 * torch.randn(model.classifier.weight.shape)
         if attention is not None:
             hla.patch_model(model, attention)
-        model.save_pretrained(made / name)
-        tiny_tokenizer().save_pretrained(made / name)
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
         if attention is not None:
             hla.unpatch_model(model)
 
 
-def run(source: Path, **changes: Any) -> tuple[dict[str, Any], str]:
-    """The report and the screen."""
+def run(source: Path | str, **options: Any) -> tuple[Evaluation, str]:
+    """The evaluation and the screen."""
     stream = io.StringIO()
-    report = run_evaluate(str(source), EvaluateOptions(**{**SMALL, **changes}), console=Console(file=stream, width=180))
-    return report, stream.getvalue()
+    config = with_options(EvaluateConfig(model=str(source)), {**SMALL, **options})
+    return run_evaluate(config, console=Console(file=stream, width=180)), stream.getvalue()

@@ -1,0 +1,369 @@
+"""The options of an evaluation, and how much is measured. Reading them loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, get_args
+
+from ..utils.arguments import option
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+#: Mechanisms that are measured where none is named.
+ENCODER_ATTENTIONS = ("elu", "favor+", "hedgehog", "linformer", "window")
+DECODER_ATTENTIONS = ("elu", "favor+", "hedgehog", "linformer-causal", "window")
+
+#: Sequences at once where throughput is timed.
+THROUGHPUT_BATCH_SIZE = 8
+
+#: In place of a text file: the documentation that comes with Python.
+PYTHON_DOCUMENTATION = "python-documentation"
+
+#: The smallest value of each integer option, by its name.
+MINIMUM = {
+    "steps": 0,
+    "length": 16,
+    "context": 2,
+    "stride": 1,
+    "sequence_length": 16,
+    "max_eval_samples": 2,
+    "batch_size": 1,
+    "threads": 1,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What a model is evaluated on: a text, or labelled tasks, and sentence pairs.
+
+    Raises:
+        ValueError: Options that do not go together.
+    """
+
+    dataset: str | None = option(
+        None,
+        f"UTF-8 text file to measure on, or {PYTHON_DOCUMENTATION} (the default for encoders)",
+        common=True,
+    )
+    task: tuple[str, ...] | None = option(
+        None,
+        "labelled tasks: NAME (sst2, mrpc, imdb, …) where MODEL is a classifier for it, NAME=FOLDER for another "
+        "fine-tuned model of the same shape, because a head answers one task only",
+        common=True,
+    )
+    folder: str | None = option(None, "folder with the tasks' files (default: from the Hub)")
+    metrics: tuple[str, ...] | None = option(
+        None, "metrics of the task, the first one decides (default: the task's own); hub:NAME is a metric of the Hub"
+    )
+    sts: str | None = option(None, "folder with STS-B, to evaluate the sentence embeddings of an encoder")
+    max_eval_samples: int | None = option(None, "labelled rows or sentence pairs to measure on, at most (default: all)")
+
+    def __post_init__(self) -> None:
+        _check_integers("data.", self)
+        if isinstance(self.task, str):
+            raise TypeError(f"data.task must be a tuple of names, got {self.task!r}.")
+        names = [split_task(entry)[0] for entry in self.task or ()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.task has an entry twice: {', '.join(names)}.")
+        own = [name for name, folder in map(split_task, self.task or ()) if folder is None]
+        if len(own) > 1:
+            raise ValueError(
+                f"data.task: one model has one head, and cannot answer {' and '.join(own)}. Give all but one with the "
+                f"folder of a model that was fine-tuned for it: --data.task {own[0]} {own[1]}=FOLDER."
+            )
+        for name in ("metrics", "folder"):
+            if getattr(self, name) is not None and self.task is None:
+                raise ValueError(f"data.{name} belongs to a task. Give data.task too (sst2, mrpc, …).")
+        if self.metrics is not None and len(names) > 1:
+            raise ValueError(f"data.metrics are those of one task; there are {len(names)}. Leave metrics or tasks out.")
+        for name, reason in (("dataset", "a task has its own data"), ("sts", "sts needs an encoder without a head")):
+            if own and getattr(self, name) is not None:
+                raise ValueError(
+                    f"Give data.{name}, or data.task {own[0]!r} with a folder (--data.task {own[0]}=FOLDER): MODEL is "
+                    f"either a classifier or none, and {reason}."
+                )
+
+    @property
+    def own_task(self) -> str | None:
+        """The task that MODEL itself is a classifier for."""
+        return next((name for name, folder in map(split_task, self.task or ()) if folder is None), None)
+
+    @property
+    def other_tasks(self) -> dict[str, str]:
+        """Further tasks, with the folders of their models."""
+        return {name: folder for name, folder in map(split_task, self.task or ()) if folder is not None}
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """What is timed, and for how long.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    lengths: tuple[int, ...] | None = option(
+        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)", common=True
+    )
+    batch_size: int | None = option(
+        None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)"
+    )
+    dtype: Dtype | None = option(
+        None, "precision of the timed models; quality is that of the model as loaded (default: as loaded)"
+    )
+    backward: bool = option(False, "also time forward and backward together, as in training")
+    layer: bool = option(False, "also time the attention of one layer by itself")
+    seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)")
+
+    def __post_init__(self) -> None:
+        _check_integers("speed.", self)
+        _check_integer_list("speed.lengths", self.lengths, 16)
+        if self.dtype is not None and self.dtype not in get_args(Dtype):
+            raise ValueError(f"speed.dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"speed.seconds must be positive, got {self.seconds!r}.")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Options of `hf-linear-attn evaluate`. None means: what suits the model, and `quick`.
+
+    Raises:
+        ValueError: A value is out of range, or options do not go together.
+    """
+
+    model: str | None = option(None, "a local folder or a repository on the Hub", common=True)
+    attention: tuple[str, ...] | None = option(
+        None,
+        "mechanisms to patch in, measured untrained and after attention transfer (default, without converted: elu, "
+        "favor+, hedgehog, a Linformer, window)",
+        common=True,
+    )
+    converted: tuple[str, ...] | None = option(
+        None,
+        "checkpoints made from MODEL by `convert`; those that differ in their seed only give a spread (TASK=FOLDER: of "
+        "a task's model)",
+        common=True,
+    )
+    baseline: tuple[str, ...] | None = option(
+        None,
+        "checkpoints with exact attention, tuned as the converted ones were (TASK=FOLDER: of a task's model)",
+    )
+    data: EvaluationData = option(factory=EvaluationData, help="what to evaluate on")
+    length: int | None = option(
+        None, "length of your own inputs, in tokens, for the conclusions (default: at most 2048)", common=True
+    )
+    speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
+    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 100; quick: 25)", common=True)
+    seeds: tuple[int, ...] | None = option(
+        None, "seeds of transfer and random features; several give a spread (default: seed)", common=True
+    )
+    context: int | None = option(None, "tokens of a window of the perplexity (default: sequence_length)")
+    stride: int | None = option(None, "tokens between windows (default: half a context)")
+    sequence_length: int | None = option(
+        None, "longest sequence of transfer and fidelity (default: decoders 512, encoders 256, tasks 128)"
+    )
+    quick: bool = option(False, "less of everything, for a first look", common=True)
+    name: str | None = option(None, "what the report calls the model (default: the name of its folder)")
+    output: str = option("report", "folder for the report and its records", common=True)
+    append: bool = option(
+        False, "add to the records in the output folder, or continue where a run was interrupted", common=True
+    )
+    remeasure: bool = option(False, "with append: measure again what is there; the newer value counts")
+    threads: int | None = option(None, "CPU threads, for all alike (default: torch's)")
+    device: str = option("cpu", "torch device to run on: cpu, cuda, …")
+    seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs")
+
+    def __post_init__(self) -> None:
+        _check_integers("", self)
+        _check_integer_list("seeds", self.seeds, 0)
+        for name in ("attention", "converted", "baseline"):
+            entries = getattr(self, name)
+            if entries is not None and len(set(entries)) < len(entries):
+                raise ValueError(f"{name} has an entry twice: {', '.join(entries)}.")
+        if self.attention is not None and not self.attention:
+            raise ValueError("attention is empty: name at least one mechanism, or leave it out.")
+        if self.context is not None and self.stride is not None and self.stride >= self.context:
+            raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
+        if self.context is not None and self.stride is None and self.context < 4:
+            raise ValueError(f"context {self.context} is too short for a stride of half of it: give stride too.")
+        if self.remeasure and not self.append:
+            raise ValueError("remeasure needs append: it measures again what a folder has already.")
+
+    def for_task(self, task: str | None) -> EvaluateConfig:
+        """Return what concerns one model: that of a further task, or (None) MODEL itself."""
+        known = self.data.other_tasks
+        own: dict[str, Any] = {}
+        for name in ("converted", "baseline"):
+            entries = [(entry, *split_task(entry)) for entry in getattr(self, name) or ()]
+            folders = [(head, folder) if head in known else (None, entry) for entry, head, folder in entries]
+            own[name] = tuple(str(folder) for head, folder in folders if head == task) or None
+        if task is not None:
+            data = replace(self.data, task=(task,), dataset=None, sts=None)
+            return replace(self, data=data, context=None, stride=None, **own)
+        if self.data.own_task is not None:
+            return replace(self, data=replace(self.data, task=(self.data.own_task,)), **own)
+        return replace(self, data=replace(self.data, task=None, folder=None, metrics=None), **own)
+
+
+def split_task(entry: str) -> tuple[str, str | None]:
+    """Return the parts of `NAME` or `NAME=FOLDER`."""
+    name, sign, folder = entry.partition("=")
+    return name, folder if sign else None
+
+
+def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> EvaluateConfig:
+    """Return the config with options by name, those of the sections `data` and `speed` too.
+
+    Raises:
+        TypeError: There is no such option.
+    """
+    sections = {item.name: {one.name for one in fields(getattr(config, item.name))} for item in _sections(config)}
+    changes: dict[str, Any] = {}
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        section = next((section for section, names in sections.items() if name in names), None)
+        if name in {item.name for item in fields(config)}:
+            changes[name] = value
+        elif section is not None:
+            changes[section] = replace(changes.get(section, getattr(config, section)), **{name: value})
+        else:
+            known = ", ".join(
+                [item.name for item in fields(config)] + [one for part in sections.values() for one in part]
+            )
+            raise TypeError(f"evaluate() has no option {name!r}. Options: {known}.")
+    return replace(config, **changes)
+
+
+def _sections(config: EvaluateConfig) -> list[Any]:
+    return [item for item in fields(config) if is_dataclass(getattr(config, item.name))]
+
+
+def _check_integers(section: str, config: Any) -> None:
+    for item in fields(config):
+        if item.name in MINIMUM:
+            _check_integer(f"{section}{item.name}", getattr(config, item.name), MINIMUM[item.name])
+
+
+def _check_integer_list(name: str, values: tuple[int, ...] | None, minimum: int) -> None:
+    if values is None:
+        return
+    if not values:
+        raise ValueError(f"{name} is empty: give at least one number, or leave it out.")
+    for value in values:
+        _check_integer(name, value, minimum)
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name} has an entry twice: {', '.join(map(str, values))}.")
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How much is measured
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured on a model: the options with all defaults filled in.
+
+    Attributes:
+        attentions: The mechanisms to patch in.
+        steps: Steps of attention transfer.
+        sequence_length: Longest sequence of transfer and fidelity, in tokens.
+        batch_size: Sequences in one step of transfer.
+        evaluations: How often the validation sequences are evaluated during a transfer, to keep its best step.
+        train_sequences, validation_sequences: Sequences of the transfer.
+        held_out_sequences, fidelity_sequences: Sequences of embeddings and of fidelity.
+        perplexity_tokens: Tokens of the perplexity.
+        lengths: Timed lengths.
+        length: The length of the user's inputs, one of `lengths` (None: nothing is timed).
+        seconds: Time to spend on each timed length.
+        seeds: Seeds of everything random; each gives a conversion of its own.
+        seed: Seed of the data's order.
+        context, stride: Windows of the perplexity.
+        throughput_batch_size: Sequences at once where throughput is timed (1: it is not).
+        dtype: Precision of the timed models.
+        backward, layer: Whether to time forward and backward, and one layer.
+    """
+
+    attentions: tuple[str, ...]
+    steps: int
+    sequence_length: int
+    batch_size: int
+    evaluations: int
+    train_sequences: int
+    validation_sequences: int
+    held_out_sequences: int
+    fidelity_sequences: int
+    perplexity_tokens: int
+    lengths: tuple[int, ...]
+    length: int | None
+    seconds: float
+    seeds: tuple[int, ...]
+    seed: int
+    context: int
+    stride: int
+    throughput_batch_size: int
+    dtype: str
+    backward: bool
+    layer: bool
+
+
+def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Settings:
+    """Return how much to measure on a model.
+
+    Args:
+        config: The options.
+        kind: `decoder`, `encoder` or `classifier`.
+        limit: The model's positions, if they are limited.
+        dtype: The model's precision.
+        table: Whether positions are looked up in a table of limited size.
+
+    Raises:
+        ValueError: A sequence length or a context is beyond the model's positions.
+    """
+    default_length = {"decoder": 512, "encoder": 256, "classifier": 128}[kind]
+    length = config.sequence_length or min(default_length, limit or default_length)
+    for name, value in (("sequence_length", length), ("context", config.context)):
+        if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
+            raise ValueError(f"{name} {value} is beyond the model's {limit} positions. Use {limit} or less.")
+    default = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
+    attentions = config.attention if config.attention or config.converted else default
+    own = config.length or min(limit or 2048, 2048)
+    lengths = config.speed.lengths or _default_lengths(limit, config.quick)
+    context = config.context or min(length, limit or length)
+    quick = config.quick
+    batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
+    return Settings(
+        attentions=tuple(dict.fromkeys(attentions or ())),
+        steps=(25 if quick else 100) if config.steps is None else config.steps,
+        sequence_length=length,
+        batch_size=batch_size,
+        evaluations=2 if quick else 4,
+        train_sequences=batch_size * (26 if quick else 120),
+        validation_sequences=batch_size * (1 if quick else 2),
+        held_out_sequences=max(24 if quick else 128, batch_size),
+        fidelity_sequences=max(4 if quick else 24, batch_size),
+        perplexity_tokens=4096 if quick else 16384,
+        lengths=tuple(sorted({*lengths, own})),
+        length=own,
+        seconds=config.speed.seconds or (1.5 if quick else 12.0),
+        seeds=config.seeds or (config.seed,),
+        seed=config.seed,
+        context=context,
+        stride=config.stride or max(context // 2, 1),
+        throughput_batch_size=config.speed.batch_size or THROUGHPUT_BATCH_SIZE,
+        dtype=config.speed.dtype or dtype,
+        backward=config.speed.backward,
+        layer=config.speed.layer,
+    )
+
+
+def _default_lengths(limit: int | None, quick: bool) -> tuple[int, ...]:
+    lengths = (128, 512, 2048, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+    return (limit, *lengths) if limit is not None and 16 <= limit < 128 else lengths

@@ -1,0 +1,406 @@
+"""The exact model of an evaluation, the checkpoints converted from it, and the conditions of their measurements."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.inputs import has_position_table
+from ..mechanisms.softmax import EXACT
+from ..patching import CONFIG_FIELD, is_patched, patch_model
+from ..registry import AttentionEntry
+from ..utils.environment import environment
+from ..utils.models import quiet_transformers, shared_copy
+from .records import Conditions
+
+#: Kinds of models, and the auto class of each.
+AUTO_CLASSES = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModel",
+    "classifier": "AutoModelForSequenceClassification",
+}
+
+
+@dataclass(frozen=True)
+class ExactModel:
+    """The model that mechanisms are compared with.
+
+    Attributes:
+        model: It, in evaluation mode.
+        tokenizer: Its tokenizer.
+        kind: `decoder`, `encoder` or `classifier`.
+        name: What reports call it.
+        fingerprint: A hash of its weights.
+        device, versions: Parts of the conditions of its measurements.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    kind: str
+    name: str
+    fingerprint: str
+    device: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: Any, kind: str, name: str) -> ExactModel:
+        """Describe a loaded model on its device."""
+        state = environment(model.device)
+        device = {key: state["hardware"][key] for key in ("device", "cpu", "threads")}
+        device.update(dtype=dtype_name(model), backend=backend_in_use(model.device))
+        return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), device, state["versions"])
+
+    @property
+    def implementation(self) -> str:
+        """The exact attention implementation, such as `sdpa`: the baseline of all speedups."""
+        return str(self.model.config._attn_implementation)
+
+    def cast(self, dtype: str | None) -> ExactModel:
+        """Return a copy in another precision; the same object if that is its own (or None)."""
+        if dtype in (None, self.device["dtype"]):
+            return self
+        model: Any = copy.deepcopy(self.model)
+        return replace(self, model=model.to(getattr(torch, str(dtype))), device={**self.device, "dtype": dtype})
+
+    def conditions(self, attention: str, measurement: str, **parts: Any) -> Conditions:
+        """Return the conditions of a measurement of this model with a mechanism."""
+        place = {"device": self.device, "versions": self.versions}
+        return Conditions(self.name, self.fingerprint, attention, measurement, **{**place, **parts})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says about the model."""
+        return {"name": self.name, "kind": self.kind, **model_facts(self.model)}
+
+
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the class, the sizes, the precision and the attention implementation of a model."""
+    layers = self_attention(model)
+    shape = attention_shape(layers[0], 0, None)
+    return {
+        "class": type(model).__name__,
+        "layers": len(layers),
+        "heads": shape.num_heads,
+        "key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "positions": longest_input(model),
+        "position_table": has_position_table(model),
+        "dtype": dtype_name(model),
+        "attention": str(model.config._attn_implementation),
+    }
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's precision, such as `float32`."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def backend_in_use(device: torch.device) -> str:
+    """Return the backend that serves kernelized attention here where it can; some calls fall back to torch."""
+    from ..ops.backends import get_backend
+    from ..ops.native.backend import unavailable_reason
+
+    if get_backend() != "auto":
+        return get_backend()
+    return "torch" if device.type != "cpu" or unavailable_reason() is not None else "native"
+
+
+def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
+    """Return the mechanism's seed option, or nothing where it has none."""
+    return {"seed": seed} if any(field.name == "seed" for field in fields(entry.options)) else {}
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Return the SHA-256 over the names and shapes of all weights and the first values of each."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        start = tensor.detach().reshape(-1)[:4096].cpu().contiguous()
+        digest.update(start.view(torch.uint8).numpy().tobytes() if start.numel() else b"")
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_config(source: str) -> Any:
+    """Return the config of an unpatched encoder or decoder.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: It is patched already, or an encoder-decoder.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"The model {source!r} cannot be loaded ({first_line(error)}). Give a local folder or a repository on the "
+            "Hub."
+        ) from error
+    if getattr(config, CONFIG_FIELD, None) is not None:
+        raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
+    return config
+
+
+def load_tokenizer(source: str) -> Any:
+    """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"The tokenizer of {source!r} cannot be loaded ({first_line(error)}). Give a local folder or a repository "
+            "on the Hub that has one."
+        ) from error
+
+
+def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
+    """Load a model with exact attention.
+
+    Args:
+        source: A local folder or a repository on the Hub.
+        kind: A key of `AUTO_CLASSES`.
+        device: Where to put it.
+        task: The task of a classifier, for messages.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: Weights are missing, or its attention cannot be replaced.
+    """
+    auto_class = getattr(transformers, AUTO_CLASSES[kind])
+    try:
+        with quiet_transformers():
+            precision = {"dtype": torch.float32} if kind == "classifier" else {}
+            model, info = auto_class.from_pretrained(source, output_loading_info=True, **precision)
+    except (OSError, ValueError) as error:
+        raise OSError(f"The model {source!r} cannot be loaded ({first_line(error)}).") from error
+    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    prefix = f"{model.base_model_prefix}."
+    if missing and kind == "classifier" and not any(name.startswith(prefix) for name in missing):
+        raise ValueError(
+            f"{source!r} has no head for the task {task!r} ({missing[0]} is missing): fine-tune it first, for example "
+            f"with `hf-linear-attn finetune {source} --data.task {task}`."
+        )
+    if missing:
+        raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). Give a complete checkpoint.")
+    check_exact(model, source, kind)
+    return model.eval().to(device)
+
+
+def check_exact(model: PreTrainedModel, source: str, kind: str) -> None:
+    """Raise a ValueError if a model is patched, or if its attention cannot be replaced or does not fit its kind."""
+    if is_patched(model):
+        raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
+    try:
+        layers = self_attention(model)
+    except NotImplementedError as error:
+        raise ValueError(str(error)) from error
+    if kind != "classifier" and any(layer.causal is not (kind == "decoder") for layer in layers):
+        direction = "causal" if kind == "decoder" else "bidirectional"
+        raise ValueError(f"{source!r} is taken as {direction}, but not all of its attention is. Give another model.")
+
+
+def is_decoder(config: Any) -> bool:
+    """Return whether a checkpoint is a causal language model, from the class it was saved from.
+
+    Raises:
+        ValueError: It is an encoder-decoder model.
+    """
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"Model type {config.model_type!r} is an encoder-decoder, which is not evaluated here (patch_model serves "
+            "it). Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
+        )
+    architecture = (config.architectures or [""])[0]
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return not masked or bool(config.is_decoder)
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """Return the kind of a loaded model. Raises a ValueError as `is_decoder`."""
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return "classifier"
+    is_decoder(model.config)  # raises for an encoder-decoder
+    return "decoder" if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "encoder"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Converted checkpoints
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk; `load` reads its weights."""
+
+    folder: str
+    fingerprint: str
+    load: Callable[[], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class CheckpointGroup:
+    """Checkpoints that differ in their weights and seeds only.
+
+    Attributes:
+        attention: The mechanism of most layers (`softmax` for exact attention).
+        layers: The config of each patched layer; empty for exact attention.
+        checkpoints: Its members.
+        label: A name that no other group has.
+    """
+
+    attention: str
+    layers: Mapping[str, Any]
+    checkpoints: tuple[Checkpoint, ...]
+    label: str = ""
+
+    @property
+    def state(self) -> str:
+        return "converted" if self.layers else "tuned"
+
+    @property
+    def identity(self) -> str:
+        """A text that is equal for groups which differ in weights and seeds only."""
+        return json.dumps(_without_seeds(self.layers), sort_keys=True, default=str)
+
+    def resized(self, longest: int) -> dict[str, Any]:
+        """Return the layers for inputs of `longest` tokens, where a mechanism is built for a largest length."""
+        layers = {}
+        for index, layer in self.layers.items():
+            options = dict(layer["options"])
+            if isinstance(options.get("max_length"), int):
+                options["max_length"] = max(options["max_length"], longest)
+            layers[index] = {**layer, "options": options}
+        return layers
+
+
+def find_checkpoints(
+    folders: Sequence[str], auto_class: Any, exact_config: Any, device: Any, *, exact: bool
+) -> list[CheckpointGroup]:
+    """Group the checkpoints in folders by their layers. Weights are not read yet.
+
+    Args:
+        folders: Folders of checkpoints.
+        auto_class: The class that loads them.
+        exact_config: The config of the exact model, whose shape they must have.
+        device: Where to put them.
+        exact: Whether they have exact attention (baselines) or linear attention.
+
+    Raises:
+        ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture.
+    """
+    groups: dict[str, CheckpointGroup] = {}
+    for folder in folders:
+        config = _checkpoint_config(folder)
+        saved = getattr(config, CONFIG_FIELD, None)
+        if exact and saved is not None:
+            raise ValueError(f"{folder!r} is patched; a baseline has exact attention. Give it with --converted.")
+        if not exact and saved is None:
+            raise ValueError(f"{folder!r} has exact attention: nothing was converted. Give it with --baseline.")
+        check_same_shape(folder, config, exact_config)
+        layers = {} if saved is None else {str(index): layer for index, layer in saved["layers"].items()}
+        names = [layer["attention"] for layer in layers.values()]
+        attention = max(dict.fromkeys(names), key=names.count) if names else EXACT
+        loader = _checkpoint_loader(folder, auto_class, exact, device)
+        checkpoint = Checkpoint(Path(folder).name, folder_fingerprint(Path(folder)), loader)
+        group = CheckpointGroup(attention, layers, ())
+        known = groups.get(group.identity, group)
+        groups[group.identity] = replace(known, checkpoints=(*known.checkpoints, checkpoint))
+    return list(groups.values())
+
+
+def label_groups(groups: Sequence[CheckpointGroup]) -> list[CheckpointGroup]:
+    """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several."""
+    counts: dict[str, int] = {}
+    labeled = []
+    for group in groups:
+        base = f"{group.attention} ({group.state})"
+        counts[base] = counts.get(base, 0) + 1
+        labeled.append(replace(group, label=base if counts[base] == 1 else f"{base} {counts[base]}"))
+    return labeled
+
+
+def merge_groups(first: Sequence[CheckpointGroup], second: Sequence[CheckpointGroup]) -> list[CheckpointGroup]:
+    """Join groups of the same layers; a checkpoint of `second` replaces the same one of `first`."""
+    merged = {group.identity: group for group in first}
+    for group in second:
+        known = merged.get(group.identity)
+        if known is not None:
+            checkpoints = {one.fingerprint: one for one in (*known.checkpoints, *group.checkpoints)}
+            group = replace(known, checkpoints=tuple(checkpoints.values()))
+        merged[group.identity] = group
+    return label_groups(list(merged.values()))
+
+
+def patched_like(layers: Mapping[str, Any], exact: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the exact model with these layers, untrained: for what does not depend on weights."""
+    plan = {index: {"attention": layer["attention"], **layer["options"]} for index, layer in layers.items()}
+    return patch_model(shared_copy(exact), {"default": EXACT, **plan})
+
+
+def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:
+    """Raise a ValueError if a checkpoint does not have the shape of the exact model."""
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        own, expected = getattr(config, name, None), getattr(exact_config, name, None)
+        if own != expected:
+            raise ValueError(f"{folder!r} was not made from this model: its {name} is {own!r}, not {expected!r}.")
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Return the SHA-256 over a checkpoint's config and weights. Raises a ValueError if it has no weights."""
+    digest = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{str(folder)!r} has no weights (*.safetensors). Give a complete checkpoint.")
+    for path in (folder / "config.json", *weights):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while block := file.read(2**22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _checkpoint_config(folder: str) -> Any:
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder!r}. Give one that `hf-linear-attn convert` wrote.")
+    if not (path / "config.json").is_file():
+        inner = path / "model"
+        remedy = f"Give {str(inner)!r}." if (inner / "config.json").is_file() else "Give the folder of a checkpoint."
+        raise ValueError(f"{folder!r} has no config.json: it is no checkpoint. {remedy}")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _checkpoint_loader(folder: str, auto_class: Any, exact: bool, device: Any) -> Callable[[], PreTrainedModel]:
+    def load() -> PreTrainedModel:
+        from ..checkpoints import load_pretrained
+
+        with quiet_transformers():
+            model = auto_class.from_pretrained(folder) if exact else load_pretrained(folder, auto_class)
+        return model.eval().to(device)
+
+    return load
+
+
+def _without_seeds(layers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        index: {**layer, "options": {name: item for name, item in layer["options"].items() if name != "seed"}}
+        for index, layer in sorted(layers.items())
+    }

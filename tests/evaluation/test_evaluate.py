@@ -1,0 +1,453 @@
+"""Complete evaluations of tiny models: their numbers, resumption, joined runs, several tasks, and error messages."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, GPT2LMHeadModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation import evaluate
+from hf_linear_attn.evaluation.config import (
+    DECODER_ATTENTIONS,
+    EvaluateConfig,
+    EvaluationData,
+    SpeedConfig,
+    with_options,
+)
+from hf_linear_attn.evaluation.fidelity import measure_fidelity
+from hf_linear_attn.evaluation.inputs import text_inputs
+from hf_linear_attn.evaluation.metrics import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
+from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
+from hf_linear_attn.evaluation.results import Evaluation
+from tests.helpers import MAX_LENGTH, sample_text, tiny_model, tiny_tokenizer
+
+from .runs import SMALL, run, save_folder
+
+#: A metric of evaluate, as anybody may write one.
+MODULE = """
+import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int32"), "references": datasets.Value("int32")})
+        return evaluate.MetricInfo(description="right rows", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"right": sum(p == r for p, r in zip(predictions, references)) / len(predictions)}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tmp_path_factory.mktemp("evaluate"))
+
+
+DECODER: dict[str, Any] = {
+    "attention": ("elu", "hedgehog"),
+    "backward": True,
+    "lengths": (16, 24),
+    "length": 32,
+    "batch_size": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> tuple[Evaluation, str, Path]:
+    output = folder / "out-decoder"
+    return *run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(output), **DECODER), output
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A complete run
+
+
+def test_files_and_screen(decoder: tuple[Evaluation, str, Path]) -> None:
+    evaluation, screen, output = decoder
+    names = {path.name for path in output.iterdir()}
+    assert {"records.jsonl", "records.csv", "evaluation.json", "report.html", "report.md", "learned"} <= names
+    assert {"quality_vs_speed.png", "quality.png", "time.png", "fidelity.png", "decoding.png"} <= names
+    page, text = ((output / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
+    for conclusion in evaluation.conclusions():
+        assert f"{conclusion.label}: {conclusion.sentence}" in screen.replace("\n", "")
+        assert conclusion.sentence in page
+        assert conclusion.sentence in text
+    assert "Is it worth it at 32 tokens?" in page
+    assert page.index("<table") < page.index("<figure") < page.index("How it was measured")
+    assert not [mark for mark in ("http://", "https://", "<script") if mark in page]
+    loaded = Evaluation.load(output)
+    assert loaded.info == evaluation.info
+    assert loaded.summary().equals(evaluation.summary())
+
+
+def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, str, Path]) -> None:
+    evaluation = decoder[0]
+    assert evaluation.labels == ["exact", "elu", "hedgehog", "without attention"]
+    assert (
+        evaluation.lengths("forward") == evaluation.lengths("prefill") == evaluation.lengths("decoding") == [16, 24, 32]
+    )
+    assert evaluation.lengths("forward+backward", 3) == [16, 32]
+    assert evaluation.length == 32
+    for measurement, batch_size in (("forward", 1), ("forward", 3), ("forward+backward", 1), ("decoding", 3)):
+        rows = evaluation.select(measurement, "seconds", batch_size=batch_size)
+        assert (rows["p20"] <= rows["value"]).all()
+        assert (rows["value"] <= rows["p80"]).all()
+        assert set(rows[rows["label"] == "exact"]["speedup"]) == {1.0}
+    assert (evaluation.select("forward", "flops")["value"] > 0).all()
+    caches = [evaluation.value("decoding", "cache_bytes", label="exact", length=32, batch_size=size) for size in (1, 3)]
+    assert caches[1] == 3 * caches[0]
+    states = evaluation.select("perplexity", "perplexity").groupby("label")["state"].agg(set).to_dict()
+    assert states["elu"] == {"untrained"}  # nothing to learn
+    assert states["hedgehog"] == {"untrained", "transferred"}
+    assert len(evaluation.select("attention_transfer", "loss", label="hedgehog")) == 1  # one step
+
+
+def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
+    from hf_linear_attn.data.text import read_text
+    from hf_linear_attn.evaluation.config import Settings
+
+    evaluation = decoder[0]
+    inputs = text_inputs(read_text(str(folder / "text.txt")), tiny_tokenizer(), Settings(**evaluation.info["settings"]))
+    model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
+    exact = measure_perplexity(model, inputs.documents, context=32, stride=16)
+    assert evaluation.value("perplexity", "loss", label="exact") == pytest.approx(exact.loss, rel=1e-5)
+    assert evaluation.value("perplexity", "tokens", label="exact") == sum(len(one) - 1 for one in inputs.documents)
+    hla.patch_model(model, "elu")
+    linear = measure_perplexity(model, inputs.documents, context=32, stride=16)
+    assert evaluation.value("perplexity", "loss", label="elu") == pytest.approx(linear.loss, rel=1e-5)
+    fidelity = measure_fidelity(model, inputs.fidelity)
+    rows = evaluation.select("fidelity", "output_error", label="elu")
+    assert rows[rows["layer"].isna()]["value"].tolist() == pytest.approx([fidelity.output_error], rel=1e-4)
+    layer = rows[rows["layer"] == 1].sort_values("head")["value"].tolist()
+    assert layer == pytest.approx(fidelity.layers[1].output_error, rel=1e-4)
+
+
+def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = tiny_model("bert")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    documents = sample_text().splitlines()
+    options = {
+        **SMALL,
+        "attention": ["hedgehog"],
+    }
+    evaluation = evaluate(model, documents, tokenizer=tiny_tokenizer(), **options)
+    assert not hla.is_patched(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert evaluation.quality(SENTENCE_EMBEDDINGS, "exact").mean == pytest.approx(1.0)
+    assert evaluation.table["label"].nunique() == 3
+    assert "hedgehog" in evaluation._repr_html_()
+    assert evaluation.info["data"]["source"] == "the given documents"
+    # What the inputs were, not what they were cut to: a line has 30 words and two special tokens.
+    assert evaluation.info["data"]["held_out"]["longest"] == 32
+    assert evaluation.longest_quality_input() == 32
+    with pytest.raises(TypeError, match="no option 'lenght'"):
+        evaluate(model, documents, tokenizer=tiny_tokenizer(), lenght=16)
+
+
+def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:
+    from hf_linear_attn.data.text import read_text
+    from hf_linear_attn.evaluation.config import Settings
+
+    text = str(folder / "text.txt")
+    options = {"attention": ["elu"]}
+    evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
+    inputs = text_inputs(read_text(text), tiny_tokenizer(), Settings(**evaluation.info["settings"]))
+    model = AutoModel.from_pretrained(folder / "bert").eval()
+    exact = sentence_embeddings(model, inputs.held_out)
+    linear = sentence_embeddings(hla.patch_model(model, "elu"), inputs.held_out)
+    cosine = torch.nn.functional.cosine_similarity(exact, linear).mean()
+    assert evaluation.quality(SENTENCE_EMBEDDINGS, "elu").mean == pytest.approx(float(cosine), rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several runs of one folder
+
+
+def test_an_appended_run_measures_only_what_is_missing(
+    folder: Path, decoder: tuple[Evaluation, str, Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(decoder[2], output)
+    options = {**DECODER, "dataset": str(folder / "text.txt"), "output": str(output), "append": True}
+    before = len(Records(output / RECORDS_FILE))
+    same, _ = run(folder / "gpt2", **options)
+    assert len(Records(output / RECORDS_FILE)) == before
+    assert same.summary().equals(decoder[0].summary())
+    more, _ = run(folder / "gpt2", **{**options, "attention": ("efficient",)})
+    assert more.labels == ["exact", "elu", "hedgehog", "efficient", "without attention"]
+    records = Records(output / RECORDS_FILE)
+    repeated = {one.label for one in records if len([other for other in records if other.id == one.id]) > 1}
+    assert repeated == {"exact", "without attention"}  # timed again beside the new one
+    with pytest.raises(ValueError, match=r"other settings \(steps: 1, now 2\)"):
+        run(folder / "gpt2", **options, **{"steps": 2})
+
+
+def test_an_interrupted_run_continues(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted in the timing: what was trained is not trained again, and the values are the same."""
+    output = tmp_path / "out"
+    options: dict[str, Any] = {"dataset": str(folder / "text.txt"), "attention": ("hedgehog",), "lengths": (16,)}
+    options.update(length=16, sequence_length=32, batch_size=1, output=str(output))
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_linear_attn.evaluation.evaluator.measure_passes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder / "gpt2", **options)
+    saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
+    assert saved
+    with pytest.raises(ValueError, match=r"has records already\. Pass --append"):
+        run(folder / "gpt2", **options)
+    monkeypatch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", interrupt)
+    run(folder / "gpt2", **options, append=True)
+    after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
+    assert saved.items() <= after.items()
+    assert (output / "report.html").is_file()
+
+
+def test_throughput_takes_no_more_memory_than_there_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where several sequences do not fit, the report says so and the rest is measured."""
+    for module in ("speed", "evaluator"):
+        monkeypatch.setattr(f"hf_linear_attn.evaluation.{module}.free_memory", lambda device: 1000)
+    options = {"attention": ("elu",), "batch_size": 8}
+    evaluation, _ = run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(tmp_path / "out"), **options)
+    notes = " ".join(evaluation.info["notes"])
+    assert "decoding with 8 sequences was not timed after 16 tokens: the caches would need" in notes
+    if evaluation.value("forward", "peak_memory", label="exact"):  # a pass this small may need no page at all
+        assert "forward with 8 sequences was not timed at 16 tokens: it would need about" in notes
+    assert "the caches would need" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tasks, checkpoints, sentence pairs
+
+
+def test_a_classifier_with_checkpoints_and_a_baseline(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"task": ("sst2",), "folder": str(folder / "glue"), "output": str(tmp_path / "out")}
+    checkpoints = {"converted": (str(folder / "run0"), str(folder / "run1")), "baseline": (str(folder / "tuned"),)}
+    evaluation, screen = run(folder / "classifier", **options, **checkpoints)
+    assert evaluation.labels == ["exact", "softmax (tuned)", "elu (converted)", "without attention"]
+    (score,) = evaluation.scores
+    quality = evaluation.quality(score, "elu (converted)")
+    assert len(quality.values) == 2
+    assert quality.mean == pytest.approx(sum(quality.values) / 2)
+    assert quality.std == pytest.approx(abs(quality.values[0] - quality.values[1]) / 2**0.5)
+    assert evaluation.value("task", "rows", label="exact") == 20
+    assert evaluation.quality(score, "softmax (tuned)").std is None
+    assert "elu (converted)" in screen
+    more, _ = run(folder / "classifier", **options, attention=("hedgehog",), seeds=(0, 1), append=True)
+    assert more.labels == ["exact", "softmax (tuned)", "hedgehog", "elu (converted)", "without attention"]
+    assert len(more.quality(score, "hedgehog").values) == 2
+    assert len(more.quality(score, "elu (converted)").values) == 2  # known, although its folders were not given again
+
+
+def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "share").mkdir()
+    (tmp_path / "share" / "share.py").write_text(MODULE)
+    name = f"hub:{tmp_path / 'share'}"
+    options = {"task": ("sst2",), "folder": str(folder / "glue"), "metrics": (name, "accuracy"), "attention": ("elu",)}
+    evaluation, _ = run(folder / "classifier", output=str(tmp_path / "out"), **options)
+    score = evaluation.value("task", "score", label="exact")
+    assert score == evaluation.value("task", name, label="exact")
+    assert score == pytest.approx(evaluation.value("task", "accuracy", label="exact"))
+
+
+@pytest.mark.slow
+def test_several_tasks_have_a_model_each(folder: Path, tmp_path: Path) -> None:
+    """The scores of the further task are those of its own model, exact and converted."""
+    common: dict[str, Any] = {"folder": str(folder / "glue"), "batch_size": 1}
+    checkpoints = (("", "run0"), ("", "run1"), ("rte=", "rte-run0"), ("rte=", "rte-run1"))
+    evaluation, _ = run(
+        folder / "classifier",
+        task=("sst2", f"rte={folder / 'rte-classifier'}"),
+        converted=tuple(f"{task}{folder / name}" for task, name in checkpoints),
+        baseline=(f"rte={folder / 'rte-tuned'}",),
+        output=str(tmp_path / "out"),
+        **common,
+    )
+    assert [score.title for score in evaluation.scores] == ["sst2 accuracy", "rte accuracy"]
+    single, _ = run(
+        folder / "rte-classifier",
+        task=("rte",),
+        converted=tuple(str(folder / f"rte-run{seed}") for seed in (0, 1)),
+        baseline=(str(folder / "rte-tuned"),),
+        output=str(tmp_path / "single"),
+        **common,
+    )
+    for label in ("exact", "softmax (tuned)", "elu (converted)", "without attention"):
+        assert evaluation.quality(evaluation.scores[1], label) == single.quality(single.scores[0], label)
+    with pytest.raises(ValueError, match=r"of the task 'rte' with the model 'rte-classifier'\. Give it again"):
+        run(folder / "classifier", task=("sst2",), append=True, output=str(tmp_path / "out"), **common)
+
+
+def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tmp_path: Path) -> None:
+    evaluation, _ = run(
+        folder / "bert",
+        dataset=str(folder / "text.txt"),
+        sts=str(folder / "glue"),
+        attention=("elu",),
+        dtype="bfloat16",
+        output=str(tmp_path / "out"),
+    )
+    assert [score.title for score in evaluation.scores] == ["STS-B Spearman", "cosine to exact embeddings"]
+    timed = evaluation.table["measurement"] == "forward"
+    assert set(evaluation.table[timed]["dtype"]) == {"bfloat16"}
+    assert set(evaluation.table[~timed]["dtype"]) == {"float32"}
+    assert "Times are those of bfloat16; quality was measured in float32." in evaluation.warnings()
+    assert evaluation.value("sts", "pairs", label="exact") == 20
+    assert -1 <= evaluation.value("sts", "spearmanr", label="exact") <= 1
+    assert evaluation.info["data"]["sentence_pairs"] == "STS-B validation, glue"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("gpt2", {}, "give a text to measure it on with --data.dataset"),
+        ("gpt2", {"dataset": "nowhere.txt"}, r"no text file 'nowhere.txt'"),
+        ("gpt2", {"dataset": "TEXT", "attention": ("nystrom",)}, "cannot be measured on this model"),
+        ("gpt2", {"dataset": "TEXT", "attention": ("hedgehogs",)}, r"'hedgehogs'.*Did you mean 'hedgehog'"),
+        ("gpt2", {"dataset": "TEXT", "attention": ("softmax",)}, "always measured"),
+        ("gpt2", {"dataset": "TEXT", "sts": "GLUE"}, "is a decoder"),
+        ("gpt2", {"dataset": "TEXT", "context": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
+        ("gpt2", {"dataset": "TEXT", "sequence_length": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
+        ("gpt2", {"dataset": "TEXT", "device": "toaster"}, "toaster"),
+        ("nowhere", {"dataset": "TEXT"}, "cannot be loaded"),
+        ("run0", {"dataset": "TEXT"}, "is patched already"),
+        ("bert", {"context": 16}, "no causal language model"),
+        ("bert", {"converted": ("nowhere",)}, "no folder 'nowhere'"),
+        ("bert", {"converted": ("CLASSIFIER",)}, "exact attention: nothing was converted"),
+        ("bert", {"baseline": ("RUN",)}, "is patched; a baseline has exact attention"),
+        ("bert", {"converted": ("HERE",)}, "no config.json"),
+        ("gpt2", {"dataset": "TEXT", "converted": ("RUN",)}, "not made from this model: its model_type is 'bert'"),
+        ("bert", {"task": ("sst3",)}, r"'sst3'.*Did you mean 'sst2'"),
+        ("bert", {"task": ("sst2",), "folder": "nowhere"}, "no folder 'nowhere'"),
+        ("bert", {"task": ("sst2",), "folder": "GLUE"}, "has no head for the task"),
+        ("bert", {"task": ("rte=nowhere",), "folder": "GLUE"}, "no folder 'nowhere'.*--data.task"),
+        ("gpt2", {"dataset": "TEXT", "task": ("sst2=CLASSIFIER",), "folder": "GLUE"}, "'bert', not 'gpt2'"),
+        ("classifier", {"task": ("sst2", "rte=CLASSIFIER"), "folder": "GLUE"}, "trained with the labels negative"),
+        (
+            "bert",
+            {"task": ("sst2=CLASSIFIER",), "folder": "GLUE", "converted": ("sst2=RUN",)},
+            "no converted checkpoint",
+        ),
+        ("classifier", {"task": ("sst2",), "folder": "GLUE", "metrics": ("acuracy",)}, "Did you mean 'accuracy'"),
+        ("classifier", {"task": ("sst2",), "folder": "GLUE", "metrics": ("hub:HERE/none",)}, "cannot be loaded"),
+    ],
+)
+def test_wrong_input_is_an_error_before_anything_is_written(
+    folder: Path, tmp_path: Path, kind: str, options: dict[str, Any], message: str
+) -> None:
+    paths = {
+        "TEXT": folder / "text.txt",
+        "GLUE": folder / "glue",
+        "RUN": folder / "run0",
+        "CLASSIFIER": folder / "classifier",
+        "HERE": folder,
+    }
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(resolved, value))
+        head, sign, end = value.rpartition("=") if isinstance(value, str) else ("", "", value)
+        return f"{head}{sign}{paths[end]}" if end in paths else value
+
+    resolved_options = {name: resolved(value) for name, value in options.items()}
+    with pytest.raises((ValueError, OSError), match=message):
+        run(folder / kind, **{"output": str(tmp_path / "out"), **resolved_options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    text = str(folder / "text.txt")
+    for append in (False, True):
+        with pytest.raises(ValueError, match="has other files"):
+            run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), append=append)
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        run(folder / "gpt2", dataset=text, output=str(tmp_path / "file"))
+    (tmp_path / "mine" / RECORDS_FILE).write_text("{broken\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"jsonl', line 1 is not JSON"):
+        run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), append=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": -1},
+        {"length": 8},
+        {"lengths": (8,)},
+        {"lengths": (16, 16)},
+        {"lengths": ()},
+        {"seeds": (-1,)},
+        {"seconds": 0.0},
+        {"max_eval_samples": 1},
+        {"batch_size": 0},
+        {"stride": 8, "context": 8},
+        {"folder": "glue"},
+        {"metrics": ("accuracy",)},
+        {"task": ("sst2",), "dataset": "a.txt"},
+        {"task": ("sst2", "sst2=other")},
+        {"task": ("sst2", "rte")},
+        {"metrics": ("accuracy",), "task": ("sst2", "rte=folder")},
+        {"dtype": "int8"},
+        {"sts": "glue", "task": ("stsb",)},
+        {"remeasure": True},
+        {"attention": ("elu", "elu")},
+        {"attention": ()},
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        with_options(EvaluateConfig(), options)
+
+
+def test_every_option_has_a_help_text() -> None:
+    for config in (EvaluateConfig, EvaluationData, SpeedConfig):
+        for field in fields(config):
+            assert len(field.metadata["help"]) > 10, field.name
+
+
+def test_options_of_each_task() -> None:
+    data = EvaluationData(task=("rte=a", "mrpc=b"))
+    config = EvaluateConfig(data=data, converted=("c", "rte=d", "x=y"))
+    assert (data.own_task, data.other_tasks) == (None, {"rte": "a", "mrpc": "b"})
+    assert [config.for_task(task).converted for task in (None, "rte", "mrpc")] == [("c", "x=y"), ("d",), None]
+
+
+def test_settings_fit_the_model() -> None:
+    """A decoder with 74 positions: sequences within them, lengths that begin there."""
+    from hf_linear_attn.evaluation.config import resolve_settings
+
+    quick, full = (
+        resolve_settings(EvaluateConfig(quick=quick), "decoder", 74, "float32", table=True) for quick in (True, False)
+    )
+    assert quick.sequence_length == full.sequence_length == quick.context == 74
+    assert quick.lengths[0] == full.lengths[0] == quick.length == 74
+    assert quick.steps < full.steps
+    assert quick.attentions == DECODER_ATTENTIONS
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"matplotlib.*pip install 'hf-linear-attn\[demo\]'"):
+        run("gpt2")
