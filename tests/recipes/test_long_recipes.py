@@ -20,10 +20,14 @@ def table():
     return long_table
 
 
-SMALL = ["--teacher.steps", "2", "--teacher.batch_size", "4", "--transfer.steps", "2", "--transfer.batch_size", "4"]
-SMALL += ["--distill.steps", "2", "--distill.accumulation", "2", "--run.precision", "no"]
+STAGES = ("teacher", "transfer", "distill")
+SMALL = [word for stage in STAGES for word in (f"--{stage}.max_steps", "2")]
+SMALL += [word for stage in STAGES[:2] for word in (f"--{stage}.per_device_train_batch_size", "4")]
+SMALL += ["--distill.gradient_accumulation_steps", "2", "--bf16", "false"]
 TINY = ["hidden_size", "16", "num_hidden_layers", "2", "num_attention_heads", "2", "intermediate_size", "16"]
-ESM = [word for name, value in zip(TINY[::2], TINY[1::2], strict=True) for word in (f"--model.overrides.{name}", value)]
+ESM = [
+    word for name, value in zip(TINY[::2], TINY[1::2], strict=True) for word in (f"--config_overrides.{name}", value)
+]
 
 
 def save_proteins(path):
@@ -79,7 +83,7 @@ def test_a_row_a_mechanism_and_length(proteins):
         assert row["training"]["truncated"] == sum(length > row["length"] for length in long)
         assert str(folder) not in json.dumps(row)
     assert rows[1]["parameters"] > rows[0]["parameters"]
-    assert rows[0]["settings"]["model"]["overrides"]["position_embedding_type"] == "rotary"
+    assert rows[0]["settings"]["config_overrides"]["position_embedding_type"] == "rotary"
 
 
 def test_finished_rows_are_not_repeated_and_pieces_are_scored_by_the_same_model(table, proteins, monkeypatch):
