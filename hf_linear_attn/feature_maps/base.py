@@ -84,8 +84,8 @@ class FeatureMap(nn.Module):
         """Bytes of the sums over keys `[G, m, e]` and `[G, m]`, in float32, with the running maxima `[G]` of a map that
         has a log scale."""
         shape = self.shape
-        place = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        token = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=place)
+        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+        token = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device)
         maxima = 0 if self.key(token, 1.0).log_scale is None else 1
         return 4 * shape.num_key_value_heads * (self.num_features * (shape.value_dim + 1) + maxima)
 

@@ -22,7 +22,9 @@ class CosformerOptions:
     )
     epsilon: float = field(
         default=0.01,
-        metadata={"help": "added to relu(x); a query that shares no feature with any key sees their average"},
+        metadata={
+            "help": "added to relu(x); a query that shares no feature with any key then attends to their average"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -83,10 +85,10 @@ class CosformerFeatureMap(FeatureMap):
     def fused(
         self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
     ) -> tuple[FusedMap, FusedMap] | None:
-        query, key = (self._turned(places) for places in (query_positions, key_positions))
+        query, key = (self._rotated(positions) for positions in (query_positions, key_positions))
         return None if query is None or key is None else (query, key)
 
-    def _turned(self, positions: Tensor | None) -> FusedMap | None:
+    def _rotated(self, positions: Tensor | None) -> FusedMap | None:
         if positions is None:
             return None
         angle = positions.to(torch.float32) * (math.pi / (2 * self.max_length))

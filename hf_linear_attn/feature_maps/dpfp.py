@@ -17,7 +17,9 @@ class DpfpOptions:
     nu: int = field(default=1, metadata={"help": "number ν of products per entry: m = 2dν features; at most 2d - 1"})
     epsilon: float = field(
         default=0.01,
-        metadata={"help": "added to every feature; a query that shares no feature with any key sees their average"},
+        metadata={
+            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
+        },
     )
 
     def __post_init__(self) -> None:

@@ -58,5 +58,7 @@ class EluFeatureMap(FeatureMap):
     def fused(
         self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
     ) -> tuple[FusedMap, FusedMap] | None:
-        side = FusedMap("elu", alpha=self.options.alpha, in_scale=scaling**0.5 if self.options.split_scaling else 1.0)
-        return side, side
+        formula = FusedMap(
+            "elu", alpha=self.options.alpha, in_scale=scaling**0.5 if self.options.split_scaling else 1.0
+        )
+        return formula, formula

@@ -167,10 +167,10 @@ class FavorPlusFeatureMap(FeatureMap):
     def fused(
         self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
     ) -> tuple[FusedMap, FusedMap] | None:
-        side = FusedMap(
+        formula = FusedMap(
             "positive-pair" if self.options.hyperbolic else "positive",
             self.weight.T.unsqueeze(0),
             in_scale=scaling**0.5,
             factor=self.num_features**-0.5,
         )
-        return side, side
+        return formula, formula

@@ -36,7 +36,9 @@ class PerformerReluOptions:
     )
     epsilon: float = field(
         default=1e-3,
-        metadata={"help": "added to every feature; a query that shares no feature with any key sees their average"},
+        metadata={
+            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
+        },
     )
     split_scaling: bool = field(
         default=False, metadata={"help": "multiply q and k by √τ first (the paper takes them raw)"}
@@ -107,5 +109,5 @@ class PerformerReluFeatureMap(FeatureMap):
         if self.options.kernel != "relu":
             return None
         scale = (scaling**0.5 if self.options.split_scaling else 1.0) * self.num_features**-0.5
-        side = FusedMap("relu", self.weight.T.unsqueeze(0), in_scale=scale, epsilon=self.options.epsilon)
-        return side, side
+        formula = FusedMap("relu", self.weight.T.unsqueeze(0), in_scale=scale, epsilon=self.options.epsilon)
+        return formula, formula

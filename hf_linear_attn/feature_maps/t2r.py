@@ -25,7 +25,9 @@ class T2ROptions:
     )
     epsilon: float = field(
         default=0.01,
-        metadata={"help": "added to every feature; a query that shares no feature with any key sees their average"},
+        metadata={
+            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
+        },
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
 from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
+from tests.ops.cases import slow, slow_rows
 from tests.reference import naive
 from tests.reference import naive_feature_maps as definitions
 
@@ -35,6 +36,17 @@ def taylor(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
 
 def dpfp(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     return definitions.dpfp_weights(q, k, SCALING, module.options.nu, module.options.epsilon)
+
+
+def elu(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    scale = SCALING**0.5 if module.options.split_scaling else 1.0
+    return definitions.elu_weights(scale * q, scale * k, module.options.alpha)
+
+
+def hedgehog(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
+    phi = module.feature_map
+    layers = (phi.query_weight, phi.query_bias), (phi.key_weight, phi.key_bias)
+    return definitions.hedgehog_weights(q, k, *layers, SCALING, phi.options.activation)
 
 
 def favor(module: Any, q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
@@ -70,6 +82,9 @@ CASES: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
     ("taylor", {"projection_dim": 3}, taylor),
     ("taylor", {"projection_dim": 10}, taylor),
     ("dpfp", {}, dpfp),
+    ("elu", {"alpha": 0.5}, elu),
+    ("elu", {"split_scaling": True}, elu),
+    *(("hedgehog", {"feature_dim": 7, "activation": f}, hedgehog) for f in ("softmax", "exp", "joint")),
     ("dpfp", {"nu": 3, "epsilon": 0.1}, dpfp),
     ("favor", {"num_features": 48}, favor),
     ("favor", {"num_features": 37, "trig": "cos", "scaling": "constant"}, favor),
@@ -118,7 +133,9 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @both_directions
-@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(4, 2, 6, 9), (3, 1, 5, 2), (2, 2, 7, 7)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "value_dim"), [(4, 2, 6, 9), *slow_rows((3, 1, 5, 2), (2, 2, 7, 7))]
+)
 @every_case
 def test_outputs_and_gradients_equal_the_definition(case, heads, groups, dim, value_dim, causal):
     module = build(case, heads, groups, dim, value_dim)
@@ -136,7 +153,7 @@ def test_outputs_and_gradients_equal_the_definition(case, heads, groups, dim, va
 
 
 @both_directions
-@pytest.mark.parametrize("length", [0, 1, 2, 17])
+@pytest.mark.parametrize("length", [1, *slow(0, 2, 17)])
 @every_case
 def test_short_inputs(case, length, causal):
     module, inputs = build(case), qkv(length)
@@ -151,7 +168,9 @@ def test_gradcheck(case, causal):
     inputs = [x.double().requires_grad_() for x in qkv(5, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
     mask = torch.tensor([[False, True, True, True, True]])
     assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: run(module, q, k, v, causal=causal, mask=mask)[0], (*inputs, *module.parameters())
+        lambda q, k, v, *_: run(module, q, k, v, causal=causal, mask=mask)[0],
+        (*inputs, *module.parameters()),
+        fast_mode=True,
     )
 
 

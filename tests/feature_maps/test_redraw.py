@@ -30,11 +30,11 @@ def rows(model):
 
 def draws(model, passes):
     """How many different W the first layer used in so many passes, one after the other."""
-    found = []
+    actual = []
     for _ in range(passes):
         model(token_ids(), use_cache=False)
-        found.append(rows(model)[0])
-    return [int(not torch.equal(a, b)) for a, b in itertools.pairwise(found)]
+        actual.append(rows(model)[0])
+    return [int(not torch.equal(a, b)) for a, b in itertools.pairwise(actual)]
 
 
 @pytest.mark.parametrize("name", ["favor+", "window"])
@@ -94,9 +94,9 @@ def test_gradient_checkpointing_counts_once_and_sees_the_same_features(reentrant
             model(inputs_embeds=embeds, use_cache=False).logits.square().mean().backward()
         return int(maps(model)[0].passes), model.transformer.h[0].attn.c_attn.weight.grad
 
-    (plain_count, plain), (count, checked) = gradients(False), gradients(True)
+    (plain_count, reference), (count, checked) = gradients(False), gradients(True)
     assert count == plain_count == 3
-    torch.testing.assert_close(checked, plain)
+    torch.testing.assert_close(checked, reference)
 
 
 def test_two_passes_before_one_backward():

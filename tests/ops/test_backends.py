@@ -63,15 +63,15 @@ def test_a_third_partys_backend_is_asked_first(call, monkeypatch):
         hla.register_backend(Doubling())
     doubled, _ = backends.attend(call)
     with hla.use_backend("torch"):
-        plain, _ = backends.attend(call)
-    assert torch.equal(doubled, plain * 2)
+        reference, _ = backends.attend(call)
+    assert torch.equal(doubled, reference * 2)
     assert backends.select_backend(call._replace(query=call.query[:, :, :5])).name != "doubling"
 
 
 def test_the_environment_names_a_backend():
     code = "import hf_linear_attn as hla; print(hla.get_backend())"
-    given = {**os.environ, backends.BACKEND_VARIABLE: "torch"}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    arguments = {**os.environ, backends.BACKEND_VARIABLE: "torch"}
+    done = subprocess.run([sys.executable, "-c", code], env=arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "torch"
 
 
@@ -79,11 +79,11 @@ def test_the_environment_names_a_backend():
 def fresh(tmp_path, monkeypatch):
     """Kernels that were never built, with a cache of their own."""
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    for held in (build.library, backend.unavailable_reason):
-        held.cache_clear()
+    for tensor in (build.library, backend.unavailable_reason):
+        tensor.cache_clear()
     yield tmp_path / "cache"
-    for held in (build.library, backend.unavailable_reason):
-        held.cache_clear()
+    for tensor in (build.library, backend.unavailable_reason):
+        tensor.cache_clear()
 
 
 def test_without_a_compiler_torch_serves_after_one_line(call, fresh, monkeypatch, caplog):
@@ -127,8 +127,8 @@ def test_built_once_then_read(call, fresh, monkeypatch):
     assert backends.select_backend(call).name == "native"
     (made,) = fresh.glob("*.so")
     when = made.stat().st_mtime_ns
-    for held in (build.library, backend.unavailable_reason):
-        held.cache_clear()
+    for tensor in (build.library, backend.unavailable_reason):
+        tensor.cache_clear()
     monkeypatch.setattr(build, "_compile", lambda path: pytest.fail("compiled twice"))
     assert backends.select_backend(call).name == "native"
     assert made.stat().st_mtime_ns == when

@@ -51,8 +51,8 @@ def test_gradients_flow_through_it():
     feature_map = build("hedgehog", 2, 1, 16, 16)
     tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 1, 30), 16, 16, torch.bfloat16)]
     out, _ = FlaBackend().run(make_call(feature_map, *tensors, True))
-    found = torch.autograd.grad(out.float().sum(), [*tensors, *feature_map.parameters()])
-    assert all(held.isfinite().all() for held in found)
+    actual = torch.autograd.grad(out.float().sum(), [*tensors, *feature_map.parameters()])
+    assert all(tensor.isfinite().all() for tensor in actual)
 
 
 def test_what_it_refuses(monkeypatch):

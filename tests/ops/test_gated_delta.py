@@ -67,8 +67,8 @@ def check(case):
     probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     floor = torch.full((1,), 1e-5, dtype=torch.float64)  # a gradient may be zero but for rounding
     pairs = (torch.autograd.grad((x * probe).sum(), case.leaves) for x in (out, expected))
-    for got, wanted in zip(*pairs, strict=True):
-        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, wanted)), torch.float64, 100)
+    for got, expected in zip(*pairs, strict=True):
+        assert_close(*(torch.cat([x.flatten(), floor]) for x in (got, expected)), torch.float64, 100)
 
 
 @strengths
@@ -115,9 +115,11 @@ def test_split_and_resume(pieces):
 def test_padding_leaves_the_state_as_it_is():
     mask = torch.zeros(2, 33, dtype=torch.bool)
     mask[:, [0, 3, *range(5, 20), 28]] = True
-    padded, alone = Case(33, mask=mask), Case(18)
-    alone.leaves[:3] = [x.transpose(1, 2)[mask].view(2, 18, -1, x.shape[-1]).transpose(1, 2) for x in padded.leaves[:3]]
-    (out, state), (expected, end) = padded.fast(), alone.fast()
+    padded, single = Case(33, mask=mask), Case(18)
+    single.leaves[:3] = [
+        x.transpose(1, 2)[mask].view(2, 18, -1, x.shape[-1]).transpose(1, 2) for x in padded.leaves[:3]
+    ]
+    (out, state), (expected, end) = padded.fast(), single.fast()
     assert_close(out.transpose(1, 2)[mask], expected.transpose(1, 2).flatten(0, 1), torch.float64)
     for name in end:
         assert_close(state[name], end[name], torch.float64)

@@ -133,8 +133,8 @@ def test_a_masked_token_might_as_well_not_be_there(seed, length, block):
     q, k, v = qkv(length, batch=1, seed=seed)
     e, f = projections(1, block)
     mask = torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < 0.6
-    kept = [x[:, :, mask[0]] for x in (q, k, v)]
-    assert_close(blocks(q, k, v, e, f, mask=mask)[0][:, :, mask[0]], blocks(*kept, e, f)[0])
+    expected_state = [x[:, :, mask[0]] for x in (q, k, v)]
+    assert_close(blocks(q, k, v, e, f, mask=mask)[0][:, :, mask[0]], blocks(*expected_state, e, f)[0])
 
 
 @given(splits=st.lists(st.integers(1, 20), min_size=1, max_size=6), block=st.integers(1, 9), seed=st.integers(0, 9))

@@ -22,6 +22,7 @@ def error_of_the_last_rows(built, length, causal, rows=32):
     return relative_error(out[:, :, -rows:], expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @every_feature_map()
@@ -32,6 +33,7 @@ def test_sums_over_16k_tokens_do_not_drift(name, causal):
     assert long < 4 * max(short, 2e-6)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_mechanism(causal=True)

@@ -30,23 +30,23 @@ def tokens(count):
     return [torch.randn(2, HEADS, count, SIZE, generator=generator) for _ in range(3)]
 
 
-def everything(module, given, single, causal, around):
+def everything(module, arguments, single, causal, around):
     """Output and gradients of a sequence and, of a decoder, three steps after it with their state."""
     results = []
-    leaves = [*(held.clone().requires_grad_() for held in given), *module.parameters()]
+    leaves = [*(tensor.clone().requires_grad_() for tensor in arguments), *module.parameters()]
     with around():
         out, _ = module(AttentionInputs(*leaves[:3], scaling=0.25, causal=causal))
         results += [out, *torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)]
         if causal:
             with torch.no_grad():
-                _, state = module(AttentionInputs(*given, scaling=0.25, causal=True, return_state=True))
+                _, state = module(AttentionInputs(*arguments, scaling=0.25, causal=True, return_state=True))
                 for _ in range(3):
                     state = state if isinstance(state, InPlaceState) else InPlaceState(state)
                     out, state = module(
                         AttentionInputs(*single, scaling=0.25, causal=True, state=state, return_state=True)
                     )
                     results.append(out)
-            results += [held.clone() for held in state.values()]
+            results += [tensor.clone() for tensor in state.values()]
     return results
 
 
@@ -59,10 +59,10 @@ def test_other_defaults_change_nothing(name, causal, default):
     module = entry.factory(
         AttentionShape(HEADS, HEADS, SIZE, SIZE, causal=causal), build_options(entry, options)
     ).eval()
-    given, single = tokens(90), tokens(1)
-    wanted = everything(module, given, single, causal, lambda: default_dtype(torch.float32))
-    found = everything(module, given, single, causal, DEFAULTS[default])
-    for one, other in zip(wanted, found, strict=True):
+    arguments, single = tokens(90), tokens(1)
+    expected = everything(module, arguments, single, causal, lambda: default_dtype(torch.float32))
+    actual = everything(module, arguments, single, causal, DEFAULTS[default])
+    for one, other in zip(expected, actual, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             assert one.dtype == other.dtype

@@ -28,9 +28,9 @@ def tokens(count, rows=ROWS):
     return [torch.randn(rows, HEADS, count, SIZE) for _ in range(3)]
 
 
-def attend(module, given, causal=True, **more):
+def attend(module, arguments, causal=True, **more):
     with torch.no_grad():
-        return module(AttentionInputs(*given, scaling=0.25, causal=causal, **more))
+        return module(AttentionInputs(*arguments, scaling=0.25, causal=causal, **more))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def narrower(x):
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
-def test_inputs_that_disagree(name, causal, place, cut, kernels):
-    module, given = build(name, causal), tokens(90)
-    given[place] = cut(given[place])
-    attempt(kernels, lambda: attend(module, given, causal))
+def test_inputs_that_disagree(name, causal, index, cut, kernels):
+    module, arguments = build(name, causal), tokens(90)
+    arguments[index] = cut(arguments[index])
+    attempt(kernels, lambda: attend(module, arguments, causal))

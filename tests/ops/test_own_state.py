@@ -20,9 +20,9 @@ def tokens(count, seed, dtype=torch.float32):
     return [torch.randn(2, 4, count, 16, generator=generator).to(dtype) for _ in range(3)]
 
 
-def run(module, given, state, backend):
+def run(module, arguments, state, backend):
     with torch.no_grad(), hla.use_backend(backend):
-        return module(AttentionInputs(*given, scaling=0.25, causal=True, state=state, return_state=True))
+        return module(AttentionInputs(*arguments, scaling=0.25, causal=True, state=state, return_state=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,18 +30,18 @@ def run(module, given, state, backend):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, backend, dtype):
     module = workloads.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0, dtype=dtype)
-    _, kept = run(module, tokens(90, 0, dtype), None, backend)
-    own = {part: held.clone() for part, held in kept.items()}
+    _, expected_state = run(module, tokens(90, 0, dtype), None, backend)
+    own = {part: tensor.clone() for part, tensor in expected_state.items()}
     for step, count in enumerate((1, 1, 5, 1, 70, 1)):
-        given = tokens(count, 1 + step, dtype)
-        before = {part: held.clone() for part, held in kept.items()}
-        wanted, after = run(module, given, kept, backend)
-        assert all(torch.equal(held, before[part]) for part, held in kept.items())
-        found, own = run(module, given, InPlaceState(own), backend)
-        assert torch.equal(found, wanted)
+        arguments = tokens(count, 1 + step, dtype)
+        before = {part: tensor.clone() for part, tensor in expected_state.items()}
+        expected, after = run(module, arguments, expected_state, backend)
+        assert all(torch.equal(tensor, before[part]) for part, tensor in expected_state.items())
+        actual, own = run(module, arguments, InPlaceState(own), backend)
+        assert torch.equal(actual, expected)
         assert own.keys() == after.keys()
-        assert all(torch.equal(held, after[part]) for part, held in own.items())
-        kept = after
+        assert all(torch.equal(tensor, after[part]) for part, tensor in own.items())
+        expected_state = after
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

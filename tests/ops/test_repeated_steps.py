@@ -45,15 +45,15 @@ def build(name, dtype=torch.float32, groups=HEADS, **options):
 
 
 @torch.no_grad()
-def step(module, given, state, **more):
+def step(module, arguments, state, **more):
     return module(
-        AttentionInputs(*given, **{"scaling": 0.25, "causal": True, "state": state, "return_state": True, **more})
+        AttentionInputs(*arguments, **{"scaling": 0.25, "causal": True, "state": state, "return_state": True, **more})
     )
 
 
-def plain(state):
+def copied(state):
     """A copy that every step computes from the beginning."""
-    return {name: held.clone() for name, held in state.items()}
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def begun(module, dtype=torch.float32, length=90, groups=HEADS):
@@ -69,13 +69,13 @@ def owned(state):
     return state if isinstance(state, InPlaceState) else InPlaceState(state)
 
 
-def same(module, given, state, **more):
+def same(module, arguments, state, **more):
     """The next step from `state` is what it is from a copy of it: output and state after it."""
-    wanted, kept = step(module, given, plain(state), **more)
-    found, after = step(module, given, state, **more)
-    assert torch.equal(found, wanted)
-    assert after.keys() == kept.keys()
-    assert all(torch.equal(after[name], kept[name]) for name in kept)
+    expected, expected_state = step(module, arguments, copied(state), **more)
+    actual, after = step(module, arguments, state, **more)
+    assert torch.equal(actual, expected)
+    assert after.keys() == expected_state.keys()
+    assert all(torch.equal(after[name], expected_state[name]) for name in expected_state)
     return after
 
 
@@ -84,7 +84,7 @@ def repeats(monkeypatch):
     """How many steps went straight to the kernel."""
     seen = []
     original = PreparedStep.run
-    monkeypatch.setattr(PreparedStep, "run", lambda self, *given: seen.append(1) or original(self, *given))
+    monkeypatch.setattr(PreparedStep, "run", lambda self, *arguments: seen.append(1) or original(self, *arguments))
     return seen
 
 
@@ -217,7 +217,7 @@ def other_options(module):
 
 def other_formula(module):
     original = module.feature_map.fused
-    module.feature_map.fused = lambda scaling, *places: original(2 * scaling, *places)
+    module.feature_map.fused = lambda scaling, *positions: original(2 * scaling, *positions)
 
 
 def other_formula_instead_of_a_part(module):
@@ -246,14 +246,14 @@ def test_a_scale_that_is_a_tensor(repeats):
 
 
 def exchanged(state):
-    for name, held in state.items():
-        state[name] = held.clone()
+    for name, tensor in state.items():
+        state[name] = tensor.clone()
     state["kv"].mul_(0.5)
 
 
 def moved(state):
-    for held in state.values():
-        held.share_memory_()
+    for tensor in state.values():
+        tensor.share_memory_()
 
 
 @pytest.mark.parametrize("change", [exchanged, moved])
@@ -273,14 +273,14 @@ def test_a_state_in_other_memory_is_read_there(name, steps, change, repeats):
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("name", ["elu", "window"])
-def test_negative_views(name, place, repeats):
+def test_negative_views(name, index, repeats):
     module = build(name)
     state = begun(module)
-    given = tokens(1, 2)
-    wanted, _ = step(module, given, plain(state))
-    given[place] = torch._neg_view(-given[place])
-    found, _ = step(module, given, state)
-    assert torch.equal(found, wanted)
+    arguments = tokens(1, 2)
+    expected, _ = step(module, arguments, copied(state))
+    arguments[index] = torch._neg_view(-arguments[index])
+    actual, _ = step(module, arguments, state)
+    assert torch.equal(actual, expected)
     assert not repeats
 
 
@@ -292,13 +292,13 @@ def test_forward_mode_derivatives(name, repeats):
     tangent = torch.ones_like(query)
 
     def along(distance):
-        return step(module, [query + distance * tangent, key, value], plain(state))[0]
+        return step(module, [query + distance * tangent, key, value], copied(state))[0]
 
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(query, tangent)
         out, _ = module(AttentionInputs(dual, key, value, scaling=0.25, causal=True, state=state, return_state=True))
-        found = forward_ad.unpack_dual(out).tangent
-    assert_close(found, (along(0.01) - along(-0.01)) / 0.02, factor=100)
+        actual = forward_ad.unpack_dual(out).tangent
+    assert_close(actual, (along(0.01) - along(-0.01)) / 0.02, factor=100)
     assert not repeats
 
 
@@ -310,7 +310,7 @@ def test_a_new_draw_of_random_features_is_seen(repeats):
     assert not repeats
 
 
-def turned(tensor):
+def rotated(tensor):
     """The same numbers in another order in memory."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
@@ -320,14 +320,14 @@ def spread(tensor):
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
-@pytest.mark.parametrize("form", [turned, spread])
+@pytest.mark.parametrize("form", [rotated, spread])
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "window"])
 def test_other_places_in_memory_are_computed_anew(name, form, repeats):
     module = build(name)
     state = begun(module)
-    given = tokens(1, 2)
-    for place in range(3):
-        state = same(module, [form(x) if place == number else x for number, x in enumerate(given)], state)
+    arguments = tokens(1, 2)
+    for index in range(3):
+        state = same(module, [form(x) if index == number else x for number, x in enumerate(arguments)], state)
     assert not repeats
 
 
@@ -347,9 +347,9 @@ def test_another_backend_is_asked(name, repeats):
     module = build(name)
     state = begun(module)
     with hla.use_backend("torch"):
-        wanted, _ = step(module, tokens(1, 2), plain(state))
-        found, state = step(module, tokens(1, 2), state)
-    assert torch.equal(found, wanted)
+        expected, _ = step(module, tokens(1, 2), copied(state))
+        actual, state = step(module, tokens(1, 2), state)
+    assert torch.equal(actual, expected)
     assert not repeats
     assert not isinstance(state, InPlaceState)
 
@@ -361,17 +361,17 @@ def test_a_step_with_gradients_is_another(name, repeats):
     query, key, value = tokens(1, 2)
     query.requires_grad_()
     out, _ = module(
-        AttentionInputs(query, key, value, scaling=0.25, causal=True, state=plain(state), return_state=True)
+        AttentionInputs(query, key, value, scaling=0.25, causal=True, state=copied(state), return_state=True)
     )
     again, _ = module(
         AttentionInputs(
-            query, key, value, scaling=0.25, causal=True, state=InPlaceState(plain(state)), return_state=True
+            query, key, value, scaling=0.25, causal=True, state=InPlaceState(copied(state)), return_state=True
         )
     )
-    found, _ = module(AttentionInputs(query, key, value, scaling=0.25, causal=True, state=state, return_state=True))
-    assert torch.equal(found, out)
+    actual, _ = module(AttentionInputs(query, key, value, scaling=0.25, causal=True, state=state, return_state=True))
+    assert torch.equal(actual, out)
     assert torch.equal(again, out)
-    assert found.requires_grad
+    assert actual.requires_grad
     assert not repeats
 
 
@@ -393,7 +393,7 @@ def test_states_made_anew_after_every_step_are_not_made_ready(name):
     module = build(name)
     _, state = step(module, tokens(90, 0), None)
     for number in range(3):
-        state = same(module, tokens(1, 2 + number), InPlaceState(plain(state)))
+        state = same(module, tokens(1, 2 + number), InPlaceState(copied(state)))
         assert state.prepared_step is None
 
 
@@ -410,7 +410,7 @@ def test_copies_are_states_of_their_own(name, copied, repeats):
     state = begun(module)
     other = copied(state)
     assert not isinstance(other, InPlaceState)
-    before = plain(other)
+    before = copied(other)
     state = same(module, tokens(1, 2), state)
     assert all(torch.equal(other[part], before[part]) for part in before)
     same(module, tokens(1, 3), InPlaceState(other))

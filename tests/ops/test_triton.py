@@ -27,9 +27,9 @@ PARTS = ("output", "gradient", "state or nan", "not (output or gradient or state
 
 
 def run(*command: str, **environment: str) -> str:
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    given.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run([sys.executable, "-m", *command], env=given, cwd=ROOT, capture_output=True, text=True)
+    arguments = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    arguments.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run([sys.executable, "-m", *command], env=arguments, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -37,15 +37,15 @@ def run(*command: str, **environment: str) -> str:
 @needs_triton
 @pytest.mark.parametrize("part", PARTS)
 def test_the_kernels_in_the_interpreter(part):
-    said = run("pytest", "tests/ops/triton_kernels.py", "-p", "no:xdist", "-k", part, TRITON_INTERPRET="1")
-    assert " passed" in said or "100%" in said
+    output = run("pytest", "tests/ops/triton_kernels.py", "-p", "no:xdist", "-k", part, TRITON_INTERPRET="1")
+    assert " passed" in output or "100%" in output
 
 
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_the_kernels_through_the_compiler(architecture):
-    said = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "cosformer", "favor+")
+    output = run("tests.ops.triton_compiles", architecture, "16", "elu", "hedgehog", "cosformer", "favor+")
     kernels = (
         "sum_tokens",
         "scan",
@@ -54,7 +54,7 @@ def test_the_kernels_through_the_compiler(architecture):
         "backward_bidirectional",
         "backward_causal_keys",
     )
-    assert all(name in said for name in kernels)
+    assert all(name in output for name in kernels)
 
 
 def test_tensors_on_the_cpu_are_refused():

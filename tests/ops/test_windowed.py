@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hf_linear_attn.ops import banded, windowed
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+from tests.ops.cases import slow, slow_rows
 from tests.ops.test_kernelized import SCALING, full_features
 from tests.reference import naive
 
@@ -53,7 +54,7 @@ def defined(built, *inputs, **options):
 
 
 @BOTH
-@pytest.mark.parametrize(("length", "window"), [(1, 4), (2, 1), (64, 63), (65, 64), (129, 5), (300, 70)])
+@pytest.mark.parametrize(("length", "window"), [(65, 64), (129, 5), *slow_rows((1, 4), (2, 1), (64, 63), (300, 70))])
 @every_feature_map(signed=False)
 def test_output_equals_the_definition(name, length, window, causal):
     built, inputs = feature_map(name), qkv(length, value_dim=9)
@@ -79,7 +80,7 @@ def test_padding(name, side, causal):
 
 
 @BOTH
-@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(1, 1, 3, 1), (6, 2, 5, 11)])
+@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(6, 2, 5, 11), *slow_rows((1, 1, 3, 1))])
 @every_feature_map(signed=False)
 def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value_dim, causal):
     built = feature_map(name, heads, groups, dim)
@@ -113,7 +114,7 @@ def test_gradcheck(name, causal):
 
 
 @BOTH
-@pytest.mark.parametrize("length", [1, 30, 90])
+@pytest.mark.parametrize("length", [30, *slow(1, 90)])
 @every_feature_map(signed=False)
 def test_with_everything_inside_the_window_it_is_exact_attention(name, length, causal):
     q, k, v = qkv(length)

@@ -63,9 +63,9 @@ class Case:
         assert_close(out, expected, torch.float64)
         probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         fast, slow = (torch.autograd.grad((t * probe).sum(), self.leaves + self.learned) for t in (out, expected))
-        for got, wanted in zip(fast, slow, strict=True):
+        for got, expected in zip(fast, slow, strict=True):
             floor = 1e-6 * torch.ones(1, dtype=torch.float64)  # a gradient may be zero but for rounding
-            assert_close(torch.cat([got.flatten(), floor]), torch.cat([wanted.flatten(), floor]), torch.float64, 10)
+            assert_close(torch.cat([got.flatten(), floor]), torch.cat([expected.flatten(), floor]), torch.float64, 10)
 
 
 def unscaled(features: Features):
@@ -212,7 +212,7 @@ def test_split_and_resume(name, pieces):
 def test_padding_anywhere_leaves_outputs_and_states_as_they_are(name):
     case = Case(name, 20, True)
     tensors = [t.detach()[:1] for t in case.leaves[:3]]
-    alone, state = attend(True, *tensors, case.features(), **case.settings())
+    single, state = attend(True, *tensors, case.features(), **case.settings())
     real = torch.zeros(1, 33, dtype=torch.bool)
     real[:, [0, 1, 2, 5, 7, *range(9, 20), 25, 26, 28, 30]] = True
     spread = []
@@ -226,7 +226,7 @@ def test_padding_anywhere_leaves_outputs_and_states_as_they_are(name):
         mask = real[:, start:stop]
         out, after = attend(True, *part, case.features(), mask=mask, state=after, **case.settings())
         outs.append(out)
-    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], alone.transpose(1, 2)[0], torch.float64)
+    assert_close(torch.cat(outs, dim=2).transpose(1, 2)[real], single.transpose(1, 2)[0], torch.float64)
     for key in state:
         shown = state["ring_mask"][:, None, :, None] if key in ("ring_key", "ring_value") else torch.tensor(True)
         assert_close(*(t[key].masked_fill(~shown, 0).double() for t in (after, state)), torch.float64)

@@ -47,14 +47,14 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
     call = make_call(feature_map, *tensors, causal, masks(shape, kind))
     assert BACKEND.unsupported_reason(call) is None
     weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((BACKEND.run(call)[0] * weight).sum(), [*tensors, *feature_map.parameters()])
+    actual = torch.autograd.grad((BACKEND.run(call)[0] * weight).sum(), [*tensors, *feature_map.parameters()])
     exact = feature_map.double()
     doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    wanted = torch.autograd.grad(
+    expected = torch.autograd.grad(
         (definition(make_call(exact, *doubles, causal, call.mask)) * weight.double()).sum(),
         [*doubles, *exact.parameters()],
     )
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert_near(ours, theirs, 2e-4)
 
 
@@ -87,10 +87,10 @@ def test_states_pass_between_backends(name):
     with torch.no_grad():
         first = make_call(feature_map, query[:, :, :60], key[:, :, :60], value[:, :, :60], True, keep=True)
         whole, _ = torch_backend.run(make_call(feature_map, query, key, value, True))
-        for begin, go_on in ((torch_backend, BACKEND), (BACKEND, torch_backend)):
+        for begin, resume in ((torch_backend, BACKEND), (BACKEND, torch_backend)):
             state = begin.run(first)[1]
             rest = make_call(feature_map, query[:, :, 60:], key[:, :, 60:], value[:, :, 60:], True, state=state)
-            assert_near(go_on.run(rest)[0], whole[:, :, 60:], 1e-4)
+            assert_near(resume.run(rest)[0], whole[:, :, 60:], 1e-4)
 
 
 @BOTH
@@ -111,11 +111,11 @@ def test_half_precision_gradients(name, causal):
     feature_map = build(name, 2, 1, 16, 16).to(torch.bfloat16)
     tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 1, 90), 16, 16, torch.bfloat16)]
     leaves = [*tensors, *feature_map.parameters()]
-    found = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, causal))[0].float().sum(), leaves)
+    actual = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, causal))[0].float().sum(), leaves)
     doubles = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    wanted = torch.autograd.grad(definition(make_call(feature_map.double(), *doubles, causal)).sum(), doubles)
-    assert {held.dtype for held in found} == {torch.bfloat16}
-    assert_near(found[2], wanted[2], 2e-2)  # those of queries and keys are differences that nearly cancel
+    expected = torch.autograd.grad(definition(make_call(feature_map.double(), *doubles, causal)).sum(), doubles)
+    assert {tensor.dtype for tensor in actual} == {torch.bfloat16}
+    assert_near(actual[2], expected[2], 2e-2)  # those of queries and keys are differences that nearly cancel
 
 
 @BOTH
@@ -160,22 +160,24 @@ def test_strides_and_broadcasts(causal):
         lambda t: torch.cat([t, t], dim=2)[:, :, :33],
     )
     with torch.no_grad():
-        wanted, _ = BACKEND.run(make_call(feature_map, query, key, value, causal))
+        expected, _ = BACKEND.run(make_call(feature_map, query, key, value, causal))
         for change in changes:
-            found, _ = BACKEND.run(make_call(feature_map, change(query), change(key), change(value), causal))
-            assert torch.equal(found, wanted)
+            actual, _ = BACKEND.run(make_call(feature_map, change(query), change(key), change(value), causal))
+            assert torch.equal(actual, expected)
         one = [tensor[:1].expand(2, -1, -1, -1) for tensor in (query, key, value)]
-        found, _ = BACKEND.run(make_call(feature_map, *one, causal))
-    assert_near(found[0], wanted[0])
-    assert torch.equal(found[1], found[0])
+        actual, _ = BACKEND.run(make_call(feature_map, *one, causal))
+    assert_near(actual[0], expected[0])
+    assert torch.equal(actual[1], actual[0])
 
 
 def test_gradients_that_are_not_contiguous():
     feature_map = build("elu", 2, 2, 9, 6)
     tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 20))]
-    found = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, True))[0].sum(), tensors)
-    wanted = torch.autograd.grad(backends.TorchBackend().run(make_call(feature_map, *tensors, True))[0].sum(), tensors)
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = torch.autograd.grad(BACKEND.run(make_call(feature_map, *tensors, True))[0].sum(), tensors)
+    expected = torch.autograd.grad(
+        backends.TorchBackend().run(make_call(feature_map, *tensors, True))[0].sum(), tensors
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
         assert_near(ours, theirs, 1e-4)
 
 
@@ -185,11 +187,11 @@ def test_nothing_to_attend_to(causal):
     empty = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 0))]
     out, _ = BACKEND.run(make_call(feature_map, *empty, causal))
     assert out.shape == (1, 2, 0, 6)
-    assert [held.shape for held in torch.autograd.grad(out.sum(), empty)] == [held.shape for held in empty]
+    assert [tensor.shape for tensor in torch.autograd.grad(out.sum(), empty)] == [tensor.shape for tensor in empty]
     tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, 2, 40))]
     out, _ = BACKEND.run(make_call(feature_map, *tensors, causal, torch.zeros(1, 40, dtype=torch.bool)))
     assert torch.equal(out, torch.zeros_like(out))
-    assert all(not held.any() for held in torch.autograd.grad(out.sum(), tensors))
+    assert all(not tensor.any() for tensor in torch.autograd.grad(out.sum(), tensors))
 
 
 def test_value_and_features_wider_than_a_block():
@@ -198,32 +200,32 @@ def test_value_and_features_wider_than_a_block():
         feature_map = build(name, 2, groups, 70, 40)
         tensors = [tensor.requires_grad_() for tensor in inputs((1, 2, groups, 20), 70, 40)]
         call = make_call(feature_map, *tensors, causal)
-        found, wanted = ([backend.run(call)[0]] for backend in (BACKEND, backends.TorchBackend()))
-        for results in (found, wanted):
+        actual, expected = ([backend.run(call)[0]] for backend in (BACKEND, backends.TorchBackend()))
+        for results in (actual, expected):
             results += torch.autograd.grad(results[0].square().sum(), tensors)
-        for ours, theirs in zip(found, wanted, strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
             assert_near(ours, theirs, 1e-3)
 
 
 def test_every_registered_map_that_has_a_formula():
     """With its defaults: a new map is tested by being registered."""
-    found = 0
+    actual = 0
     for entry in (entry for _, entry in FEATURE_MAPS):
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
         feature_map = entry.cls(shape, entry.cls.resolve_options(shape, entry.options()))
-        places = torch.arange(40).unsqueeze(0)
-        fused = feature_map.fused(0.35, places, places)
+        positions = torch.arange(40).unsqueeze(0)
+        fused = feature_map.fused(0.35, positions, positions)
         if fused is None:
             continue
-        found += 1
+        actual += 1
         call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)
         formulas = tuple(check.feature_function(side) for side in fused)
         with torch.no_grad():
-            wanted = backends.TorchBackend().run(call)[0]
-            assert_near(BACKEND.run(call)[0], wanted, 1e-4)
-            said = call._replace(query_features=formulas[0], key_features=formulas[1])
-            assert_near(backends.TorchBackend().run(said)[0], wanted, 1e-5)
-    assert found >= 6
+            expected = backends.TorchBackend().run(call)[0]
+            assert_near(BACKEND.run(call)[0], expected, 1e-4)
+            output = call._replace(query_features=formulas[0], key_features=formulas[1])
+            assert_near(backends.TorchBackend().run(output)[0], expected, 1e-5)
+    assert actual >= 6
 
 
 @pytest.mark.parametrize("learning", [False, True], ids=["forward", "gradients"])

@@ -107,8 +107,8 @@ def linformer_causal_attention(
             values.append(project_value @ value[:, :, part])
         keys.append(key[:, :, done * block : i + 1])
         values.append(value[:, :, done * block : i + 1])
-        seen, held = repeat_heads(torch.cat(keys, dim=2), heads), repeat_heads(torch.cat(values, dim=2), heads)
-        outputs.append(torch.softmax(query[:, :, i : i + 1] @ seen.transpose(-1, -2) * scaling, dim=-1) @ held)
+        seen, tensor = repeat_heads(torch.cat(keys, dim=2), heads), repeat_heads(torch.cat(values, dim=2), heads)
+        outputs.append(torch.softmax(query[:, :, i : i + 1] @ seen.transpose(-1, -2) * scaling, dim=-1) @ tensor)
     return torch.cat(outputs, dim=2)
 
 
@@ -154,11 +154,11 @@ def rfa_weights(query: Tensor, key: Tensor, rows: Tensor, sigma: Tensor) -> Tens
 def gated_weights(weights: Tensor, gate: Tensor) -> Tensor:
     """`w_ij (1 - g_j) Π_{j < t <= i} g_t` for j <= i, else 0; gate `[B, G, L]`."""
     gate = repeat_heads(gate.unsqueeze(-1), weights.shape[1]).squeeze(-1)
-    held = torch.zeros_like(weights)
+    tensor = torch.zeros_like(weights)
     for i in range(weights.shape[2]):
         for j in range(i + 1):
-            held[:, :, i, j] = weights[:, :, i, j] * (1 - gate[:, :, j]) * gate[:, :, j + 1 : i + 1].prod(dim=-1)
-    return held
+            tensor[:, :, i, j] = weights[:, :, i, j] * (1 - gate[:, :, j]) * gate[:, :, j + 1 : i + 1].prod(dim=-1)
+    return tensor
 
 
 def gated_attention(
@@ -176,11 +176,11 @@ def gated_attention(
     largest = query.new_zeros(*query.shape[:2], 1)
     for t in range(query.shape[2]):
         now = torch.ones(len(query), dtype=torch.bool) if mask is None else mask[:, t]
-        kept = torch.where(now[:, None, None], decay[:, :, t], 1.0)
+        decayed = torch.where(now[:, None, None], decay[:, :, t], 1.0)
         added = torch.where(now[:, None, None], write[:, :, t] * key[:, :, t], 0.0)
-        state = kept.unsqueeze(-1) * state + added.unsqueeze(-1) * value[:, :, t].nan_to_num().unsqueeze(-2)
-        total = kept * total + added
-        largest = torch.maximum(largest * kept[..., :1], torch.where(now[:, None, None], write[:, :, t], 0.0))
+        state = decayed.unsqueeze(-1) * state + added.unsqueeze(-1) * value[:, :, t].nan_to_num().unsqueeze(-2)
+        total = decayed * total + added
+        largest = torch.maximum(largest * decayed[..., :1], torch.where(now[:, None, None], write[:, :, t], 0.0))
         normaliser = (query[:, :, t] * total).sum(-1, keepdim=True)
         seen = largest > 0
         scale = torch.where(seen, largest, 1.0)
@@ -208,16 +208,16 @@ def gated_delta_attention(
     for t in range(query.shape[2]):
         k, beta = key[:, :, t].unsqueeze(-1), rate[:, :, t].unsqueeze(-1)
         now = torch.ones(len(query), dtype=torch.bool) if mask is None else mask[:, t]
-        kept = decay[:, :, t].unsqueeze(-1) * state
-        new = kept - beta * k @ (k.transpose(-1, -2) @ kept) + beta * k @ value[:, :, t].unsqueeze(-2)
+        decayed = decay[:, :, t].unsqueeze(-1) * state
+        new = decayed - beta * k @ (k.transpose(-1, -2) @ decayed) + beta * k @ value[:, :, t].unsqueeze(-2)
         state = torch.where(now[:, None, None, None], new, state)
         filled = decay[:, :, t] * (1 - rate[:, :, t]) * level + rate[:, :, t]
         level = torch.where(now[:, None, None], filled, level)
-        sums = (query[:, :, t].unsqueeze(-2) @ state).squeeze(-2)
-        total, floor = sums[..., -1:], guard * level
+        totals = (query[:, :, t].unsqueeze(-2) @ state).squeeze(-2)
+        total, floor = totals[..., -1:], guard * level
         near = (total.abs() < floor) | (level == 0)
         inverse = torch.where(near, total / torch.where(level > 0, floor, 1.0) ** 2, 1 / torch.where(near, 1.0, total))
-        outputs.append(torch.where(level > 0, sums[..., :-1] * inverse, 0.0))
+        outputs.append(torch.where(level > 0, totals[..., :-1] * inverse, 0.0))
     return torch.stack(outputs, dim=2)
 
 
@@ -225,8 +225,8 @@ def luna_attention(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sc
     """`softmax(τ Q K̃ᵀ) Ṽ` with `K̃ = softmax(τ P Kᵀ) K`, `Ṽ = softmax(τ P Kᵀ) V`; packed `[G, l, d]`, no padding."""
     heads = query.shape[1]
     packing = torch.softmax(scaling * torch.einsum("gld,bgsd->bgls", packed, key), dim=-1)
-    slots, held = repeat_heads(packing @ key, heads), repeat_heads(packing @ value, heads)
-    return torch.softmax(scaling * query @ slots.transpose(-1, -2), dim=-1) @ held
+    slots, tensor = repeat_heads(packing @ key, heads), repeat_heads(packing @ value, heads)
+    return torch.softmax(scaling * query @ slots.transpose(-1, -2), dim=-1) @ tensor
 
 
 def luna_causal_attention(

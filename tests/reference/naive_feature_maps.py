@@ -15,6 +15,46 @@ from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from .naive import repeat_heads
 
 
+def elu_weights(query: Tensor, key: Tensor, alpha: float) -> Tensor:
+    """`Σ_c (elu(q_c) + 1)(elu(k_c) + 1)` with `elu(x) = x` for x > 0 and `α (eˣ - 1)` otherwise."""
+
+    def features(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x + 1, alpha * (torch.exp(x.clamp(max=0.0)) - 1) + 1)
+
+    return features(query) @ features(repeat_heads(key, query.shape[1])).transpose(-1, -2)
+
+
+def hedgehog_weights(
+    query: Tensor,
+    key: Tensor,
+    query_layer: tuple[Tensor, Tensor],
+    key_layer: tuple[Tensor, Tensor],
+    scaling: float,
+    activation: str,
+) -> Tensor:
+    """`Σ_r e^{y_r + z_r}/(Y Z) + e^{-y_r - z_r}/(Y' Z')` with `y = s (Wᵀq + b)`, `z = s (Uᵀk + c)`, `s = √(τd)`.
+
+    Y, Z, Y' and Z' are the sums of `e^{y_r}`, `e^{z_r}`, `e^{-y_r}` and `e^{-z_r}` ("softmax"), or 1 ("exp"); with
+    "joint" y and z are doubled, and the sums run over both signs.
+    """
+
+    def exponentials(x: Tensor, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        weight, bias = layer
+        y = (scaling * x.shape[-1]) ** 0.5 * (torch.einsum("bhld,hdf->bhlf", x, weight) + bias[:, None])
+        y = 2 * y if activation == "joint" else y
+        up, down = torch.exp(y), torch.exp(-y)
+        if activation == "exp":
+            return up, down
+        totals = up.sum(dim=-1, keepdim=True), down.sum(dim=-1, keepdim=True)
+        if activation == "joint":
+            totals = (totals[0] + totals[1],) * 2
+        return up / totals[0], down / totals[1]
+
+    queries = exponentials(query, query_layer)
+    keys = (repeat_heads(part, query.shape[1]) for part in exponentials(key, key_layer))
+    return sum(q @ k.transpose(-1, -2) for q, k in zip(queries, keys, strict=True))
+
+
 def t2r_weights(
     query: Tensor,
     key: Tensor,

@@ -51,14 +51,14 @@ class _Attention(torch.autograd.Function):
         call = rest[4]._replace(query=query, key=key, value=value)
         with layout.on_device(query.device):
             result = (causal if call.causal else bidirectional)(call, _map_arguments(call), True)
-        ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.sums, call.mask)
+        ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.states, call.mask)
         ctx.call = call._replace(query=None, key=None, value=None, mask=None)  # not referenced twice
         return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, *parameters, out, normaliser, sums, mask = ctx.saved_tensors
+        query, key, value, *parameters, out, normaliser, states, mask = ctx.saved_tensors
         call = ctx.call._replace(query=query, key=key, value=value, mask=mask)
         if normaliser is None:  # there are no keys
             tensors = (query, key, value, *parameters)
@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
         with layout.on_device(query.device):
             factors = _normalised(gradient, out, normaliser)
             pre_gradients, to_value = (_backward_causal if call.causal else _backward_bidirectional)(
-                call, gradient, factors, sums
+                call, gradient, factors, states
             )
         needed = ctx.needs_input_grad[3:7]
         to_query, *query_learned = _through_projection(query, call.fused[0], pre_gradients[0], needed[:2])
@@ -123,7 +123,7 @@ Gradients = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 def _backward_bidirectional(
-    call: KernelizedCall, gradient: Tensor, factors: tuple[Tensor, Tensor], sums: Tensor
+    call: KernelizedCall, gradient: Tensor, factors: tuple[Tensor, Tensor], states: Tensor
 ) -> Gradients:
     assert call.fused is not None
     query, key, value = call.query, call.key, call.value
@@ -137,7 +137,7 @@ def _backward_bidirectional(
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     launch(
         kernels.backward_bidirectional, (batch * heads, split.spans), rows(query), rows(gradient), None, 0, *factors,
-        sums, rows(before[0]), None, maps[0], heads, groups, length, split.span, sums.shape[1], split.columns,
+        states, rows(before[0]), None, maps[0], heads, groups, length, split.span, states.shape[1], split.columns,
         split.tokens, warps=8,
     )  # fmt: skip
     launch(
@@ -157,16 +157,16 @@ def _backward_causal(call: KernelizedCall, gradient: Tensor, factors: tuple[Tens
     split = _blocks(query, call, chunked=True)
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     to_value = token_major(batch, groups, length, value.shape[3], value.dtype, value.device)
-    sums, _none = sum_tokens(key, value, call.mask, maps[1], split)
-    scan(sums, value.shape[3])
+    states, _none = sum_tokens(key, value, call.mask, maps[1], split)
+    scan(states, value.shape[3])
     inputs = rows(query), rows(key), rows(value), rows(gradient), *masks, *factors
     shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
     launch(
-        kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, sums, rows(before[0]), *shape, warps=8
+        kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, states, rows(before[0]), *shape, warps=8
     )
-    del sums
-    sums, _none = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
-    scan(sums, value.shape[3], repeats=heads // groups, reverse=True)
+    del states
+    states, _none = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+    scan(states, value.shape[3], repeats=heads // groups, reverse=True)
     outputs = rows(before[1]), rows(to_value)
-    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, sums, *outputs, *shape, warps=8)
+    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, states, *outputs, *shape, warps=8)
     return before, to_value

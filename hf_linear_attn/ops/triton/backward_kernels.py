@@ -44,11 +44,11 @@ def normalised(
 
 @triton.jit
 def backward_bidirectional(
-    x, u, mask, mask_batch, inverse, slope, sums, before, to_value, fmap, heads, groups, length, span, spans,
+    x, u, mask, mask_batch, inverse, slope, states, before, to_value, fmap, heads, groups, length, span, spans,
     value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Bidirectional, for queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' sums) or
-    keys (`u` the value; the queries' sums), which also store the gradient of the value."""
+    """Bidirectional, for queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' states) or
+    keys (`u` the value; the queries' states), which also store the gradient of the value."""
     pair, split = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     index = (batch * groups + head // (heads // groups)) * spans
@@ -64,12 +64,12 @@ def backward_bidirectional(
             offsets = pair.to(tl.int64) * length + tokens
             factor = tl.load(inverse + offsets, mask=real, other=0.0)
             sum_factor = tl.load(slope + offsets, mask=real, other=0.0)
-        k_sum = load_k_sum(sums, index, fmap, u.width)
+        k_sum = load_k_sum(states, index, fmap, u.width)
         gradient = sum_factor[:, None] * k_sum[None, :]
         for left in range(0, u.width, value_block):
             columns = left + tl.arange(0, value_block)
             upstream = load_rows(u, batch, head, tokens, real, columns) * factor[:, None]
-            kv = load_kv(sums, index, fmap, u.width, columns)
+            kv = load_kv(states, index, fmap, u.width, columns)
             gradient += tl.dot(upstream, tl.trans(kv), input_precision=fmap.precision)
             if to_value is not None:
                 value_gradient = tl.dot(values, kv, input_precision=fmap.precision)
@@ -80,7 +80,7 @@ def backward_bidirectional(
 
 @triton.jit
 def backward_causal_queries(
-    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, query_map, key_map, heads, groups,
+    query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, query_map, key_map, heads, groups,
     length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the queries of one chunk; `sums` over the keys before the chunk."""
@@ -98,14 +98,14 @@ def backward_causal_queries(
     offsets = pair.to(tl.int64) * length + tokens
     factor = tl.load(inverse + offsets, mask=exists, other=0.0)
     sum_factor = tl.load(slope + offsets, mask=exists, other=0.0)
-    k_sum = load_k_sum(sums, index, key_map, value.width)
+    k_sum = load_k_sum(states, index, key_map, value.width)
     to_features = sum_factor[:, None] * k_sum[None, :]
     weights = tl.zeros((block, block), tl.float32) + sum_factor[:, None]
     for left in range(0, value.width, value_block):
         columns = left + tl.arange(0, value_block)
         upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
         value_rows = load_rows(value, batch, group, tokens, real, columns)
-        kv = load_kv(sums, index, key_map, value.width, columns)
+        kv = load_kv(states, index, key_map, value.width, columns)
         weights += tl.dot(upstream, tl.trans(value_rows), input_precision=key_map.precision)
         to_features += tl.dot(upstream, tl.trans(kv), input_precision=key_map.precision)
     weights = tl.where(order[:, None] >= order[None, :], weights, 0.0)
@@ -116,7 +116,7 @@ def backward_causal_queries(
 
 @triton.jit
 def backward_causal_keys(
-    query, key, value, gradient, mask, mask_batch, inverse, slope, sums, before, to_value, query_map, key_map,
+    query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, to_value, query_map, key_map,
     heads, groups, length, spans, value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Causal, the keys of one chunk; `sums` over the queries after the chunk, all heads of the group added up."""
@@ -131,12 +131,12 @@ def backward_causal_keys(
     y, halves = products(key, batch, group, tokens, real, key_map)
     keys, _ = activate(y, halves, batch, tokens, real, key_map)
     later = order[:, None] <= order[None, :]
-    k_sum = load_k_sum(sums, index, key_map, value.width)
+    k_sum = load_k_sum(states, index, key_map, value.width)
     to_features = tl.where(real, 1.0, 0.0)[:, None] * k_sum[None, :]
     for left in range(0, value.width, value_block):
         columns = left + tl.arange(0, value_block)
         value_rows = load_rows(value, batch, group, tokens, real, columns)
-        kv = load_kv(sums, index, key_map, value.width, columns)
+        kv = load_kv(states, index, key_map, value.width, columns)
         to_features += tl.dot(value_rows, tl.trans(kv), input_precision=key_map.precision)
         value_gradient = tl.dot(keys, kv, input_precision=key_map.precision)
         for repeat in range(repeats):

@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     out: Tensor
     state: State | None
     normaliser: Tensor | None
-    sums: Tensor | None
+    states: Tensor | None
 
 
 def sum_tokens(
@@ -42,18 +42,18 @@ def sum_tokens(
     """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales."""
     batch, heads, length, _ = x.shape
     flat = int(fmap.parts.value * fmap.width.value) * (u.shape[3] + 1)
-    sums = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
+    states = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
     tops = torch.empty(batch * heads, split.spans, device=x.device, dtype=torch.float32) if scaled else None
     grid = (batch * heads, split.spans if spans is None else spans, split.tiles)
     launch(
-        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), sums, tops, fmap,
+        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), states, tops, fmap,
         heads, length, split.span, split.spans, split.columns, split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
-    return sums, tops
+    return states, tops
 
 
 def scan(
-    sums: Tensor,
+    states: Tensor,
     value_size: int,
     *,
     tops: Tensor | None = None,
@@ -62,13 +62,13 @@ def scan(
     total: bool = False,
     reverse: bool = False,
 ) -> Tensor | None:
-    """Replace sums per span by sums before each span, in place, and return the log scales before each span."""
-    pairs, spans, flat = sums.shape
+    """Replace states per span by sums before each span, in place, and return the log scales before each span."""
+    pairs, spans, flat = states.shape
     before = None if tops is None else torch.empty_like(tops)
     carried = state or {}
     sum_size = flat // (value_size + 1)
     launch(
-        kernels.scan, (pairs // repeats, triton.cdiv(flat, SCAN_BLOCK)), sums, tops, before, carried.get("kv"),
+        kernels.scan, (pairs // repeats, triton.cdiv(flat, SCAN_BLOCK)), states, tops, before, carried.get("kv"),
         carried.get("k_sum"), carried.get("log_scale"), spans, repeats, flat - sum_size, sum_size, total, reverse,
         SCAN_BLOCK, warps=4,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def scan(
 
 
 def bidirectional(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: bool) -> Forward:
-    """Two passes: the sums over the keys, then the queries. With `save`, normalisers and sums are returned."""
+    """Two passes: the sums over the keys, then the queries. With `save`, normalisers and states are returned."""
     query, key, value = call.query, call.key, call.value
     batch, heads, length, _ = query.shape
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
@@ -87,17 +87,17 @@ def bidirectional(call: KernelizedCall, maps: tuple[MapArguments, MapArguments],
     features = max(layout.padded_features(fused, query.shape[3]) for fused in call.fused)
     split = layout.blocks(key, features, value_size)
     scaled = call.fused[1].scaled
-    sums, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
+    states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
     if split.spans > 1:
-        scan(sums, value_size, tops=tops, total=True)
+        scan(states, value_size, tops=tops, total=True)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
     reads = layout.blocks(query, features, value_size)
     launch(
-        kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), sums,
+        kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), states,
         normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
         reads.tokens, warps=reads.warps,
     )  # fmt: skip
-    return Forward(out, None, normaliser, sums if save else None)
+    return Forward(out, None, normaliser, states if save else None)
 
 
 def causal(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: bool) -> Forward:
@@ -113,10 +113,10 @@ def causal(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: 
     split = layout.blocks(query, features, value_size)
     scaled = call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
-    sums = tops = None
+    states = tops = None
     if split.spans > 1:
-        sums, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=split.spans - 1, scaled=scaled)
-        tops = scan(sums, value_size, tops=tops, state=before)
+        states, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=split.spans - 1, scaled=scaled)
+        tops = scan(states, value_size, tops=tops, state=before)
     after: State = {
         "kv": torch.empty(batch, groups, call.num_features, value_size, device=out.device),
         "k_sum": torch.empty(batch, groups, call.num_features, device=out.device),
@@ -126,7 +126,7 @@ def causal(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: 
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
     launch(
         kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
-        rows(out), *mask_bytes(call.mask), sums, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
+        rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
         after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
         split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
     )  # fmt: skip

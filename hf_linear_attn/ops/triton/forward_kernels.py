@@ -1,6 +1,6 @@
 """Kernels of the forward pass.
 
-Sums over tokens are cut into spans, one program each: `sum_tokens` leaves `[kv | k_sum]` of every span in `sums`
+Sums over tokens are cut into spans, one program each: `sum_tokens` stores `[kv | k_sum]` of every span in `states`
 `[B·heads, spans, m·(e + 1)]`, `scan` adds them up in the order of the sequence (no atomics: the same bits every time),
 and the programs of `attend_bidirectional` or `attend_causal` read them. The grid is (batch · heads, spans, tiles of the
 value's columns).
@@ -22,25 +22,25 @@ def finite(top):
 
 
 @triton.jit
-def load_kv(sums, index, fmap, value_size, columns):
+def load_kv(states, index, fmap, value_size, columns):
     """Load `[M, C]`, some columns of one `[kv | k_sum]`."""
     indices, inside = feature_indices(fmap)
-    first = sums + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
+    first = states + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
     valid = inside[:, None] & (columns < value_size)[None, :]
     return tl.load(first + indices[:, None] * value_size + columns[None, :], mask=valid, other=0.0)
 
 
 @triton.jit
-def load_k_sum(sums, index, fmap, value_size):
+def load_k_sum(states, index, fmap, value_size):
     """Load `[M]`, the end of one `[kv | k_sum]`."""
     indices, inside = feature_indices(fmap)
-    first = sums + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
+    first = states + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
     return tl.load(first + fmap.parts * fmap.width * value_size + indices, mask=inside, other=0.0)
 
 
 @triton.jit
 def sum_tokens(
-    x, u, mask, mask_batch, inverse, slope, sums, tops, fmap, heads, length, span, spans,
+    x, u, mask, mask_batch, inverse, slope, states, tops, fmap, heads, length, span, spans,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """`Σ φ(x) uᵀ` and `Σ φ(x)` over one span. With `inverse` and `slope` `[B, heads, L]`, as the backward pass needs it
@@ -72,7 +72,7 @@ def sum_tokens(
         total += tl.dot(tl.trans(values), values_u, input_precision=fmap.precision)
     indices, inside = feature_indices(fmap)
     index = pair.to(tl.int64) * spans + split
-    base = sums + index * (fmap.parts * fmap.width * (u.width + 1))
+    base = states + index * (fmap.parts * fmap.width * (u.width + 1))
     valid = inside[:, None] & (columns < u.width)[None, :]
     tl.store(base + indices[:, None] * u.width + columns[None, :], total, mask=valid)
     if tile == 0:
@@ -83,7 +83,7 @@ def sum_tokens(
 
 @triton.jit
 def scan(
-    sums, tops, tops_before, kv, k_sum, log_scale, spans, repeats, kv_size, sum_size,
+    states, tops, tops_before, kv, k_sum, log_scale, spans, repeats, kv_size, sum_size,
     total: tl.constexpr, reverse: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Replace the sums of every span by those of all spans before it (after it: `reverse`), on top of a state; or
@@ -110,9 +110,9 @@ def scan(
             split = spans - 1 - step
         part = tl.zeros((block,), tl.float32)
         for repeat in range(repeats):
-            part += tl.load(sums + (first + repeat * spans + split) * flat + indices, mask=indices < flat, other=0.0)
+            part += tl.load(states + (first + repeat * spans + split) * flat + indices, mask=indices < flat, other=0.0)
         if not total:
-            tl.store(sums + (first + split) * flat + indices, carry, mask=indices < flat)
+            tl.store(states + (first + split) * flat + indices, carry, mask=indices < flat)
         if tops is not None:
             tl.store(tops_before + group * spans + split, top)  # every program writes the same
             span_top = tl.load(tops + group * spans + split)
@@ -124,23 +124,23 @@ def scan(
     last = first
     if (not total) and (not reverse):
         last = first + spans - 1
-    tl.store(sums + last * flat + indices, carry, mask=indices < flat)
+    tl.store(states + last * flat + indices, carry, mask=indices < flat)
     if tops is not None:
         tl.store(tops_before + last, top)
 
 
 @triton.jit
 def attend_bidirectional(
-    query, out, sums, normaliser, fmap, heads, groups, length, span, spans, floor,
+    query, out, states, normaliser, fmap, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """`φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's sums."""
+    """`φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's states."""
     pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = pair // heads, pair % heads
     group = batch * groups + head // (heads // groups)
     columns = tile * value_block + tl.arange(0, value_block)
-    kv = load_kv(sums, group * spans, fmap, out.width, columns)
-    k_sum = load_k_sum(sums, group * spans, fmap, out.width)
+    kv = load_kv(states, group * spans, fmap, out.width, columns)
+    k_sum = load_k_sum(states, group * spans, fmap, out.width)
     stop = tl.minimum((split + 1) * span, length)
     for first in range(split * span, stop, block):
         tokens = first + tl.arange(0, block)
@@ -155,14 +155,14 @@ def attend_bidirectional(
 
 
 @triton.jit
-def load_state(sums, tops, kv, k_sum, log_scale, index, group, fmap, value_size, columns, scaled: tl.constexpr):
+def load_state(states, tops, kv, k_sum, log_scale, index, group, fmap, value_size, columns, scaled: tl.constexpr):
     """Load `[M, C]`, `[M]` and the log scale before a span: from the sums before it, from a state, or zeros."""
     indices, inside = feature_indices(fmap)
     sum_size: tl.constexpr = fmap.parts * fmap.width
     top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
-    if sums is not None:
-        total = load_kv(sums, index, fmap, value_size, columns)
-        weights = load_k_sum(sums, index, fmap, value_size)
+    if states is not None:
+        total = load_kv(states, index, fmap, value_size, columns)
+        weights = load_k_sum(states, index, fmap, value_size)
         if scaled:
             top = tl.load(tops + index)
     elif kv is not None:
@@ -192,13 +192,13 @@ def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile,
 
 @triton.jit
 def attend_causal(
-    query, key, value, out, mask, mask_batch, sums, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
+    query, key, value, out, mask, mask_batch, states, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
     normaliser, query_map, key_map, heads, groups, length, span, spans, floor,
     value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
 ):  # fmt: skip
     """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
 
-    The state before the span comes from `sums` (and `tops`), or from `kv`, `k_sum`, `log_scale` where there is but one
+    The state before the span comes from `states` (and `tops`), or from `kv`, `k_sum`, `log_scale` if there is only one
     span; the last span writes the state after the last token. A single token is the recurrent step.
     """
     pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -207,7 +207,7 @@ def attend_causal(
     group = batch * groups + head // repeats
     columns = tile * value_block + tl.arange(0, value_block)
     total, weights, top = load_state(
-        sums, tops, kv, k_sum, log_scale, group * spans + split, group, key_map, value.width, columns, scaled
+        states, tops, kv, k_sum, log_scale, group * spans + split, group, key_map, value.width, columns, scaled
     )
     stop = tl.minimum((split + 1) * span, length)
     order = tl.arange(0, block)

@@ -17,7 +17,7 @@ from .features import MapArguments, Rows
 #: Numbers of the state that one program holds at a time: 16 KB in float32.
 STATE_BLOCK = 1 << 12
 
-#: A span of the sequence has at least this many tokens: its sums are then small beside it.
+#: A span of the sequence has at least this many tokens: its states are then small beside it.
 MIN_SPAN = 256
 
 #: Number of loads in flight while a block is computed. More would not fit into the memory of smaller GPUs.
