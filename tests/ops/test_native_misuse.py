@@ -101,7 +101,7 @@ def narrower(x):
 
 
 @pytest.mark.parametrize(
-    ("place", "cut"),
+    ("index", "cut"),
     [(1, shorter), (2, shorter), (0, fewer_rows), (1, fewer_rows), (2, fewer_rows), (2, fewer_heads), (1, narrower)],
 )
 @pytest.mark.parametrize("causal", [False, True])

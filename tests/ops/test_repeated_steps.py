@@ -271,7 +271,7 @@ def test_a_state_in_other_memory_is_read_there(name, steps, change, repeats):
     assert len(repeats) == steps
 
 
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("name", ["elu", "window"])
 def test_negative_views(name, index, repeats):
     module = build(name)
