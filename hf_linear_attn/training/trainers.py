@@ -94,7 +94,7 @@ class FinetuningTrainer(Trainer):
         self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
         self._in_training_step = False
-        self._evaluation_sums = torch.zeros(2, dtype=torch.float64)
+        self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
         self._last_logged_step = self._last_saved_step = 0
         self._interruption = next(
             (item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)), None
@@ -193,16 +193,16 @@ class FinetuningTrainer(Trainer):
     def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
         losses, counts = row_losses(logits, labels, self._loss_shifts_labels)
         losses, counts = self.accelerator.gather_for_metrics((losses, counts))
-        self._evaluation_sums += torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
+        self._evaluation_totals += torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.
 
         The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
         """
-        self._evaluation_sums = torch.zeros(2, dtype=torch.float64)
+        self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss, count = self._evaluation_sums.tolist()
+        loss, count = self._evaluation_totals.tolist()
         if count:
             output.metrics[f"{metric_key_prefix}_loss"] = loss / count
         return output

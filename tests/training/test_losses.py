@@ -148,9 +148,9 @@ def test_hidden_states(dtype: torch.dtype) -> None:
 def test_targets_of_tokens(shift: bool) -> None:
     logits, labels = torch.randn(2, 4, 5), torch.tensor([[1, -100, 2, 3], [4, 0, -100, -100]])
     rows, classes = select_targets(logits, labels, shift)
-    places = [(0, 1, 2), (0, 2, 3), (1, 0, 0)] if shift else [(0, 0, 1), (0, 2, 2), (0, 3, 3), (1, 0, 4), (1, 1, 0)]
-    assert classes.tolist() == [label for *_, label in places]
-    assert torch.equal(rows, torch.stack([logits[row, token] for row, token, _ in places]))
+    positions = [(0, 1, 2), (0, 2, 3), (1, 0, 0)] if shift else [(0, 0, 1), (0, 2, 2), (0, 3, 3), (1, 0, 4), (1, 1, 0)]
+    assert classes.tolist() == [label for *_, label in positions]
+    assert torch.equal(rows, torch.stack([logits[row, token] for row, token, _ in positions]))
     assert count_targets(labels, shift).tolist() == ([2, 1] if shift else [3, 2])
 
 

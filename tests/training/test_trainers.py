@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,27 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> Non
     assert_same_weights(resumed.model, expected)
     assert logged(resumed) == logged(undisturbed)
     assert resumed.state.global_step == 6
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from tests.training.test_trainers import At, make_trainer
+kill = At(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+make_trainer("distill", Path(sys.argv[1]), save_steps=3, trainer={"callbacks": [kill]}).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    """SIGKILL, as by the operating system when memory runs out."""
+    undisturbed = make_trainer("distill", tmp_path / "undisturbed", save_steps=3)
+    undisturbed.train()
+    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path / "killed")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    resumed = make_trainer("distill", tmp_path / "killed", save_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(resumed.model, weights(undisturbed.model))
 
 
 @pytest.mark.parametrize("kind", ["finetune", "transfer"])

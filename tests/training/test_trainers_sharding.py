@@ -57,9 +57,9 @@ def test_losses_are_those_of_data_parallelism(replicated: Any, sharded: Any) -> 
 
 def test_the_complete_model_is_that_of_data_parallelism(replicated: Any, sharded: Any) -> None:
     for result in sharded:
-        assert result["sums"].keys() == replicated[0]["sums"].keys()
-        for name, value in replicated[0]["sums"].items():
-            assert result["sums"][name] == pytest.approx(value, rel=2e-2, abs=1e-4), name
+        assert result["squared_norms"].keys() == replicated[0]["squared_norms"].keys()
+        for name, value in replicated[0]["squared_norms"].items():
+            assert result["squared_norms"][name] == pytest.approx(value, rel=2e-2, abs=1e-4), name
 
 
 def test_no_process_holds_a_complete_model(kind: str, sharded: Any) -> None:

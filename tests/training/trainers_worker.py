@@ -61,7 +61,7 @@ def main(kind: str, folder: Path) -> None:
         "sizes": sizes,
         "losses": [logged(transfer), logged(distillation)],
         "evaluations": [logged(transfer, "eval_loss"), logged(distillation, "eval_loss")],
-        "sums": {name: float(value.double().square().sum()) for name, value in complete.named_parameters()},
+        "squared_norms": {name: float(value.double().square().sum()) for name, value in complete.named_parameters()},
         "checkpoint": sorted(path.name for path in (folder / "distill" / "checkpoint-6").iterdir()),
     }
     (folder / f"{process}.json").write_text(json.dumps(result))
