@@ -75,7 +75,7 @@ def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: st
     copies, sharded = (
         [line["loss"] for line in log_rows(folder / name, stage) if "loss" in line] for name in ("copies", kind)
     )
-    assert len(copies) >= 2
+    assert copies
     assert sharded == pytest.approx(copies, rel=1e-3)
 
 
