@@ -28,7 +28,7 @@ def run_marked_tests(*arguments: str) -> list[dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-v", f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-v", "-n", "0", f"--junitxml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not report.exists():
             raise RuntimeError(f"`{' '.join(command)}` ended with exit code {code} and wrote no report.")

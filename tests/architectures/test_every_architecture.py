@@ -27,7 +27,7 @@ from tests.architectures.properties import UNBUILT, WORKS, WRONG, Result, examin
 
 MECHANISMS = ("elu", "hedgehog")
 #: Longest time of one model type.
-MAX_SECONDS = 180.0
+MAX_SECONDS = 300.0
 #: A case may not take more memory: a field of its config was missed then.
 MAX_BYTES = 6 << 30
 SAVED = Path(__file__).parents[2] / "recipes" / "results" / "architectures.json"

@@ -122,6 +122,7 @@ def test_a_cache_that_cannot_be_made(call, fresh, monkeypatch, tmp_path):
     assert "cannot be created" in backend.unavailable_reason()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 def test_built_once_then_read(call, fresh, monkeypatch):
     assert backends.select_backend(call).name == "native"
