@@ -150,7 +150,7 @@ def test_a_base_checkpoint_into_a_head(tmp_path):
         assert torch.equal(classifier.bert(token_ids())[0], base(token_ids())[0])
 
 
-def test_weights_given_as_a_state_dict(checkpoint):
+def test_weights_passed_as_a_state_dict(checkpoint):
     """By keyword and without a folder, as from_pretrained takes them."""
     model, _ = checkpoint
     arguments = {"config": model.config, "state_dict": model.state_dict()}

@@ -56,7 +56,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hf-linear-attn {hla.__version__}\n"
 
 
-def test_nothing_given_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_passed_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
     assert "examples:" in capsys.readouterr().err
 

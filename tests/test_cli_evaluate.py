@@ -14,9 +14,9 @@ from tests.helpers import sample_text, save_checkpoint
 
 
 def test_arguments() -> None:
-    words = ["gpt2", "--data.dataset", "a.txt", "--speed.lengths", "64", "128", "--seeds", "1", "2"]
-    words += ["--data.task", "rte=a", "mrpc=b", "--speed.dtype", "bfloat16", "--converted", "c", "--speed.backward"]
-    config = parse_verb("evaluate", words)
+    arguments = ["gpt2", "--data.dataset", "a.txt", "--speed.lengths", "64", "128", "--seeds", "1", "2"]
+    arguments += ["--data.task", "rte=a", "mrpc=b", "--speed.dtype", "bfloat16", "--converted", "c", "--speed.backward"]
+    config = parse_verb("evaluate", arguments)
     assert (config.model, config.data.dataset, config.data.other_tasks) == ("gpt2", "a.txt", {"rte": "a", "mrpc": "b"})
     assert (config.speed.lengths, config.speed.dtype, config.speed.backward) == ((64, 128), "bfloat16", True)
     assert (config.seeds, config.converted, config.attention) == ((1, 2), ("c",), None)
@@ -25,13 +25,13 @@ def test_arguments() -> None:
 def test_a_complete_run_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(tmp_path / "gpt2", "gpt2")
     (tmp_path / "text.txt").write_text(sample_text(), encoding="utf-8")
-    words = ["evaluate", str(tmp_path / "gpt2"), "--data.dataset", str(tmp_path / "text.txt"), "--attention", "elu"]
-    words += ["--quick", "--speed.lengths", "16", "--length", "16", "--speed.seconds", "1e-9", "--steps", "0"]
-    words += ["--speed.batch_size", "1", "--sequence_length", "32", "--output", str(tmp_path / "out")]
-    assert main(words) == 0
+    arguments = ["evaluate", str(tmp_path / "gpt2"), "--data.dataset", str(tmp_path / "text.txt"), "--attention", "elu"]
+    arguments += ["--quick", "--speed.lengths", "16", "--length", "16", "--speed.seconds", "1e-9", "--steps", "0"]
+    arguments += ["--speed.batch_size", "1", "--sequence_length", "32", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
     assert "Report:" in capsys.readouterr().out
     assert Evaluation.load(tmp_path / "out").mechanisms == ["elu"]
-    assert main(words) == 1
+    assert main(arguments) == 1
     assert "Pass --append" in " ".join(capsys.readouterr().err.split())
     assert main(["evaluate", "--quick"]) == 1
     assert "No model" in capsys.readouterr().err

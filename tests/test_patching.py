@@ -90,7 +90,7 @@ def test_sliding_window_layers_stay_exact():
     assert attentions(hla.patch_model(MistralForCausalLM(config), "hedgehog")) == ["hedgehog"] * 2
 
 
-def test_parameters_are_found_by_optimizers_and_moved_with_the_model():
+def test_parameters_are_detected_by_optimizers_and_moved_with_the_model():
     model = patched("hedgehog", BERT)
     names = [name for name, _ in model.named_parameters() if "linear_attention" in name]
     assert len(names) == 2 * 4

@@ -85,9 +85,9 @@ def test_listed_entries_are_complete():
         assert entry["causal"] or entry["bidirectional"], name
         assert entry["state"] in {"none", "constant", "growing"}, name
         assert entry["state"] != "none" or not entry["causal"], name
-        for option, told in entry["options"].items():
-            assert told["help"], f"{name}.{option}"
-            assert "default" in told
+        for option, description in entry["options"].items():
+            assert description["help"], f"{name}.{option}"
+            assert "default" in description
 
 
 def test_entries_name_an_alternative_for_a_missing_direction():
@@ -166,7 +166,7 @@ class Point:
         mean_attention("from-a-plugin")
 
 
-def test_a_plugin_is_found_through_its_entry_point(monkeypatch):
+def test_a_plugin_is_detected_through_its_entry_point(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == "hf_linear_attn" else [])
     monkeypatch.setattr(ATTENTIONS, "_loaded", False)
     try:

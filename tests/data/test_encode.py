@@ -55,7 +55,7 @@ def test_kinds_of_labels_stay():
     assert isinstance(scores[0]["labels"], float)
 
 
-def test_encoding_is_found_again_in_the_cache(tmp_path):
+def test_encoding_is_detected_again_in_the_cache(tmp_path):
     """Also after the same tokenizer was used with other settings, and whatever was encoded before."""
     pairs().save_to_disk(tmp_path)
     tok = tokenizer()

@@ -176,7 +176,7 @@ def test_processes_are_apart_and_need_no_home_and_no_network(tmp_path):
     assert [out.strip() for (out, _), _ in result] == ["0.25", "1.0"]
 
 
-def test_what_is_no_metric_is_told():
+def test_what_is_no_metric_is_reported():
     with pytest.raises(ValueError, match=r"Unknown metric 'acuracy'. Did you mean 'accuracy'"):
         TaskMetrics(["acuracy"])
     with pytest.raises(TypeError, match="as a list of names, got 'accuracy'"):

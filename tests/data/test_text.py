@@ -80,28 +80,28 @@ def test_docstrings_are_read_without_running_the_file(tmp_path: Path) -> None:
     assert list(docstrings(path)) == []
 
 
-def test_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no text file .*nowhere\.txt"):
         read_text(str(tmp_path / "nowhere.txt"))
     with pytest.raises(IsADirectoryError, match="is a folder"):
         read_text(str(tmp_path))
 
 
-def test_short_file_is_told(tmp_path: Path) -> None:
+def test_short_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("too short", encoding="utf-8")
     with pytest.raises(ValueError, match="9 characters; at least 2000"):
         read_text(str(path))
 
 
-def test_binary_file_is_told(tmp_path: Path) -> None:
+def test_binary_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "binary.txt"
     path.write_bytes(b"\xff\xfe\x00" * 2000)
     with pytest.raises(ValueError, match="not UTF-8"):
         read_text(str(path))
 
 
-def test_special_tokens_are_found(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_are_detected(tokenizer: PreTrainedTokenizerFast) -> None:
     assert special_tokens(tokenizer, ["alpha beta", "gamma"]) == ([tokenizer.cls_token_id], [tokenizer.sep_token_id])
     bare = tiny_tokenizer()
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
@@ -114,7 +114,7 @@ def test_whole_documents_keep_to_the_budget(tokenizer: PreTrainedTokenizerFast) 
     assert [len(document) for document in passages] == [4, 3, 2]
 
 
-def test_unreadable_text_is_told() -> None:
+def test_unreadable_text_is_reported() -> None:
     """A word-level tokenizer without an unknown token, as some published ones are."""
     strict = Tokenizer(models.WordLevel({"alpha": 0}))
     broken = PreTrainedTokenizerFast(tokenizer_object=strict)

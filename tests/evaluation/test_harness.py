@@ -98,7 +98,7 @@ def test_a_checkpoint_and_what_is_wrong_with_tasks(task: Path, monkeypatch: pyte
         harness_model(model, tiny_tokenizer())
 
 
-def test_what_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_install_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install 'hf-linear-attn\[lm-eval\]'"):

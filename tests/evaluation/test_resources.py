@@ -41,8 +41,8 @@ def test_exact_attention_counts_as_in_its_eager_form(family: Family, backward: b
 
         return call
 
-    fused, plain = count_flops(run(family.build())), count_flops(run(eager(family)))
-    assert fused == plain > 0
+    fused, reference = count_flops(run(family.build())), count_flops(run(eager(family)))
+    assert fused == reference > 0
     with FlopCounterMode(display=False) as counter:
         run(family.build())()
     assert counter.get_total_flops() < fused
@@ -62,18 +62,18 @@ def test_linear_attention_counts_whatever_kernel_runs() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of peaks on Linux only")
 @pytest.mark.parametrize("megabytes", [20, 80])
-def test_peak_is_what_was_allocated_and_given_back(megabytes: int) -> None:
+def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
     count = megabytes * 10**6 // 4
 
     def call() -> None:
-        held = torch.ones(count)
-        held.add_(1)
+        buffer = torch.ones(count)
+        buffer.add_(1)
 
     for _ in range(2):  # a second call finds no freed memory to hide in
-        found = peak_memory(call, CPU)
-        if found is None:
+        result = peak_memory(call, CPU)
+        if result is None:
             pytest.skip("/proc/self/clear_refs cannot be written here")
-        assert found == pytest.approx(megabytes * 10**6, rel=0.15)
+        assert result == pytest.approx(megabytes * 10**6, rel=0.15)
 
 
 def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_bytes_of_a_cache():
         ({"positions": "wrap", "period": -1}, "period must lie in 1 to 96, got -1"),
     ],
 )
-def test_bad_settings_are_told(options, message):
+def test_bad_settings_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         list(read_stream(patched("hedgehog", GPT2), [1, 2], **options))
 

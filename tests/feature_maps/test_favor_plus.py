@@ -87,7 +87,7 @@ def test_rows_have_the_mean_and_covariance_of_a_gaussian():
 
 
 @pytest.mark.parametrize("options", [{}, {"orthogonal": False}, {"scaling": "constant"}], ids=str)
-def test_features_are_a_function_of_the_seed_alone(options):
+def test_features_are_a_function_of_the_seed_by_itself(options):
     torch.manual_seed(1)
     first = gaussian_features(20, DIM, seed=5, **options)
     state = torch.get_rng_state()

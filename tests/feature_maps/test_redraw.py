@@ -94,8 +94,8 @@ def test_gradient_checkpointing_counts_once_and_sees_the_same_features(reentrant
             model(inputs_embeds=embeds, use_cache=False).logits.square().mean().backward()
         return int(maps(model)[0].passes), model.transformer.h[0].attn.c_attn.weight.grad
 
-    (plain_count, reference), (count, checked) = gradients(False), gradients(True)
-    assert count == plain_count == 3
+    (reference_count, reference), (count, checked) = gradients(False), gradients(True)
+    assert count == reference_count == 3
     torch.testing.assert_close(checked, reference)
 
 

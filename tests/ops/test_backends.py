@@ -46,7 +46,7 @@ def test_a_named_backend_never_gives_way_in_silence(call):
         backends.attend(call._replace(query=call.query.double(), key=call.key.double(), value=call.value.double()))
 
 
-def test_a_third_partys_backend_is_asked_first(call, monkeypatch):
+def test_a_third_partys_backend_is_requested_first(call, monkeypatch):
     class Doubling:
         name = "doubling"
 

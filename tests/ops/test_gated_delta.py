@@ -81,13 +81,13 @@ def test_features_of_either_sign_meet_the_guard():
     case = Case(40, signed=True)
     check(case)
     q, k, _, _ = case.leaves
-    sums = gated_delta._chunk(
+    totals = gated_delta._chunk(
         case.phi(q).unflatten(1, (2, 2)),
         case.keys(k),
         torch.ones(2, 2, 40, 1).double(),
         torch.zeros(2, 2, 6, 1).double(),
     )[0]
-    assert bool((sums < 0).any())
+    assert bool((totals < 0).any())
 
 
 @pytest.mark.parametrize("groups", [1, 4])

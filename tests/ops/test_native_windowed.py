@@ -299,7 +299,7 @@ def test_inside_one_window_it_is_exact_attention(dtype, causal):
 
 
 @BOTH
-def test_the_mixture_alone_can_be_trained(causal):
+def test_the_mixture_by_itself_can_be_trained(causal):
     """Nothing else asks for a gradient then: no inputs, no weights of the map."""
     mechanism = build((1, 2, 1, 70), 8, "elu", causal=causal)
     assert [name for name, _ in mechanism.named_parameters()] == ["log_mix", "mix_weight"]
@@ -313,7 +313,7 @@ def test_the_mixture_alone_can_be_trained(causal):
 
 
 @pytest.mark.parametrize("more", [1, 5])
-def test_the_mixture_alone_can_be_trained_after_a_state(more):
+def test_the_mixture_by_itself_can_be_trained_after_a_state(more):
     """The kernel for single tokens records no gradient: it must not be taken for one."""
     mechanism = build((1, 2, 1, 30), 8, "elu", value_dim=16)
     first, then = (

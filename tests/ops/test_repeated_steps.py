@@ -343,7 +343,7 @@ def test_other_scales_lengths_and_dtypes_are_computed_anew(name, repeats):
 
 
 @pytest.mark.parametrize("name", ["elu", "window"])
-def test_another_backend_is_asked(name, repeats):
+def test_another_backend_is_requested(name, repeats):
     module = build(name)
     state = begun(module)
     with hla.use_backend("torch"):

@@ -75,7 +75,7 @@ def test_a_patched_checkpoint_is_read_as_it_is(recipe, folder, tmp_path):
     assert json.loads(out.read_text(encoding="utf-8"))["rows"][0]["attention"] == ["elu"]
 
 
-def test_an_empty_book_is_told(recipe, folder, tmp_path):
+def test_an_empty_book_is_reported(recipe, folder, tmp_path):
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     arguments = words(folder)
     arguments[3] = str(tmp_path / "empty.txt")

@@ -469,7 +469,7 @@ def test_orders_depend_on_seed_and_epoch() -> None:
     assert sorted(grouped) == list(range(40))
 
 
-def test_random_collators_leave_the_generators_alone() -> None:
+def test_random_collators_leave_the_generators_by_itself() -> None:
     rows = Rows(4, targets="tokens").rows
     collator = SeededCollator(collate_masked, seed=1)
     torch.manual_seed(5)

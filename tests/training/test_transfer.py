@@ -104,7 +104,7 @@ def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family)
     assert all(".linear_attention." in key for key in changed)
 
 
-def test_the_best_step_is_kept_and_patience_ends_it() -> None:
+def test_the_best_step_is_retained_and_patience_ends_it() -> None:
     model = model_of("hedgehog", BERT)
     done = transfer_attention(model, [batch()], steps=60, lr=3.0, held_out=[batch(1)], evaluate_every=2, patience=3)
     assert done.steps < 60
@@ -133,7 +133,7 @@ def test_the_branch_can_go_first_and_again() -> None:
     assert dropped == branch_steps(1000, 0.0, 0.25)
 
 
-def test_the_branch_loss_leaves_the_mixture_alone() -> None:
+def test_the_branch_loss_leaves_the_mixture_by_itself() -> None:
     model = model_of("window", GPT2)
     AttentionTransferLoss(model, branch_steps=frozenset({1}))(batch(), step=1)
     for module in attention_modules(model):

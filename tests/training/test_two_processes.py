@@ -123,7 +123,7 @@ def test_processes_find_each_other_without_a_gpu(folder: Path) -> None:
     assert results(folder, "unasked")["processes"] == 2
 
 
-def test_a_mistake_is_told_and_ends_all_processes(folder: Path) -> None:
+def test_a_mistake_is_reported_and_ends_all_processes(folder: Path) -> None:
     path = settings_file(folder, "bad", 4, attention="hedgehogs")
     done = start(path, 2)
     assert done.returncode != 0
