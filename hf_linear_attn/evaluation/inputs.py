@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.collate import collate_padded
 from ..data.tasks import Task, get_task, load_task
 from ..data.text import Text, encode_text, pad_token, padded_batches, token_documents, token_passages
 from .config import EvaluationData, Settings
@@ -111,7 +110,7 @@ def task_inputs(name: str, tokenizer: Any, config: Any, data: EvaluationData, se
 
     def batches(rows: Sequence[dict[str, Any]], *, labels: bool = True) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
-        return [collate_padded(rows[start : start + size], pad) for start in range(0, len(rows), size)]
+        return [labeled_batch(rows[start : start + size], pad) for start in range(0, len(rows), size)]
 
     train = encode(splits["train"], settings.train_sequences + settings.validation_sequences)
     names = [split for split in splits if split.startswith("validation")]
@@ -140,6 +139,16 @@ def task_inputs(name: str, tokenizer: Any, config: Any, data: EvaluationData, se
             "fidelity": input_lengths([row["input_ids"] for row in fidelity]),
         },
     )
+
+
+def labeled_batch(rows: Sequence[dict[str, Any]], pad: int) -> Batch:
+    """Return one batch of encoded rows, padded on the right with the token `pad`."""
+    batch = padded_batches([row["input_ids"] for row in rows], len(rows), pad)[0]
+    if "token_type_ids" in rows[0]:
+        batch["token_type_ids"] = padded_batches([row["token_type_ids"] for row in rows], len(rows), 0)[0]["input_ids"]
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+    return batch
 
 
 def check_labels(task: Task, config: Any) -> None:
