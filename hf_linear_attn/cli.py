@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .utils.arguments import UsageError, exit_code, option, parse_config
+from .utils.arguments import exit_code, option, parse_config
 from .utils.formatting import near_matches
 from .version import __version__
 
@@ -31,7 +31,6 @@ class Verb:
         summary: One line for the list of verbs.
         positionals: Options that may be given without their flag.
         examples: Last paragraph of the help.
-        separate_model: Whether the first argument is passed before the config instead of in it.
     """
 
     config: str
@@ -39,7 +38,6 @@ class Verb:
     summary: str
     positionals: tuple[str, ...] = ()
     examples: str = ""
-    separate_model: bool = False
 
 
 VERBS = {
@@ -168,20 +166,13 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
         program=f"{PROGRAM} {name}",
         description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",
         examples=f"examples:\n{textwrap.indent(verb.examples, '  ')}" if verb.examples else "",
-        positionals=() if verb.separate_model else verb.positionals,
+        positionals=verb.positionals,
     )
 
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_verb`."""
-    verb = VERBS[name]
-    words, model = list(arguments), []
-    if verb.separate_model and words and not words[0].startswith("-"):
-        model = [words.pop(0)]
-    config = parse_verb(name, words)
-    if verb.separate_model and not model:
-        raise UsageError("MODEL is missing. See --help.")
-    result = _resolve(verb.function)(*model, config)
+    result = _resolve(VERBS[name].function)(parse_verb(name, arguments))
     return result if isinstance(result, int) else 0
 
 
