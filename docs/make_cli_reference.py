@@ -54,9 +54,7 @@ def verb_reference(name: str, verb: Verb) -> str:
     module, _, attribute = verb.config.partition(":")
     config = getattr(importlib.import_module(f"hf_linear_attn.{module}"), attribute)
     note = ""
-    if verb.separate_model:
-        note = " The first argument is the model: a local folder or a repository on the Hub."
-    elif verb.positionals:
+    if verb.positionals:
         note = f" {_sentence_list(verb.positionals)} may be given without the flag."
     parts = [f"## {name}", "", f"{verb.summary[0].upper()}{verb.summary[1:]}.{note}", ""]
     commands = [line for line in verb.examples.splitlines() if line.startswith((PROGRAM, "accelerate"))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_linear_attn as hla
-from hf_linear_attn.cli import VERBS, parse_verb
+from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
 from tests.helpers import entries, load_script, serves
 
@@ -113,8 +113,6 @@ def test_commands_parse() -> None:
         if "--help" in command:
             continue
         verb, *arguments = shlex.split(command)
-        if VERBS[verb].separate_model:
-            arguments = arguments[1:]
         parse_verb(verb, arguments)
 
 
