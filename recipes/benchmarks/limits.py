@@ -12,7 +12,7 @@ from .timing import InContext
 #: Tokens of a chunk of the causal products.
 CHUNK = 128
 
-#: Elements of the features that are held at once; of more, the same ones stand for every block.
+#: Elements of the features that are stored at once; of more, the same ones stand for every block.
 MOST_FEATURES = 1 << 26
 
 #: A backward pass has two products for each one of the forward pass.
@@ -20,9 +20,9 @@ BACKWARD_FACTOR = 3.0
 
 
 def bidirectional_products(key: Tensor, value: Tensor, features: int) -> Callable[[], object]:
-    """`S = φ(k)ᵀ v` and `φ(q) S`, nothing else: 4·B·H·L·m·e operations. Features are given, and so is the room.
+    """`S = φ(k)ᵀ v` and `φ(q) S`, nothing else: 4·B·H·L·m·e operations. Features and buffers are made beforehand.
 
-    key, value `[B, H, L, d]` tell shapes, dtype and device.
+    Shapes, dtype and device are those of key and value `[B, H, L, d]`.
     """
     values, mapped = _random_inputs(key, value, features)
     length, block = values.shape[1], mapped.shape[1]
@@ -35,11 +35,11 @@ def bidirectional_products(key: Tensor, value: Tensor, features: int) -> Callabl
             torch.bmm(mapped, state, out=out)
             return
         for start in range(0, length, block):
-            held = values[:, start : start + block]
-            torch.baddbmm(state, mapped[:, : held.shape[1]].transpose(1, 2), held, beta=0, out=state)
+            value_block = values[:, start : start + block]
+            torch.baddbmm(state, mapped[:, : value_block.shape[1]].transpose(1, 2), value_block, beta=0, out=state)
         for start in range(0, length, block):
-            room = out[:, start : start + block]
-            torch.bmm(mapped[:, : room.shape[1]], state, out=room)
+            out_block = out[:, start : start + block]
+            torch.bmm(mapped[:, : out_block.shape[1]], state, out=out_block)
 
     return run
 

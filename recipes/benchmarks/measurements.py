@@ -12,7 +12,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import os
 import secrets
 import time
@@ -22,6 +21,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hf_linear_attn.utils.environment import json_safe, utc_now
 
 FORMAT_VERSION = 1
 
@@ -33,22 +34,6 @@ CSV_COLUMNS = (
     *("device", "threads"),
     *("field", "value"),
 )
-
-
-def now() -> str:
-    """UTC, to the second."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: tuples as lists, infinities and NaN as null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(held) for held in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class Key:
                 raise ValueError(f"The {name} of a key must be a mapping with {needed!r}, got {getattr(self, name)!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        return plain(asdict(self))
+        return json_safe(asdict(self))
 
     @property
     def id(self) -> str:
@@ -85,12 +70,12 @@ class Key:
 
 def key_id(key: Mapping[str, Any]) -> str:
     """The beginning of the SHA-256 of a key's canonical JSON."""
-    text = json.dumps(plain(key), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(json_safe(key), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def place_of(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts `device` and `versions` of a key, from what `report.environment` says of this machine."""
+def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts `device` and `versions` of a key, from the result of `utils.environment.environment`."""
     hardware = environment["hardware"]
     device = {name: hardware[name] for name in ("device", "cpu", "threads")}
     return {"device": device, "versions": dict(environment["versions"])}
@@ -123,7 +108,7 @@ class Run:
 class Store:
     """All measurements of a file; with `path=None` in memory only.
 
-    again: measure anew what is held already (once in this run); both values are kept, the newer one is shown.
+    again: measure anew what the file holds already (once in this run); both values are saved, the newer one is shown.
 
     Raises:
         ValueError: a damaged line, or one of another format version; file and line are named. What a killed process
@@ -135,48 +120,48 @@ class Store:
         self.path = path
         self.again = again
         self.runs: dict[str, Run] = {}
-        self._held: dict[str, list[Measurement]] = {}
+        self._measurements: dict[str, list[Measurement]] = {}
         self._run: Run | None = None
-        self._whole = 0  # bytes of whole lines
-        self._torn = False
+        self._complete_bytes = 0  # length of the complete lines, in bytes
+        self._has_incomplete_line = False
         if path is not None and path.exists():
             self._read(path)
 
     # ---------------------------------------------------------------------------------------------- reading
 
     def __contains__(self, key: Key) -> bool:
-        return key.id in self._held
+        return key.id in self._measurements
 
     def __iter__(self) -> Iterator[Measurement]:
         """All measurements, key by key, the oldest of each first."""
-        for found in self._held.values():
-            yield from found
+        for measurements in self._measurements.values():
+            yield from measurements
 
     def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+        return sum(map(len, self._measurements.values()))
 
     def history(self, key: Key) -> list[Measurement]:
         """All that was measured under a key, the oldest first."""
-        return list(self._held.get(key.id, ()))
+        return list(self._measurements.get(key.id, ()))
 
     def newest(self, key: Key) -> Measurement | None:
         """The measurement to show, or None."""
-        found = self._held.get(key.id)
-        return found[-1] if found else None
+        measurements = self._measurements.get(key.id)
+        return measurements[-1] if measurements else None
 
     def known(self, key: Key) -> Measurement | None:
         """What need not be measured in this run: the newest, unless everything is to be measured `again`."""
-        found = self.newest(key)
-        if found is None or (self.again and (self._run is None or found.run != self._run.run)):
+        measurement = self.newest(key)
+        if measurement is None or (self.again and (self._run is None or measurement.run != self._run.run)):
             return None
-        return found
+        return measurement
 
     # ---------------------------------------------------------------------------------------------- writing
 
     def begin(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
         """A new run, which the measurements that follow belong to; it is written with the first of them."""
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
-        self._run = Run(name, now(), tool, plain(settings), plain(environment))
+        self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
         return self._run
 
     def add(
@@ -185,19 +170,19 @@ class Store:
         """Write a value down. Raises a RuntimeError where no run was begun."""
         if self._run is None:
             raise RuntimeError("Call begin() first: a measurement belongs to a run.")
-        made = Measurement(key.id, key.to_dict(), plain(value), now(), self._run.run, group, seconds)
+        measurement = Measurement(key.id, key.to_dict(), json_safe(value), utc_now(), self._run.run, group, seconds)
         if self._run.run not in self.runs:
             self._write([{"kind": "run", **asdict(self._run)}])
             self.runs[self._run.run] = self._run
-        self._write([{"kind": "measurement", **asdict(made)}])
-        self._held.setdefault(made.id, []).append(made)
-        return made
+        self._write([{"kind": "measurement", **asdict(measurement)}])
+        self._measurements.setdefault(measurement.id, []).append(measurement)
+        return measurement
 
     def measured(self, key: Key, measure: Callable[[], Mapping[str, Any]]) -> Measurement:
         """What is known under a key, or else what `measure` finds, written down at once."""
-        found = self.known(key)
-        if found is not None:
-            return found
+        measurement = self.known(key)
+        if measurement is not None:
+            return measurement
         began = time.perf_counter()
         value = measure()
         return self.add(key, value, seconds=time.perf_counter() - began)
@@ -205,16 +190,16 @@ class Store:
     def merge(self, other: Store) -> int:
         """Take in the runs and measurements of another store; returns how many measurements were new here."""
         lines: list[dict[str, Any]] = []
-        seen = {(held.id, held.run, held.at) for held in self}
-        fresh = [held for held in other if (held.id, held.run, held.at) not in seen]
-        for name in dict.fromkeys(held.run for held in fresh):
+        seen = {(measurement.id, measurement.run, measurement.at) for measurement in self}
+        fresh = [measurement for measurement in other if (measurement.id, measurement.run, measurement.at) not in seen]
+        for name in dict.fromkeys(measurement.run for measurement in fresh):
             if name not in self.runs:
                 self.runs[name] = other.runs[name]
                 lines.append({"kind": "run", **asdict(other.runs[name])})
-        self._write([*lines, *({"kind": "measurement", **asdict(held)} for held in fresh)])
-        for held in fresh:
-            self._held.setdefault(held.id, []).append(held)
-            self._held[held.id].sort(key=lambda one: one.at)
+        self._write([*lines, *({"kind": "measurement", **asdict(measurement)} for measurement in fresh)])
+        for measurement in fresh:
+            self._measurements.setdefault(measurement.id, []).append(measurement)
+            self._measurements[measurement.id].sort(key=lambda one: one.at)
         return len(fresh)
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -222,10 +207,10 @@ class Store:
             return
         texts = [json.dumps({"format": FORMAT_VERSION, **line}, ensure_ascii=False, allow_nan=False) for line in lines]
         content = "".join(f"{text}\n" for text in texts).encode()
-        with self.path.open("ab") as file, _alone(file):
-            if self._torn:
-                file.truncate(self._whole)
-                self._torn = False
+        with self.path.open("ab") as file, _file_lock(file):
+            if self._has_incomplete_line:
+                file.truncate(self._complete_bytes)
+                self._has_incomplete_line = False
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -235,48 +220,50 @@ class Store:
     def _read(self, path: Path) -> None:
         content = path.read_bytes()
         whole, newline, rest = content.rpartition(b"\n")
-        self._whole, self._torn = len(whole) + len(newline), bool(rest)
+        self._complete_bytes, self._has_incomplete_line = len(whole) + len(newline), bool(rest)
         for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
             where = f"{str(path)!r}, line {number}"
             try:
-                self._take(_checked(line, where), where)
+                self._add_record(_checked(line, where), where)
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{where}: the line is damaged ({error!r}). Take it out, or repair it.") from error
-        for held in self._held.values():
-            held.sort(key=lambda one: one.at)  # files may have been joined by hand
+        for measurements in self._measurements.values():
+            measurements.sort(key=lambda one: one.at)  # files may have been joined by hand
 
-    def _take(self, line: dict[str, Any], where: str) -> None:
+    def _add_record(self, line: dict[str, Any], where: str) -> None:
         if line["kind"] == "run":
             self.runs[line["run"]] = Run(**{name: line[name] for name in Run.__dataclass_fields__})
             return
-        held = Measurement(**{name: line[name] for name in Measurement.__dataclass_fields__})
-        if key_id(held.key) != held.id:
-            raise ValueError(f"{where}: the key was changed: its id is {key_id(held.key)}, the line says {held.id}.")
-        if held.run not in self.runs:
-            raise ValueError(f"{where}: the run {held.run!r} is not in the file above it. Repair the file.")
-        self._held.setdefault(held.id, []).append(held)
+        measurement = Measurement(**{name: line[name] for name in Measurement.__dataclass_fields__})
+        if key_id(measurement.key) != measurement.id:
+            raise ValueError(
+                f"{where}: the key was changed: its id is {key_id(measurement.key)}, the line says {measurement.id}."
+            )
+        if measurement.run not in self.runs:
+            raise ValueError(f"{where}: the run {measurement.run!r} is not in the file above it. Repair the file.")
+        self._measurements.setdefault(measurement.id, []).append(measurement)
 
 
 def _checked(line: bytes, where: str) -> dict[str, Any]:
     try:
-        held = json.loads(line)
+        record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: no JSON ({error}). Take the line out, or repair it.") from error
-    if not isinstance(held, dict) or "format" not in held:
+    if not isinstance(record, dict) or "format" not in record:
         raise ValueError(f"{where}: no measurement. Take the line out, or give another folder.")
-    if held["format"] != FORMAT_VERSION:
+    if record["format"] != FORMAT_VERSION:
         raise ValueError(
-            f"{where}: format {held['format']!r}; this version of hf-linear-attn reads format {FORMAT_VERSION}. Give "
+            f"{where}: format {record['format']!r}; this version of hf-linear-attn reads format {FORMAT_VERSION}. Give "
             "another folder, or use the version that wrote it."
         )
-    if held.get("kind") not in ("run", "measurement"):
-        raise ValueError(f"{where}: unknown kind {held.get('kind')!r}. Take the line out, or repair it.")
-    return held
+    if record.get("kind") not in ("run", "measurement"):
+        raise ValueError(f"{where}: unknown kind {record.get('kind')!r}. Take the line out, or repair it.")
+    return record
 
 
 @contextmanager
-def _alone(file: BinaryIO) -> Iterator[None]:
-    """While the file is locked for other processes that add to it; nothing where there are no such locks."""
+def _file_lock(file: BinaryIO) -> Iterator[None]:
+    """Hold an exclusive lock on the file; without effect where the system has no such locks (Windows)."""
     try:
         import fcntl
     except ImportError:
@@ -299,14 +286,22 @@ def write_csv(measurements: Iterable[Measurement]) -> bytes:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for held in measurements:
-        mechanism, measure, device = (held.key[name] for name in ("mechanism", "measure", "device"))
+    for measurement in measurements:
+        mechanism, measure, device = (measurement.key[name] for name in ("mechanism", "measure", "device"))
         seed = mechanism.get("training", mechanism.get("options") or {}).get("seed")
-        start = [held.id, held.at, held.run, held.key["model"]["name"], mechanism["name"], mechanism.get("state"), seed]
+        start = [
+            measurement.id,
+            measurement.at,
+            measurement.run,
+            measurement.key["model"]["name"],
+            mechanism["name"],
+            mechanism.get("state"),
+            seed,
+        ]
         start += [measure["what"], measure.get("length", measure.get("context"))]
         start += [measure.get("batch"), device.get("dtype", measure.get("dtype"))]
         start += [device.get("device"), device.get("threads")]
-        for name, value in numbers(held.value):
+        for name, value in numbers(measurement.value):
             writer.writerow([*start, name, value])
     return buffer.getvalue().encode()
 
@@ -320,5 +315,5 @@ def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float | int | boo
         inner = enumerate(value)
     elif isinstance(value, (int, float)):
         yield name, value
-    for key, held in inner:
-        yield from numbers(held, f"{name}.{key}" if name else str(key))
+    for key, item in inner:
+        yield from numbers(item, f"{name}.{key}" if name else str(key))

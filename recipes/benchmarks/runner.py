@@ -85,7 +85,7 @@ def _measure(
     options: BenchmarkOptions, source: str | None, store: Store, device: Any, console: Console
 ) -> dict[str, Any]:
     """All sections asked for. What was measured before an error or an interruption stays on disk."""
-    from recipes.benchmarks.measurements import place_of
+    from recipes.benchmarks.measurements import machine_key
     from recipes.benchmarks.screen import Screen
 
     from .bench import Bench
@@ -100,7 +100,7 @@ def _measure(
         with Screen(console) as screen:
             if num_known:
                 screen.say(f"taken up: {num_known} measurements of earlier runs")
-            bench = Bench(options, store, screen, place_of(surroundings), device, source)
+            bench = Bench(options, store, screen, machine_key(surroundings), device, source)
             for name, run in sections().items():
                 if name in options.section:
                     rows_by_section[name] = run(bench)

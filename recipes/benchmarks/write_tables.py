@@ -61,7 +61,7 @@ def demo_table(folder: Path = RESULTS / "demo-minilm") -> str:
             f"{report['versions']['transformers']}; {report['seconds']:.0f} seconds). Quality on held-out text, before "
             "→ after attention transfer; speed of the whole model by length in tokens:",
             "",
-            markdown_table([column.title for column in summary.columns], summary.rows, text_columns=None),
+            markdown_table(summary.titles, summary.rows, text_columns=None),
             "",
             *(f"- {sentence}" for sentence in report["verdicts"][:2]),
             "",
@@ -105,7 +105,7 @@ def _evaluation_table(path: Path) -> str:
         f"**{report['model']['name']}** at {recommendations['length']:,} tokens ({machine(report)}, transformers "
         f"{report['versions']['transformers']}; [the whole report]({_link(path.with_name('report.html'))})):",
         "",
-        markdown_table([column.title for column in summary.columns], summary.rows, text_columns=None),
+        markdown_table(summary.titles, summary.rows, text_columns=None),
         "",
         *(f"- **{entry['name']}**: {entry['call']}: {entry['words']}" for entry in recommendations["verdicts"]),
     ]
