@@ -296,7 +296,10 @@ class _Run:
                 evaluate_every=max(steps // self.sizes.evaluations, 1),
                 progress=lambda step, total, loss: on_progress(f"attention transfer, loss {loss:.3f}", step, total),
             )
-            losses = [{"metric": "loss", "value": loss, "step": step} for step, loss in enumerate(done.losses, start=1)]
+            losses: list[dict[str, Any]] = []
+            losses += [
+                {"metric": "loss", "value": loss, "step": step} for step, loss in enumerate(done.losses, start=1)
+            ]
             losses += [{"metric": "held_out_loss", "value": loss, "step": step} for step, loss in done.held_out]
             totals = {"steps": done.steps, "best_step": done.best_step, "seconds": done.seconds}
             values = [*({"metric": name, "value": value} for name, value in totals.items()), *losses]

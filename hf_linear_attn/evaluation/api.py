@@ -150,7 +150,8 @@ def show(evaluation: Any, screen: ConsoleProgress, path: Path) -> None:
     while columns:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("attention", no_wrap=True)
-        used, cells = max(map(len, index)) + 4, []
+        used = max(map(len, index)) + 4
+        cells: list[list[str]] = []
         while columns:
             column = [printable(text, encoding) for text in frame[columns[0]]]
             needed = max(map(len, [*columns[0].split(), *column])) + 2
@@ -274,7 +275,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         name = config.name or Path(source.name_or_path or type(source).__name__).name
         model, kind = source.eval(), models.kind_of(source)
         models.check_exact(model, name, kind)
-        tokenizer = tokenizer or models.load_tokenizer(source.name_or_path)
+        tokenizer = tokenizer or models.load_tokenizer(str(source.name_or_path))
     else:
         name = config.name or (Path(source).resolve().name if Path(source).is_dir() else str(source))
         loaded = models.load_config(str(source))
@@ -309,7 +310,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         metrics.append(SentencePairMetric(pairs))
         inputs.facts["sentence_pairs"] = pairs.source
     if kind == "encoder":
-        metrics.append(EmbeddingMetric(model, inputs.held_out, {"data": inputs.hash, **inputs.facts["held_out"]}))
+        metrics.append(EmbeddingMetric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
     return Evaluator(
         exact, inputs, settings, metrics, Records(), models.label_groups(groups), models.label_groups(baselines)

@@ -278,7 +278,7 @@ class Settings:
         batch_size: Sequences in one step of transfer.
         evaluations: How often the validation sequences are evaluated during a transfer, to keep its best step.
         train_sequences, validation_sequences: Sequences of the transfer.
-        held_out_sequences, fidelity_sequences: Sequences of embeddings and of fidelity.
+        test_sequences, fidelity_sequences: Sequences of embeddings and of fidelity.
         perplexity_tokens: Tokens of the perplexity.
         lengths: Timed lengths.
         length: The length of the user's inputs, one of `lengths` (None: nothing is timed).
@@ -298,7 +298,7 @@ class Settings:
     evaluations: int
     train_sequences: int
     validation_sequences: int
-    held_out_sequences: int
+    test_sequences: int
     fidelity_sequences: int
     perplexity_tokens: int
     lengths: tuple[int, ...]
@@ -347,7 +347,7 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
         evaluations=2 if quick else 4,
         train_sequences=batch_size * (26 if quick else 120),
         validation_sequences=batch_size * (1 if quick else 2),
-        held_out_sequences=max(24 if quick else 128, batch_size),
+        test_sequences=max(24 if quick else 128, batch_size),
         fidelity_sequences=max(4 if quick else 24, batch_size),
         perplexity_tokens=4096 if quick else 16384,
         lengths=tuple(sorted({*lengths, own})),

@@ -9,7 +9,7 @@ import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ EXACT_LABEL, NO_ATTENTION = "exact", "none"
 LEARNED_FOLDER = "learned"
 
 #: Lengths at which throughput is timed, where they are measured; the shortest and the longest are added.
-SHOWN_LENGTHS = (512, 2048, 8192)
+USUAL_LENGTHS = (512, 2048, 8192)
 
 Loader = Callable[[], PreTrainedModel]
 
@@ -358,7 +358,7 @@ class _SpeedMeasurement:
         labels: Sequence[str],
         lengths: Sequence[int],
         batch_size: int,
-        run: Callable[[Any, int], dict[str, Values]],
+        run: Callable[..., dict[str, Values]],
         predict: Callable[[int], Forecast] | None = None,
     ) -> dict[int, dict[str, Record]]:
         """Measure at each length until time or memory would not suffice. The last length predicts the next one."""
@@ -369,19 +369,17 @@ class _SpeedMeasurement:
                 expected = predict(length) if predict else self._longer(done, length)
                 reason = expected.reason_to_skip(self.settings.seconds, self.exact.model.device)
             if reason is None:
-                several = f", {batch_size} sequences" if batch_size > 1 else ""
-                self.progress.status(f"{measurement}{several}: {length:,} tokens")
+                batch = f", {batch_size} sequences" if batch_size > 1 else ""
+                self.progress.status(f"{measurement}{batch}: {length:,} tokens")
                 try:
-                    results = self._measure(
-                        measurement, labels, length, batch_size, lambda models, length=length: run(models, length)
-                    )  # type: ignore[misc]
+                    results = self._measure(measurement, labels, length, batch_size, partial(run, length=length))
                 except torch.cuda.OutOfMemoryError:
                     torch.cuda.empty_cache()
                     reason = "the device has no more memory"
             if reason is not None:
                 left = ", ".join(f"{length:,}" for length in lengths[index:])
-                several = f" with {batch_size} sequences" if batch_size > 1 else ""
-                self.evaluator.notes.append(f"{measurement}{several} was not timed at {left} tokens: {reason}.")
+                batch = f" with {batch_size} sequences" if batch_size > 1 else ""
+                self.evaluator.notes.append(f"{measurement}{batch} was not timed at {left} tokens: {reason}.")
                 break
             done[length] = results
         return done
@@ -426,7 +424,7 @@ class _SpeedMeasurement:
             rows = {label: _cost(record) for label, record in single[length].items()}
             return forecast(rows, lambda label: size, lambda label: size)
 
-        lengths = shown_lengths(list(single), self.settings.length)
+        lengths = lengths_to_show(list(single), self.settings.length)
         self._passes(measurement, labels, lengths, size, predict=predict)
 
     def _layer(self, models: Any, length: int) -> dict[str, Values]:
@@ -441,7 +439,7 @@ class _SpeedMeasurement:
         if size == 1:
             return
         free = free_memory(self.exact.model.device)
-        for context in shown_lengths(list(contexts), self.settings.length):
+        for context in lengths_to_show(list(contexts), self.settings.length):
             needed = size * sum(record.value("cache_bytes") or 0 for record in single[context].values())
             if free is None or needed <= MEMORY_SHARE * free:
                 self._decode(labels, context, size)
@@ -491,18 +489,18 @@ def _cost(record: Record) -> tuple[float, float | None]:
     return record.value("seconds") or 0.0, record.value("peak_memory")
 
 
-def shown_lengths(lengths: Sequence[int], own: int | None = None) -> list[int]:
+def lengths_to_show(lengths: Sequence[int], own: int | None = None) -> list[int]:
     """Return at most four lengths to show: the user's own, the usual ones if measured, the shortest, the longest."""
     if not lengths:
         return []
-    chosen = sorted({lengths[0], lengths[-1], *(length for length in SHOWN_LENGTHS if length in lengths)})[-4:]
-    if own in lengths and own not in chosen:
+    chosen = sorted({lengths[0], lengths[-1], *(length for length in USUAL_LENGTHS if length in lengths)})[-4:]
+    if own is not None and own in lengths and own not in chosen:
         nearest = min(chosen, key=lambda length: abs(length - own))
         chosen[chosen.index(nearest)] = own
     return sorted(chosen)
 
 
-def given_again(folder: str) -> Loader:
+def missing_loader(folder: str) -> Loader:
     """Return a loader for a checkpoint of an earlier run, whose folder must be given again if it is needed."""
 
     def load() -> PreTrainedModel:
@@ -513,4 +511,4 @@ def given_again(folder: str) -> Loader:
 
 def checkpoint_of(fact: Mapping[str, Any]) -> Checkpoint:
     """Return a checkpoint of an earlier run from what the records say about it."""
-    return Checkpoint(fact["folder"], fact["fingerprint"], given_again(fact["folder"]))
+    return Checkpoint(fact["folder"], fact["fingerprint"], missing_loader(fact["folder"]))

@@ -53,7 +53,7 @@ class Fidelity:
         return sum(values) / len(values)
 
 
-class _Sums:
+class _Totals:
     def __init__(self) -> None:
         self.kl: Tensor | None = None
         self.rows = torch.zeros((), dtype=torch.float64)
@@ -86,17 +86,19 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tens
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
     backbone = model if model.config.is_encoder_decoder else model.base_model
     accepted = set(inspect.signature(backbone.forward).parameters)
-    sums: dict[int, _Sums] = {}
+    totals: dict[int, _Totals] = {}
 
     def observer(call: AttentionCall) -> None:
-        sums.setdefault(id(call.module), _Sums()).add(call)
+        totals.setdefault(id(call.module), _Totals()).add(call)
 
     training = model.training
     model.eval()
     cosine, tokens = 0.0, 0
     try:
         for batch in batches:
-            inputs: dict[str, Any] = {name: held.to(model.device) for name, held in batch.items() if name in accepted}
+            inputs: dict[str, Any] = {
+                name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted
+            }
             if "use_cache" in accepted:
                 inputs["use_cache"] = False
             with observe_attention(model, observer):
@@ -110,17 +112,17 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tens
         model.train(training)
     if not tokens:
         raise ValueError("No batches to measure on.")
-    return Fidelity(_layers(model, sums), cosine / tokens, tokens)
+    return Fidelity(_layers(model, totals), cosine / tokens, tokens)
 
 
-def _layers(model: PreTrainedModel, sums: dict[int, _Sums]) -> list[LayerFidelity]:
+def _layers(model: PreTrainedModel, totals: dict[int, _Totals]) -> list[LayerFidelity]:
     saved = getattr(model.config, CONFIG_FIELD)["layers"]
     rows = []
     for index, layer in enumerate(self_attention(model)):
-        if getattr(layer.module, SUBMODULE, None) is None or id(layer.module) not in sums:
+        if getattr(layer.module, SUBMODULE, None) is None or id(layer.module) not in totals:
             continue
-        held = sums[id(layer.module)]
-        kl = None if held.kl is None else (held.kl / held.rows.clamp_min(1)).tolist()
-        error = (held.error / held.norm.clamp_min(1e-300)).sqrt().tolist()
+        total = totals[id(layer.module)]
+        kl = None if total.kl is None else (total.kl / total.rows.clamp_min(1)).tolist()
+        error = (total.error / total.norm.clamp_min(1e-300)).sqrt().tolist()
         rows.append(LayerFidelity(index, layer.name, saved[str(index)]["attention"], kl, error))
     return rows

@@ -28,7 +28,7 @@ class EvaluationInputs:
     Attributes:
         train, validation: For attention transfer; `validation` chooses the best step and is not trained on.
         fidelity: A part of the held-out data.
-        held_out: Passages that are used for nothing but the reported values.
+        test: Passages that are used for nothing but the reported values.
         documents: Token ids of held-out documents, for the perplexity.
         labeled: Suffix of a validation set -> batches with labels.
         tokens: Token ids that inputs for timing are made from.
@@ -39,7 +39,7 @@ class EvaluationInputs:
     train: list[Batch]
     validation: list[Batch]
     fidelity: list[Batch]
-    held_out: list[Batch] = field(default_factory=list)
+    test: list[Batch] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     labeled: dict[str, list[Batch]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -55,27 +55,27 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
     """
     length, pad, size = settings.sequence_length, pad_token(tokenizer), settings.batch_size
     train = token_passages(tokenizer, text.train, length, settings.train_sequences)
-    held_out = token_passages(tokenizer, text.held_out, length, settings.held_out_sequences)
-    if len(train) < 4 or len(held_out) < 2:
+    test = token_passages(tokenizer, text.held_out, length, settings.test_sequences)
+    if len(train) < 4 or len(test) < 2:
         raise ValueError(
-            f"{text.source!r} gives {len(train)} training and {len(held_out)} held-out sequences of up to {length} "
+            f"{text.source!r} gives {len(train)} training and {len(test)} held-out sequences of up to {length} "
             "tokens; 4 and 2 are needed. Give a longer text."
         )
     random.Random(settings.seed).shuffle(train)
     count = max(1, min(settings.validation_sequences, len(train) // 4))
-    fidelity = evenly_spread(held_out, settings.fidelity_sequences)
+    fidelity = evenly_spread(test, settings.fidelity_sequences)
     return EvaluationInputs(
         train=padded_batches(train[count:], size, pad),
         validation=padded_batches(train[:count], size, pad),
         fidelity=padded_batches(fidelity, size, pad),
-        held_out=padded_batches(held_out, size, pad),
+        test=padded_batches(test, size, pad),
         documents=token_documents(tokenizer, text.held_out, settings.perplexity_tokens),
-        tokens=[token for sequence in held_out for token in sequence],
+        tokens=[token for sequence in test for token in sequence],
         hash=text.sha256,
         facts={
             "source": text.source,
             "train": input_lengths(train[count:]),
-            "held_out": input_lengths(held_out),
+            "held_out": input_lengths(test),
             "fidelity": input_lengths(fidelity),
         },
     )

@@ -156,7 +156,7 @@ class DamageUnit:
         return self.template.format(round(self.sign * damage, 6) + 0.0)
 
 
-_NUMBER = r"(?P<amount>\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)"
 _SPEEDUP = rf"{_NUMBER}\s*[x×]\s*(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
 
 #: For each measurement, the first unit is shown where the budget is a speedup.
@@ -217,7 +217,7 @@ class Budget:
     """The largest damage in a unit, or (`unit` None) the smallest speedup at a length in tokens."""
 
     text: str
-    amount: float
+    limit: float
     unit: DamageUnit | None = None
     length: int | None = None
 
@@ -232,17 +232,17 @@ class Budget:
         for unit in DAMAGE_UNITS.values():
             match = re.fullmatch(unit.pattern, text, re.IGNORECASE)
             if match:
-                return cls(text, float(match["amount"]), unit)
+                return cls(text, float(match["limit"]), unit)
         match = re.fullmatch(_SPEEDUP, text, re.IGNORECASE)
         if match is None:
             examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
             raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {examples} or '2x at 4096'.")
         length = int(re.sub(r"[,_]", "", match["length"])) * (1024 if match["kilo"] else 1)
-        if float(match["amount"]) <= 1:
+        if float(match["limit"]) <= 1:
             raise ValueError(f"The budget {text!r} is no speedup. Give more than 1x, for example '2x at 4096'.")
         if length < 16:
             raise ValueError(f"The budget {text!r} is a speedup at {length} tokens. Give 16 tokens or more.")
-        return cls(text, float(match["amount"]), None, length)
+        return cls(text, float(match["limit"]), None, length)
 
     def check_measurement(self, measurement: str) -> None:
         """Raise a ValueError with an example unless this budget is a speedup or fits the measurement."""
@@ -396,7 +396,7 @@ class LayerSearchResult:
 
     def summary(self) -> list[str]:
         """Return the findings as sentences, the most important first."""
-        sentences = [_verdict(self), *_warnings(self), _speed_sentence(self), _extreme_layers(self)]
+        sentences = [_conclusion(self), *_warnings(self), _speed_sentence(self), _extreme_layers(self)]
         last = self.curve[-1]
         if last["count"] != self.chosen["count"]:
             speed = "".join(f", {value:.2f}× at {int(length):,} tokens" for length, value in last["speedup"].items())
@@ -411,7 +411,7 @@ class LayerSearchResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything in a form that JSON can hold."""
         values = {name: value for name, value in vars(self).items() if name not in ("budget", "unit")}
-        budget = {"text": self.budget.text, "amount": self.budget.amount, "length": self.budget.length}
+        budget = {"text": self.budget.text, "limit": self.budget.limit, "length": self.budget.length}
         return json_safe({"budget": budget, "unit": self.unit.name, **values, "plan": self.plan})
 
     @classmethod
@@ -437,7 +437,7 @@ def _plan_text(result: LayerSearchResult) -> str:
     return f"{len(indices)} of {result.num_layers} layers as {result.attention} ({noun} {text})"
 
 
-def _verdict(result: LayerSearchResult) -> str:
+def _conclusion(result: LayerSearchResult) -> str:
     """The first sentence: whether the budget is met, and by what."""
     budget, plan, unit = result.budget, _plan_text(result), result.unit
     chosen, verified = result.chosen, result.verified
@@ -741,9 +741,9 @@ class _LayerSearch:
 
     def is_within_budget(self, row: Mapping[str, Any], informative: bool) -> bool:
         if self.budget.unit is None:
-            return row["speedup"][str(self.budget.length)] >= self.budget.amount
+            return row["speedup"][str(self.budget.length)] >= self.budget.limit
         damage = row["damage"]
-        return informative and damage is not None and damage <= self.budget.amount and not row["chance"]
+        return informative and damage is not None and damage <= self.budget.limit and not row["chance"]
 
     def choose(self, curve: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
         """Choose a row of the curve; where none is within the budget, the nearest one, with False."""

@@ -59,7 +59,7 @@ def _plot_damage(axes: Any, result: LayerSearchResult) -> None:
     points = [(row["count"], row["damage"]) for row in result.curve if row["damage"] is not None]
     axes.plot(*zip(*points, strict=True), color=BLUE, marker="o", label="on the data of the choice")
     if result.budget.unit is not None:
-        limit = result.budget.amount
+        limit = result.budget.limit
         axes.axhline(limit, color="black", linestyle="--", label=f"budget: {result.budget.text}")
         if 0 < limit < max(value for _, value in points) / 12:
             # Without this scale the budget would lie on the axis.
@@ -83,7 +83,7 @@ def _plot_speed(axes: Any, result: LayerSearchResult, lengths: list[str]) -> Non
         values = [row["speedup"][length] for row in result.curve]
         axes.plot(counts, values, color=color, marker="s^Dv"[index % 4], label=f"{int(length):,} tokens")
     if result.budget.length is not None:
-        axes.axhline(result.budget.amount, color="black", linestyle="--", label=f"budget: {result.budget.text}")
+        axes.axhline(result.budget.limit, color="black", linestyle="--", label=f"budget: {result.budget.text}")
     axes.axvline(result.chosen["count"], color=ORANGE, linewidth=1.2, linestyle=":")
     axes.set_ylabel(f"times as fast as {result.baseline}")
 

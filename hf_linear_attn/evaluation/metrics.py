@@ -172,8 +172,8 @@ def measure_perplexity(
             index = (positions * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
             bins[0].index_add_(0, index, losses[counted])
             bins[1].index_add_(0, index, torch.ones_like(losses[counted]))
-            sums = losses.masked_fill(~counted, 0.0).sum(dim=1)
-            per_window += list(zip(sums.tolist(), counted.sum(dim=1).tolist(), strict=True))
+            totals = losses.masked_fill(~counted, 0.0).sum(dim=1)
+            per_window += list(zip(totals.tolist(), counted.sum(dim=1).tolist(), strict=True))
     tokens = int(bins[1].sum())
     loss = float(bins[0].sum()) / tokens
     stderr = math.sqrt(sum((total - loss * count) ** 2 for total, count in per_window)) / tokens
@@ -311,14 +311,14 @@ class ClassificationMetric:
         exact = self._exact_logits[suffix]
         own = exact if model is self._exact else classifier_logits(model, self._batches[suffix])
         labels = torch.cat([batch["labels"] for batch in self._batches[suffix]]).numpy()
-        answers = (own.squeeze(-1) if self._regression else own.argmax(dim=-1)).numpy()
-        scores = compute_metrics(self.metrics, answers, labels)
+        predictions = (own.squeeze(-1) if self._regression else own.argmax(dim=-1)).numpy()
+        scores = compute_metrics(self.metrics, predictions, labels)
         if self._regression:
             variance = exact.double().var(correction=0).clamp_min(1e-12)
             divergence = float((exact - own).double().square().mean() / variance)
         else:
             divergence = kl_divergence(exact.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(labels)
-        stderr = bootstrap_stderr(self.metrics[0], answers, labels)
+        stderr = bootstrap_stderr(self.metrics[0], predictions, labels)
         return {**scores, "divergence": divergence, "stderr": stderr, "rows": len(labels)}
 
 

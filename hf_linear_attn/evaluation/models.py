@@ -75,8 +75,8 @@ class ExactModel:
 
     def conditions(self, attention: str, measurement: str, **parts: Any) -> Conditions:
         """Return the conditions of a measurement of this model with a mechanism."""
-        place = {"device": self.device, "versions": self.versions}
-        return Conditions(self.name, self.fingerprint, attention, measurement, **{**place, **parts})
+        surroundings = {"device": self.device, "versions": self.versions}
+        return Conditions(self.name, self.fingerprint, attention, measurement, **{**surroundings, **parts})
 
     def facts(self) -> dict[str, Any]:
         """Return what a report says about the model."""

@@ -140,7 +140,7 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     if not score.higher_is_better:
         if min(points) > 0 and max(points) / min(points) > 4:
             axes.set_yscale("log")
-            _plain_ticks(axes.yaxis, points, lambda value: f"{value:g}")
+            _label_ticks(axes.yaxis, points, lambda value: f"{value:g}")
         axes.invert_yaxis()
     axes.set_xlabel(f"times as fast as exact attention at {length:,} tokens")
     axes.set_title(f"{score.title} against speed")
@@ -275,16 +275,16 @@ def _lines(
     axes.set_xscale("log", base=2)
     lengths = sorted({int(length) for length in rows["length"]})
     step = max(1, math.ceil(len(lengths) / 5))
-    shown = lengths[::-1][::step][::-1]
-    axes.set_xticks(shown, [_short(length) for length in shown])
+    ticks = lengths[::-1][::step][::-1]
+    axes.set_xticks(ticks, [_short(length) for length in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     if values:
         axes.set_yscale("log")
-        _plain_ticks(axes.yaxis, values, unit)
+        _label_ticks(axes.yaxis, values, unit)
 
 
-def _plain_ticks(axis: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
+def _label_ticks(axis: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
     """Ticks at 1, 2, 5 times a power of ten (or at powers only on a long axis), written with their unit."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 

@@ -151,7 +151,7 @@ def _by_length(evaluation: Evaluation, measurement: str, metric: str, batch_size
     for label in evaluation.labels:
         row = {}
         for length in lengths:
-            columns = {"label": label, "length": length, "batch_size": batch_size}
+            columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
             number = evaluation.value(measurement, metric, **columns)
             if number is None:
                 continue

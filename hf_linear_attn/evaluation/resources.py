@@ -68,8 +68,8 @@ def _backward_flops(
 
 
 def peak_memory(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int | None:
-    """Bytes that one call needs at its peak beyond what was held before it: of the allocator on a GPU, of the resident
-    set of the process on a CPU (None where the system does not tell: it takes Linux).
+    """Bytes that one call needs at its peak beyond what was allocated before it: of the allocator on a GPU, of the
+    resident set of the process on a CPU (None where the system does not tell: it takes Linux).
 
     Freed memory is handed back to the system first. What is smaller than a few hundred kilobytes is noise.
     """
@@ -98,7 +98,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
-    known = [held for held in (_available(), _left_of_group()) if held is not None]
+    known = [size for size in (_available(), _left_of_group()) if size is not None]
     return min(known) if device.type == "cpu" and known else None
 
 
@@ -113,11 +113,11 @@ def _left_of_group() -> int | None:
     """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
     for folder, limit, used, dropped in GROUPS:
         try:
-            most, held = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+            limit_bytes, used_bytes = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
             counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
         except (OSError, ValueError):  # no such group, or "max"
             continue
-        return max(0, most - held + int(counts.get(dropped, 0)))
+        return max(0, limit_bytes - used_bytes + int(counts.get(dropped, 0)))
     return None
 
 

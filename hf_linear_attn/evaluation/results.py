@@ -14,7 +14,7 @@ from ..utils.environment import json_safe
 from ..utils.files import atomic_write
 from ..utils.formatting import fixed, format_bytes, format_rate, format_seconds
 from ..utils.timing import Crossover, crossover
-from .evaluator import EXACT_LABEL, shown_lengths
+from .evaluator import EXACT_LABEL, lengths_to_show
 from .metrics import Score
 from .records import RECORDS_FILE, Records
 from .speed import DECODING, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
@@ -198,7 +198,7 @@ class Evaluation:
 
     def speedup(self, label: str, length: int, measurement: str = FORWARD, batch_size: int = 1) -> float | None:
         """Return the time of the exact model divided by this one's; both were timed side by side."""
-        columns = {"label": label, "length": length, "batch_size": batch_size}
+        columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
         return self.value(measurement, "seconds", column="speedup", **columns)
 
     # ---------------------------------------------------------------------------------------------- comparisons
@@ -229,9 +229,9 @@ class Evaluation:
         if len(scores) < 2 or any(one is None or not one.valid for one in comparisons):
             return None
         known = [one for one in comparisons if one is not None]
-        shares = [_kept_share(one, one.own.mean) for one in known]
+        shares = [_retained_share(one, one.own.mean) for one in known]
         runs = list(zip(*(one.own.values for one in known), strict=False))
-        means = [sum(map(_kept_share, known, run)) / len(run) for run in runs]
+        means = [sum(map(_retained_share, known, run)) / len(run) for run in runs]
         same = len({len(one.own.values) for one in known}) == 1 and len(means) > 1
         return sum(shares) / len(shares), _std(means) if same else None
 
@@ -350,7 +350,7 @@ class Evaluation:
     def _speed_row(self, label: str) -> dict[str, str]:
         row: dict[str, str] = {}
         own = self.length
-        for length in shown_lengths(self.lengths(FORWARD), own):
+        for length in lengths_to_show(self.lengths(FORWARD), own):
             row[f"at {length:,}"] = self._time_text(label, FORWARD, length)
         change = self.crossover(label) if label in self.mechanisms else None
         row["faster from"] = "–" if change is None else str(change)
@@ -359,18 +359,18 @@ class Evaluation:
             row[f"memory at {own:,}"] = "–" if memory is None else format_bytes(memory)
         size = self.throughput_batch_size
         for measurement, title in ((FORWARD, "tokens/s"), (TRAINING, "training tokens/s")):
-            length = self._nearest(measurement, size) if size > 1 else None
+            nearest = self._nearest(measurement, size) if size > 1 else None
             rate = (
                 None
-                if length is None
-                else self.value(measurement, "tokens_per_second", label=label, length=length, batch_size=size)
+                if nearest is None
+                else self.value(measurement, "tokens_per_second", label=label, length=nearest, batch_size=size)
             )
             if rate is not None:
-                row[f"{title}, {size} × {length:,}"] = format_rate(rate)
+                row[f"{title}, {size} × {nearest:,}"] = format_rate(rate)
         for measurement in (TRAINING, PREFILL, DECODING):
-            length = self._nearest(measurement, 1)
-            if length is not None:
-                row[f"{measurement} at {length:,}"] = self._time_text(label, measurement, length)
+            nearest = self._nearest(measurement, 1)
+            if nearest is not None:
+                row[f"{measurement} at {nearest:,}"] = self._time_text(label, measurement, nearest)
         context = self._nearest(DECODING, 1)
         if context is not None:
             cache = self.value(DECODING, "cache_bytes", label=label, length=context, batch_size=1)
@@ -382,7 +382,7 @@ class Evaluation:
         return min(lengths, key=lambda length: abs(length - (self.length or length))) if lengths else None
 
     def _time_text(self, label: str, measurement: str, length: int) -> str:
-        columns = {"label": label, "length": length, "batch_size": 1}
+        columns: dict[str, Any] = {"label": label, "length": length, "batch_size": 1}
         if label == EXACT_LABEL:
             seconds = self.value(measurement, "seconds", **columns)
             return "–" if seconds is None else format_seconds(seconds)
@@ -431,7 +431,7 @@ class Evaluation:
         return self.summary().to_html()
 
 
-def _kept_share(comparison: Comparison, own: float) -> float:
+def _retained_share(comparison: Comparison, own: float) -> float:
     """The share of the exact model's score that a score keeps, at most 1."""
     exact = comparison.exact.mean
     return min(1.0, own / exact if comparison.score.higher_is_better else exact / own)

@@ -91,8 +91,8 @@ def read_stream(
     source, start, cache = iter(tokens), 0, None
     while True:
         first = start if period is None else start % period
-        room = chunk_length if period is None else min(chunk_length, period - first)
-        piece = list(itertools.islice(source, room))
+        size = chunk_length if period is None else min(chunk_length, period - first)
+        piece = list(itertools.islice(source, size))
         if not piece:
             return
         if policy.resets and first == 0:
@@ -104,7 +104,9 @@ def read_stream(
                 "extend_positions(model, N)."
             )
         ids = torch.tensor([piece], device=model.device)
-        output = model(ids, past_key_values=cache, use_cache=True, **_places(model, first, ids, needed=policy.wraps))
+        output = model(
+            ids, past_key_values=cache, use_cache=True, **_position_inputs(model, first, ids, needed=policy.wraps)
+        )
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             raise ValueError(f"{type(model).__name__} keeps no state: a stream needs a decoder.")
@@ -113,15 +115,15 @@ def read_stream(
 
 
 def _period(model: PreTrainedModel, period: int | None, limit: int | None) -> int:
-    found = period or limit or longest_input(model)
-    if found is None:
+    period = period or limit or longest_input(model)
+    if period is None:
         raise ValueError(f"The config of {type(model).__name__} tells no longest input. Give a period.")
-    if found < 1 or found > (limit or found):
-        raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {found!r}.")
-    return found
+    if period < 1 or period > (limit or period):
+        raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
+    return period
 
 
-def _places(model: PreTrainedModel, first: int, ids: Tensor, needed: bool) -> dict[str, Tensor]:
+def _position_inputs(model: PreTrainedModel, first: int, ids: Tensor, needed: bool) -> dict[str, Tensor]:
     if "position_ids" in inspect.signature(model.forward).parameters:
         return {"position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
     if needed:
@@ -150,8 +152,8 @@ def cache_bytes(cache: Cache) -> int:
     total = 0
     for layer in cache.layers:
         own = getattr(layer, "nbytes", None)
-        held = (getattr(layer, name, None) for name in ("keys", "values"))
-        total += own() if own is not None else sum(t.nbytes for t in held if isinstance(t, Tensor))
+        tensors = (getattr(layer, name, None) for name in ("keys", "values"))
+        total += own() if own is not None else sum(t.nbytes for t in tensors if isinstance(t, Tensor))
     return total
 
 

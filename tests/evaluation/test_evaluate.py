@@ -162,8 +162,8 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
     inputs = text_inputs(read_text(text), tiny_tokenizer(), Settings(**evaluation.info["settings"]))
     model = AutoModel.from_pretrained(folder / "bert").eval()
-    exact = sentence_embeddings(model, inputs.held_out)
-    linear = sentence_embeddings(hla.patch_model(model, "elu"), inputs.held_out)
+    exact = sentence_embeddings(model, inputs.test)
+    linear = sentence_embeddings(hla.patch_model(model, "elu"), inputs.test)
     cosine = torch.nn.functional.cosine_similarity(exact, linear).mean()
     assert evaluation.quality(SENTENCE_EMBEDDINGS, "elu").mean == pytest.approx(float(cosine), rel=1e-4)
 

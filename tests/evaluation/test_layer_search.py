@@ -49,7 +49,7 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
 )
 def test_budgets_are_read(text: str, unit: str | None, limit: float, length: int | None) -> None:
     budget = Budget.parse(text)
-    assert (budget.unit and budget.unit.name, budget.amount, budget.length) == (unit, limit, length)
+    assert (budget.unit and budget.unit.name, budget.limit, budget.length) == (unit, limit, length)
 
 
 @pytest.mark.parametrize("text", ["", "1%", "perplexity", "-1% perplexity", "2x", "fast", "1e3 nats", "2 at 4096"])
