@@ -135,11 +135,11 @@ The exit code is 0 if the budget is met, and 1 if it is not.""",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
-        (sys.stdout if words else sys.stderr).write(overview())
-        return 0 if words else 2
-    name, *rest = words
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not argv or argv[0] in ("-h", "--help"):
+        (sys.stdout if argv else sys.stderr).write(overview())
+        return 0 if argv else 2
+    name, *rest = argv
     if name == "--version":
         sys.stdout.write(f"{PROGRAM} {__version__}\n")
         return 0
@@ -172,16 +172,17 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
     """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_verb`."""
-    result = _resolve(VERBS[name].function)(parse_verb(name, arguments))
+    config = parse_verb(name, arguments)  # first: the help must not load the verb's module, which imports torch
+    result = _resolve(VERBS[name].function)(config)
     return result if isinstance(result, int) else 0
 
 
 def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:
     """Run a verb with the YAML file of a recipe, or with the one that the arguments name, and return the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not any(word == "--config" or word.startswith("--config=") for word in words):
-        words = ["--config", default_config, *words]
-    return main([verb, *words])
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not any(argument == "--config" or argument.startswith("--config=") for argument in argv):
+        argv = ["--config", default_config, *argv]
+    return main([verb, *argv])
 
 
 def overview() -> str:

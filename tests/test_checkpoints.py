@@ -114,7 +114,7 @@ def test_auto_classes_with_trust_remote_code(family, tmp_path):
     assert hla.is_patched(base)
 
 
-def test_a_plain_load_raises_at_the_first_forward(checkpoint):
+def test_loading_without_the_package_class_raises_at_the_first_forward(checkpoint):
     unpatched = BertForMaskedLM.from_pretrained(checkpoint[1])
     with pytest.raises(RuntimeError, match=r"holds no linear attention.*load_pretrained\(path\)"):
         unpatched(token_ids())
@@ -177,7 +177,7 @@ def test_output_loading_info(checkpoint):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_push_to_hub_goes_through_save_pretrained(monkeypatch):
+def test_push_to_hub_uses_save_pretrained(monkeypatch):
     uploaded = {}
 
     def create_commit(self, *args, operations=(), **kwargs):
@@ -215,7 +215,7 @@ def test_an_unpatched_checkpoint(tmp_path):
         hla.load_pretrained(str(tmp_path))
 
 
-def test_no_such_folder(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(OSError, match="nothing"):
         hla.load_pretrained(str(tmp_path / "nothing"))
 

@@ -77,8 +77,8 @@ def test_help_of_every_verb_is_light() -> None:
     """Neither torch nor transformers is loaded before a verb runs."""
     code = (
         "import sys; from hf_linear_attn.cli import VERBS, main\n"
-        "for words in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in VERBS)):\n"
-        "    assert main(words) == 0\n"
+        "for arguments in (['--version'], ['--help'], *([verb, '--help', 'all'] for verb in VERBS)):\n"
+        "    assert main(arguments) == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -155,7 +155,7 @@ def test_traceback_on_request(tmp_path: Path) -> None:
         run("info", tmp_path, "--traceback")
 
 
-def test_a_fresh_process_is_light_and_errors_are_plain() -> None:
+def test_list_loads_no_modeling_file_and_errors_have_no_traceback() -> None:
     """`list` must not load any modeling file, and `python -m` is the same command."""
     code = (
         "import sys; from hf_linear_attn.cli import main\n"

@@ -52,7 +52,7 @@ def test_the_default_is_window_everywhere():
     ],
     ids=str,
 )
-def test_ways_to_say_what_goes_where(attention_argument, kwargs, expected):
+def test_forms_of_the_attention_argument(attention_argument, kwargs, expected):
     assert attentions(hla.patch_model(GPT2.build(), attention_argument, **kwargs)) == expected
 
 

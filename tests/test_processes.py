@@ -48,7 +48,7 @@ def test_importing_the_package_is_light():
     assert result.returncode == 0, result.stderr
 
 
-def test_a_plain_load_elsewhere_raises_and_a_trusting_one_works(folder):
+def test_loading_elsewhere_needs_trust_remote_code(folder):
     result = run(
         "import sys, torch\n"
         "from transformers import AutoModelForMaskedLM\n"

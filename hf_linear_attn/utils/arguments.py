@@ -192,12 +192,12 @@ def parse_config(
     """Read a config from command-line arguments and from the YAML files of `--config`, which the arguments override.
 
     A flag is `--section.name VALUE` or `--section.name=VALUE`; dashes and underscores are the same. A list takes
-    several words, or one with commas; a flag of a list that is repeated adds to it. A boolean flag needs no value.
+    several values, or one with commas; a flag of a list that is repeated adds to it. A boolean flag needs no value.
     `--print_config` prints the config as YAML. `--help` shows the options marked `common`, `--help all` all of them.
 
     Args:
         config_class: A dataclass; its `__post_init__` checks what a type cannot express.
-        arguments: The words after the command.
+        arguments: The arguments after the command.
         program: How the command is called, for the help and for messages.
         description: First paragraph of the help.
         examples: Last paragraph of the help.
@@ -209,22 +209,22 @@ def parse_config(
         SystemExit: The help or the config was printed.
     """
     options, arguments = _options(config_class), list(arguments)
-    if any(word in ("-h", "--help", "--help_all", "--help-all") for word in arguments):
-        index = next(index for index, word in enumerate(arguments) if word.startswith(("-h", "--help")))
+    if any(argument in ("-h", "--help", "--help_all", "--help-all") for argument in arguments):
+        index = next(index for index, argument in enumerate(arguments) if argument.startswith(("-h", "--help")))
         full = arguments[index] in ("--help_all", "--help-all") or arguments[index + 1 : index + 2] == ["all"]
         sys.stdout.write(_help(config_class, options, program, description, examples, positionals, full))
         raise SystemExit(0)
     files, values = _split_arguments(arguments, options, positionals)
     contents = [_checked_yaml(_read_yaml(file), options, file) for file in files]
-    words = [f"--config={json.dumps(content, ensure_ascii=False)}" for content in contents if content]
-    words += [f"--{name}={value}" for name, value in values if name not in COMMON_FLAGS]
+    parser_arguments = [f"--config={json.dumps(content, ensure_ascii=False)}" for content in contents if content]
+    parser_arguments += [f"--{name}={value}" for name, value in values if name not in COMMON_FLAGS]
     known = {name for name, _ in values}.union(*(flatten(content) for content in contents))
     for name, entry in options.items():
         if entry.default is MISSING and name not in known:
             raise UsageError(f"{name.upper() if name in positionals else f'--{name}'} is missing. See --help.")
     parser = _parser(config_class, program)
     try:
-        namespace = parser.parse_args(words)
+        namespace = parser.parse_args(parser_arguments)
     except argparse.ArgumentError as error:
         raise UsageError(_type_error(str(error), options)) from error
     _check_finite(namespace, options)
@@ -289,16 +289,16 @@ def _split_arguments(
     files: list[str] = []
     values: list[tuple[str, str]] = []
     lists: dict[str, list[str]] = {}
-    free = list(positionals)
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            if not free:
-                raise UsageError(f"unexpected argument {word!r}. Options are given as --name value.")
-            values.append((free.pop(0), word))
+    unfilled_positionals = list(positionals)
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--"):
+            if not unfilled_positionals:
+                raise UsageError(f"unexpected argument {argument!r}. Options are given as --name value.")
+            values.append((unfilled_positionals.pop(0), argument))
             continue
-        flag, equals, value = word[2:].partition("=")
+        flag, equals, value = argument[2:].partition("=")
         name = flag.replace("-", "_")
         if name in ("print_config", "traceback"):
             values.append((name, "true"))
@@ -306,31 +306,32 @@ def _split_arguments(
         entry = options.get(name) or _option_of(options, name)
         if entry is None and name != "config":
             raise UsageError(f"unknown option --{flag}.{_suggestion(name, options, '--')}")
-        taken = [value] if equals else _take_values(words, name, entry)
+        flag_values = [value] if equals else _pop_values(remaining, name, entry)
         if name == "config":
-            files.append(taken[0])
-        elif entry is not None and entry.is_list and taken != ["null"]:
-            lists.setdefault(name, []).extend(_list_items(taken))
+            files.append(flag_values[0])
+        elif entry is not None and entry.is_list and flag_values != ["null"]:
+            lists.setdefault(name, []).extend(_list_items(flag_values))
         else:
-            values.append((name, taken[0]))
+            values.append((name, flag_values[0]))
     values += [(name, json.dumps(items, ensure_ascii=False)) for name, items in lists.items()]
     return files, values
 
 
-def _take_values(words: list[str], name: str, entry: _Option | None) -> list[str]:
-    """Remove the values of a flag from the front of the words that follow it."""
+def _pop_values(remaining: list[str], name: str, entry: _Option | None) -> list[str]:
+    """Remove the values of a flag from the front of the arguments that follow it, and return them."""
     count = 0
-    while count < len(words) and not words[count].startswith("--"):
+    while count < len(remaining) and not remaining[count].startswith("--"):
         count += 1
         if entry is None or not entry.is_list:
             break
-    if entry is not None and entry.hint is bool and (not count or words[0].lower() not in ("true", "false", "null")):
+    is_flag = entry is not None and entry.hint is bool
+    if is_flag and (not count or remaining[0].lower() not in ("true", "false", "null")):
         return ["true"]
     if not count:
         raise UsageError(f"--{name} needs a value.")
-    taken = words[:count]
-    del words[:count]
-    return taken
+    values = remaining[:count]
+    del remaining[:count]
+    return values
 
 
 def _list_items(values: Sequence[str]) -> list[Any]:
@@ -398,7 +399,7 @@ def _suggestion(name: str, options: Mapping[str, _Option], dashes: str) -> str:
 
 
 def _type_error(message: str, options: Mapping[str, _Option]) -> str:
-    """jsonargparse's message about a value in our words: the flag, what it must be, and the value."""
+    """Rewrite jsonargparse's message about a value: the flag, what it must be, and the value."""
     key = re.search(r'[Kk]ey "([\w.]+)"', message)
     entry = options.get(key[1]) if key else None
     value = re.search(r"(?:Got value|Given value): (.*)", message)

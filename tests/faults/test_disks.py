@@ -188,7 +188,7 @@ def test_checkpoint_on_a_full_disk(tmp_path: Path, observed: Observed) -> None:
     group="full disk", what="too little room before the training starts", expected="told before the first step"
 )
 @pytest.mark.long
-def test_no_room_from_the_start(tmp_path: Path, observed: Observed) -> None:
+def test_a_disk_too_small_from_the_start(tmp_path: Path, observed: Observed) -> None:
     encoder, task = prepared(tmp_path)
     with mounted(tmp_path / "disk", "-o", "size=600k") as disk:
         observed(

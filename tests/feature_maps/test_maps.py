@@ -59,8 +59,8 @@ def test_made_on_the_meta_device_a_map_has_its_values(name):
 @every_feature_map()
 def test_the_formula_for_kernels_has_as_many_features(name):
     built = feature_map(name)
-    for side in built.fused(SCALING) or ():
-        assert side.num_features(6) == built.num_features
+    for fused_map in built.fused(SCALING) or ():
+        assert fused_map.num_features(6) == built.num_features
 
 
 def fresh(name):

@@ -72,7 +72,7 @@ def test_draws_follow_from_the_seed_and_the_count():
     assert not torch.equal(rows(first)[0], rows(other)[0])
 
 
-def test_a_saved_model_goes_on_where_it_stopped(tmp_path):
+def test_redraws_resume_from_a_saved_model(tmp_path):
     model = patched(2).train()
     draws(model, 3)
     loaded = saved_and_loaded(model, tmp_path).train()

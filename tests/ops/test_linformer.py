@@ -30,7 +30,7 @@ def test_segment_means_average_equal_segments(slots, length):
     assert bool((rows >= 0).all())
 
 
-def test_whole_segments_are_plain_means():
+def test_complete_segments_are_averaged():
     assert_close(ops.segment_means(3, 12), torch.eye(3).repeat_interleave(4, dim=1) / 4)
 
 

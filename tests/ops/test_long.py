@@ -26,7 +26,7 @@ def error_of_the_last_rows(built, length, causal, rows=32):
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 @every_feature_map()
-def test_sums_over_16k_tokens_do_not_drift(name, causal):
+def test_accumulation_over_16k_tokens_does_not_drift(name, causal):
     built = feature_map(name, 2, 1)
     short, long = (error_of_the_last_rows(built, length, causal) for length in (1024, 16384))
     # Outputs shrink like 1/√L while sums grow: √16 = 4 is allowed on top of the rounding at 1k.

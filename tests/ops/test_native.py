@@ -163,7 +163,7 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3, 70), *slow((1,), (64,), (100, 101))], ids=str)
 @pytest.mark.parametrize("name", QUICK_MAPS)
-def test_a_state_goes_on_where_it_stopped(name, cuts):
+def test_resuming_from_a_state(name, cuts):
     shape = (2, 4, 2, 150)
     feature_map = build(name, 4, 2, 9, 6)
     query, key, value = inputs(shape)

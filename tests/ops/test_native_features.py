@@ -77,7 +77,7 @@ def test_decayed_output_is_the_definitions(shape, kind):
 @pytest.mark.parametrize("value_dim", [6, 32])
 @pytest.mark.parametrize("make", [lambda *a: kernelized(a[0], squared, *a[1:], True), lambda *a: gated(*a)])
 @torch.no_grad()
-def test_a_state_goes_on_where_it_stopped_on_either_backend(monkeypatch, make, value_dim, cuts):
+def test_resuming_from_a_state_of_either_backend(monkeypatch, make, value_dim, cuts):
     """Pieces alternate between native and torch: the state is the same tensor to both. Blocks are small here."""
     monkeypatch.setattr(native_backend, "block_length", lambda *_: 32)
     shape = (2, 4, 2, 150)

@@ -14,7 +14,7 @@ SIX = torch.zeros(4, 6, 6)
 
 
 @pytest.mark.parametrize(
-    ("side", "features", "reason"),
+    ("fused_map", "features", "reason"),
     [
         (FusedMap("softmax-pair", SIX.to("meta")), 12, "on another device"),
         (
@@ -29,9 +29,9 @@ SIX = torch.zeros(4, 6, 6)
         (FusedMap("relu", SIX, SIX[0, :3]), 6, r"the weights of the feature map have the sizes \[3, 6\]"),
     ],
 )
-def test_formulas_that_do_not_fit_are_refused(side, features, reason):
+def test_formulas_that_do_not_fit_are_refused(fused_map, features, reason):
     """A kernel takes addresses and sizes as they are given: it would read or write beyond a tensor."""
     q, k, v = qkv(5, groups=4)
     functions = [lambda x, start: Features(x)] * 2
-    call = KernelizedCall(q, k, v, *functions, (side, side), features, False)
+    call = KernelizedCall(q, k, v, *functions, (fused_map, fused_map), features, False)
     assert re.search(reason, NativeBackend().unsupported_reason(call) or "")

@@ -87,7 +87,7 @@ def test_output_and_gradients_are_the_definitions(shape, window, feature_map, ki
 @pytest.mark.parametrize("cuts", [(1, 2, 3, 70), *slow((1,), (64,), (100, 101))], ids=str)
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize(("window", "saturation"), [(3, None), (64, None), (7, 20)])
-def test_a_state_goes_on_where_it_stopped(window, saturation, kind, cuts):
+def test_resuming_from_a_state(window, saturation, kind, cuts):
     shape = (2, 4, 2, 150)
     mechanism = build(shape, window, "hedgehog", saturation=saturation)
     tensors, mask = inputs(shape), masks(shape, kind)

@@ -46,7 +46,7 @@ def test_steps_are_the_same_whether_the_state_may_be_overwritten_or_not(name, ba
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("name", ["elu", "hedgehog", "favor+", "window"])
-def test_a_step_of_the_kernels_takes_no_new_memory_for_the_sums(name):
+def test_a_native_step_allocates_no_new_state(name):
     module = workloads.build(name, heads=4, head_dim=16, longest=256, causal=True, seed=0)
     _, state = run(module, tokens(90, 0), None, "native")
     _, after = run(module, tokens(1, 1), InPlaceState(state), "native")

@@ -397,7 +397,7 @@ def test_states_made_anew_after_every_step_are_not_made_ready(name):
         assert state.prepared_step is None
 
 
-def test_weights_that_come_and_go_are_not_held():
+def test_offloaded_weights_are_not_prepared():
     module = build("hedgehog")
     module._hf_hook = object()
     assert begun(module).prepared_step is None

@@ -59,7 +59,7 @@ def test_every_gradient_is_the_definitions(name, shape, kind, causal):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_a_state_goes_on_where_it_stopped(name):
+def test_resuming_from_a_state(name):
     shape, cuts = (2, 2, 1, 60), (1, 2, 42)
     length = shape[3]
     feature_map = build(name, 2, 1, 9, 6)
@@ -219,7 +219,7 @@ def test_every_registered_map_that_has_a_formula():
             continue
         actual += 1
         call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)
-        formulas = tuple(check.feature_function(side) for side in fused)
+        formulas = tuple(check.feature_function(fused_map) for fused_map in fused)
         with torch.no_grad():
             expected = backends.TorchBackend().run(call)[0]
             assert_near(BACKEND.run(call)[0], expected, 1e-4)

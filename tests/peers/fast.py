@@ -119,7 +119,7 @@ def favor_plus(size: float, dtype: torch.dtype, eps: float, stabilize: bool = Fa
 
 
 @compare(FAST, MODULE, mechanism="favor+", case="hyperbolic, same rows, their eps set to 0")
-def favor_plus_plain() -> Outputs:
+def favor_plus_without_epsilon() -> Outputs:
     return favor_plus(1.0, torch.float64, 0.0)
 
 

@@ -16,7 +16,7 @@ LINFORMER = Package("linformer", "pip install linformer")
 MODULE = "linformer"
 SLOTS = 12
 #: A row with padding keeps so many tokens.
-KEPT = LENGTH - 12
+UNPADDED = LENGTH - 12
 
 PADDING = "takes no mask (a `mask` argument is swallowed without a word): padding is projected into the slots"
 
@@ -71,19 +71,19 @@ def full_length() -> Outputs:
 
 @compare(LINFORMER, MODULE, mechanism="linformer", case="same projections, a shorter input (ours with fit='truncate')")
 def shorter() -> Outputs:
-    return unmasked(KEPT)
+    return unmasked(UNPADDED)
 
 
 @compare(LINFORMER, MODULE, mechanism="linformer", case="a row with 12 tokens of padding", differs=PADDING)
 def padded_row() -> Outputs:
     """Real tokens of the second row; the definition is that of the row by itself."""
     theirs, x = layer(), tokens()
-    mask = padding_mask([LENGTH, KEPT], LENGTH, "right")
+    mask = padding_mask([LENGTH, UNPADDED], LENGTH, "right")
     module, (q, k, v) = ours_with(theirs), heads(theirs, x)
     ours, _ = module(AttentionInputs(q, k, v, scaling=SCALING, causal=False, mask=mask))
-    short_q, short_k, short_v = (tensor[1:, :, :KEPT] for tensor in (q, k, v))
+    short_q, short_k, short_v = (tensor[1:, :, :UNPADDED] for tensor in (q, k, v))
     unpadded = definition(short_q, short_k, short_v, module)
-    return Outputs(theirs(x, mask=mask)[1, :KEPT], out(theirs, ours)[1, :KEPT], out(theirs, unpadded)[0])
+    return Outputs(theirs(x, mask=mask)[1, :UNPADDED], out(theirs, ours)[1, :UNPADDED], out(theirs, unpadded)[0])
 
 
 @compare(

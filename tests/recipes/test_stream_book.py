@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def words(folder, *more):
+def arguments_for(folder, *more):
     small = ["--steps", "2", "--train-length", "16", "--every", "500", "--tokens", "1500"]
     text = str(folder / "book.txt")
     return ["--model", str(folder / "decoder"), "--text", text, "--train-text", text, *small, *more]
@@ -35,7 +35,10 @@ def words(folder, *more):
 def test_the_book_is_read_at_constant_memory(recipe, folder, tmp_path, positions, capsys):
     out = tmp_path / "runs.json"
     for chunk in ("64", "64", "1"):
-        assert recipe.main(words(folder, "--positions", positions, "--chunk-length", chunk, "--out", str(out))) == 0
+        assert (
+            recipe.main(arguments_for(folder, "--positions", positions, "--chunk-length", chunk, "--out", str(out)))
+            == 0
+        )
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert [row["settings"]["chunk_length"] for row in rows] == [64, 1]  # the second run took the place of the first
     for row in rows:
@@ -52,14 +55,14 @@ def test_the_book_is_read_at_constant_memory(recipe, folder, tmp_path, positions
 
 def test_counting_on_ends_with_a_learned_table(recipe, folder):
     with pytest.raises(ValueError, match=r"beyond the 96 learned positions.*extend_positions"):
-        recipe.main(words(folder, "--positions", "continue"))
-    assert recipe.main(words(folder, "--positions", "continue", "--max-length", "1600")) == 0
+        recipe.main(arguments_for(folder, "--positions", "continue"))
+    assert recipe.main(arguments_for(folder, "--positions", "continue", "--max-length", "1600")) == 0
 
 
 def test_exact_attention_grows_unless_it_restarts(recipe, folder):
     exact = ["--attention", "softmax"]
-    assert recipe.main(words(folder, *exact, "--positions", "wrap", "--every", "700")) == 1
-    assert recipe.main(words(folder, *exact, "--positions", "restart", "--period", "50", "--every", "400")) == 0
+    assert recipe.main(arguments_for(folder, *exact, "--positions", "wrap", "--every", "700")) == 1
+    assert recipe.main(arguments_for(folder, *exact, "--positions", "restart", "--period", "50", "--every", "400")) == 0
 
 
 def test_a_patched_checkpoint_is_read_as_it_is(recipe, folder, tmp_path):
@@ -69,7 +72,7 @@ def test_a_patched_checkpoint_is_read_as_it_is(recipe, folder, tmp_path):
     model.save_pretrained(tmp_path / "patched")
     AutoTokenizer.from_pretrained(folder / "decoder").save_pretrained(tmp_path / "patched")
     out = tmp_path / "runs.json"
-    arguments = words(folder, "--out", str(out))
+    arguments = arguments_for(folder, "--out", str(out))
     arguments[1] = str(tmp_path / "patched")
     assert recipe.main(arguments) == 0
     assert json.loads(out.read_text(encoding="utf-8"))["rows"][0]["attention"] == ["elu"]
@@ -77,7 +80,7 @@ def test_a_patched_checkpoint_is_read_as_it_is(recipe, folder, tmp_path):
 
 def test_an_empty_book_is_reported(recipe, folder, tmp_path):
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
-    arguments = words(folder)
+    arguments = arguments_for(folder)
     arguments[3] = str(tmp_path / "empty.txt")
     if recipe.AutoTokenizer.from_pretrained(folder / "decoder").bos_token_id is None:
         with pytest.raises(ValueError, match="holds no text"):

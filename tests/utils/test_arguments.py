@@ -33,7 +33,7 @@ class Section:
     quick: bool = option(False, "quick")
     mode: Literal["a", "b"] = option("a", "a mode")
     lengths: tuple[int, ...] = option((1, 2), "lengths")
-    words: tuple[str, ...] | None = option(None, "words")
+    columns: tuple[str, ...] | None = option(None, "columns")
     options: dict[str, Any] = option(factory=dict, help="options")
 
 
@@ -78,8 +78,8 @@ VALUES = [
     ("mode", "b", "b"),
     ("lengths", "[]", ()),
     ("lengths", "[4, -5]", (4, -5)),
-    ("words", "null", None),
-    ("words", "[my column]", ("my column",)),
+    ("columns", "null", None),
+    ("columns", "[my column]", ("my column",)),
     ("options", "{}", {}),
     ("options", "{seed: 1, deep: {a: [1, 2]}}", {"seed": 1, "deep": {"a": [1, 2]}}),
 ]
@@ -191,7 +191,7 @@ def test_configs_check_themselves():
 
 
 @pytest.mark.parametrize(
-    "config", [Config(), Config("m", Section(title="t", lengths=(), options={"a": {"b": 1e-3}}, words=("a b", "c")))]
+    "config", [Config(), Config("m", Section(title="t", lengths=(), options={"a": {"b": 1e-3}}, columns=("a b", "c")))]
 )
 def test_round_trip_through_yaml_and_json(tmp_path, config):
     file = yaml_file(tmp_path, yaml.safe_dump(json.loads(json.dumps(to_dict(config))), sort_keys=False))

@@ -131,8 +131,8 @@ def _backward_bidirectional(
     batch, heads, length, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     split, key_split = _blocks(query, call), _blocks(key, call)
-    query_sums, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
-    scan(query_sums, value.shape[3], repeats=heads // groups, total=True)
+    query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+    scan(query_states, value.shape[3], repeats=heads // groups, total=True)
     to_value = token_major(batch, groups, keys, value.shape[3], value.dtype, value.device)
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     launch(
@@ -142,7 +142,7 @@ def _backward_bidirectional(
     )  # fmt: skip
     launch(
         kernels.backward_bidirectional, (batch * groups, key_split.spans), rows(key), rows(value), *masks, None, None,
-        query_sums, rows(before[1]), rows(to_value), maps[1], groups, groups, keys, key_split.span,
+        query_states, rows(before[1]), rows(to_value), maps[1], groups, groups, keys, key_split.span,
         split.spans * (heads // groups), key_split.columns, key_split.tokens, warps=8,
     )  # fmt: skip
     return before, to_value
