@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -131,7 +132,7 @@ class TaskData:
             return TaskMetrics(self.metric_names).compute(
                 predictions=prediction.predictions, references=prediction.label_ids
             )
-        loss, count = prediction.predictions.astype("float64").sum(axis=0)
+        loss, count = np.asarray(prediction.predictions, dtype="float64").sum(axis=0)
         if not count:
             raise ValueError("The validation data has no token to predict.")
         return {"loss": float(loss / count), "perplexity": math.exp(min(loss / count, 700.0))}

@@ -153,7 +153,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     layer: LinearStateLayer | None = forward_context.take_cache_layer()
     weights_requested = attention_weights_requested(call.kwargs)
     if call.mask is not None and call.mask.dim() == 4:
-        mask = _check_full_mask(call, mechanism, layer)
+        mask: Tensor | None = _check_full_mask(call, mechanism, layer)
         out = mechanism.dense_forward(
             call.query, call.key, call.value, scaling=call.scaling, causal=call.causal, mask=mask
         )

@@ -65,9 +65,9 @@ class _Pool(NamedTuple):
 
 
 class _Matches(NamedTuple):
-    """Keys that one round selects for a block of queries: index `[B, G, n, C]`, position, and which are valid."""
+    """Keys that one round selects for a block of queries: key_index `[B, G, n, C]`, position, and which are valid."""
 
-    index: Tensor
+    key_index: Tensor
     position: Tensor
     valid: Tensor
 
@@ -152,18 +152,20 @@ def _correct(
     """Replace estimates by exact weights: rows `[B, G, n, …]`, base sums `[B, G, n, …]`."""
     logits, estimates, values = [], [], []
     for match, pool in zip(matches, pools, strict=True):
-        key = pool.take(pool.key, match.index).to(dtype)
+        key = pool.take(pool.key, match.key_index).to(dtype)
         exact = _dot(rows.query[..., :-1], key)
         logits.append(exact.masked_fill(~match.valid, float("-inf")))
         features = key_features(key.flatten(2, 3), 0)
-        estimate = _dot(rows.features.values, features.values.view(*match.index.shape, -1))
+        estimate = _dot(rows.features.values, features.values.view(*match.key_index.shape, -1))
         assert features.log_scale is not None
         assert rows.features.log_scale is not None
         # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.
-        gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(match.index.shape)
+        gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(match.key_index.shape)
         estimates.append((estimate * gap.clamp(max=0.0).exp()).masked_fill(~match.valid, 0.0))
         values.append(
-            with_ones(pool.take(pool.value, match.index).to(dtype).flatten(2, 3)).unflatten(2, match.index.shape[2:])
+            with_ones(pool.take(pool.value, match.key_index).to(dtype).flatten(2, 3)).unflatten(
+                2, match.key_index.shape[2:]
+            )
         )
     logit, estimate, value = torch.cat(logits, dim=-1), torch.cat(estimates, dim=-1), torch.cat(values, dim=3)
     top = torch.maximum(base.log_scale, logit.detach().amax(dim=-1))
@@ -200,7 +202,9 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     for start in range(0, length, max(step, 1)):
         now = slice(start, min(start + max(step, 1), length))
         grouped = make_query_rows(query[:, :, now], call.query_features, start, groups, call.scaling, zero_mix)
-        features = Features(*(None if x is None else x.flatten(2, 3) for x in grouped.features))
+        log_scale = grouped.features.log_scale
+        log_scale = None if log_scale is None else log_scale.flatten(2, 3)
+        features = Features(grouped.features.values.flatten(2, 3), log_scale)
         rows = QueryRows(grouped.query.flatten(2, 3), features)
         position = positions[:, None, None, now].expand(grouped.query.shape[:-1]).flatten(2)
         hashed = query[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3)
@@ -251,5 +255,7 @@ def bucket_pairs(
     folded = query.reshape(batch, groups, -1, query.shape[-1])
     pairs = torch.zeros(batch, groups, folded.shape[2], length, dtype=torch.bool, device=key.device)
     for match in select_keys(pools, folded, position, hashing, window, causal):
-        pairs |= torch.zeros_like(pairs, dtype=torch.int8).scatter_add_(3, match.index, match.valid.to(torch.int8)) > 0
+        pairs |= (
+            torch.zeros_like(pairs, dtype=torch.int8).scatter_add_(3, match.key_index, match.valid.to(torch.int8)) > 0
+        )
     return pairs.view(batch, heads, length, length)

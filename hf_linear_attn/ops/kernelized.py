@@ -195,7 +195,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
         for low in range(0, stop - start, chunk):
             high = min(low + chunk, stop - start)
             chunk_q, chunk_v = queries[:, :, :, low:high], values[:, :, low:high]
-            chunk_k = Features(*(None if tensor is None else tensor[:, :, low:high] for tensor in keys))
+            chunk_scale = None if keys.log_scale is None else keys.log_scale[:, :, low:high]
+            chunk_k = Features(keys.values[:, :, low:high], chunk_scale)
             numerator, denominator = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
             heads_first = numerator.view(batch, heads, high - low, -1), denominator.view(batch, heads, high - low)
             outputs.add_quotient(*heads_first, signed=signed)

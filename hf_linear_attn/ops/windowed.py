@@ -167,7 +167,7 @@ class Tokens(NamedTuple):
     #: Mixing weights of the rows, `[B | 1, H, L | 1]`.
     log_mix: Tensor
     #: Index of each new token among the queries `[B, L]` (None: its own index).
-    index: Tensor | None
+    query_index: Tensor | None
 
 
 def gather_tokens(
@@ -246,9 +246,9 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
         scales.append(chunk.log_scale.flatten(1, 2))
         far = merge_keys(far, older, near_value[:, :, :size])
     joined, scale = torch.cat(values, dim=2), torch.cat(scales, dim=2)
-    if tokens.index is not None:
-        joined = mask_tokens(take_tokens(joined, tokens.index), call.mask)
-        scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.index).squeeze(-1), call.mask)
+    if tokens.query_index is not None:
+        joined = mask_tokens(take_tokens(joined, tokens.query_index), call.mask)
+        scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.query_index).squeeze(-1), call.mask)
     return Accumulator(joined, scale), {**(far or {}), **make_ring(tokens, length)}
 
 

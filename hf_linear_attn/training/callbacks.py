@@ -81,6 +81,7 @@ class InterruptionCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise the error once the checkpoint is written."""
         if self._received is not None:
+            assert args.output_dir is not None  # TrainingArguments sets it.
             raise InterruptedRunError(
                 f"Interrupted after step {state.global_step} of {state.max_steps}; a checkpoint is in "
                 f"{str(Path(args.output_dir) / f'checkpoint-{state.global_step}')!r}. {self.remedy}",

@@ -323,7 +323,7 @@ def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]
     for entry in state.log_history:
         metrics = data.own_metrics({name: value for name, value in entry.items() if name.startswith("eval_")})
         if metrics:
-            evaluations.setdefault(entry["step"], {}).update(metrics)
+            evaluations.setdefault(int(entry["step"]), {}).update(metrics)
     runtime = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     return {
         "step": state.global_step,

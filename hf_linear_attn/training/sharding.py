@@ -153,8 +153,9 @@ def reshard(model: nn.Module) -> None:
     It leaves those of the last modules as they are; whoever asks for the parameters then gets the gathered ones.
     """
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        free = getattr(module, "reshard", None)
+        if free is not None:
+            free()
 
 
 def release(model: Any) -> None:
@@ -269,8 +270,8 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
     # Parameters that several modules share, such as tied weights, stay shared.
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in skeleton.modules():
-        for key, parameter in module._parameters.items():
-            owners.setdefault(id(parameter), []).append((module, key))
+        for key, shared in module._parameters.items():
+            owners.setdefault(id(shared), []).append((module, key))
     for name, parameter in list(skeleton.named_parameters()):
         for module, key in owners[id(parameter)]:
             module._parameters[key] = values[name]

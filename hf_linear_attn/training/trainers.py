@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
 from ..integration.attention import SUBMODULE, exact_attention
 from ..patching import check_model
@@ -75,6 +75,10 @@ class FinetuningTrainer(Trainer):
     #: Each loss is divided by the number of targets of all accumulated batches.
     loss_is_scaled_for_ga = True
 
+    args: FinetuningConfig
+    model: nn.Module
+    data_collator: SeededCollator
+
     def __init__(
         self, model: PreTrainedModel | nn.Module | None = None, args: FinetuningConfig | None = None, **kwargs: Any
     ) -> None:
@@ -96,12 +100,13 @@ class FinetuningTrainer(Trainer):
         self._in_training_step = False
         self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
         self._last_logged_step = self._last_saved_step = 0
-        self._interruption = next(
+        interruption = next(
             (item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)), None
         )
-        if self._interruption is None:
-            self._interruption = InterruptionCallback()
-            self.add_callback(self._interruption)
+        if interruption is None:
+            interruption = InterruptionCallback()
+            self.add_callback(interruption)
+        self._interruption = interruption
 
     # ---------------------------------------------------------------------------------------------- the loss
 
@@ -195,15 +200,23 @@ class FinetuningTrainer(Trainer):
         losses, counts = self.accelerator.gather_for_metrics((losses, counts))
         self._evaluation_totals += torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: torch.utils.data.DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.
 
         The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
         """
         self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         loss, count = self._evaluation_totals.tolist()
         if count:
+            assert output.metrics is not None
             output.metrics[f"{metric_key_prefix}_loss"] = loss / count
         return output
 
@@ -225,7 +238,9 @@ class FinetuningTrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is not None:
             return self.optimizer
-        optimizer_class, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+        optimizer_class, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, cast(PreTrainedModel, model)
+        )
         if {"params", "model", "optimizer_dict"} & options.keys() or not isinstance(optimizer_class, type):
             return super().create_optimizer(model)  # an optimizer that chooses its parameters itself
         groups = parameter_groups(model, self.args)
@@ -235,7 +250,7 @@ class FinetuningTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         sampler = super()._get_train_sampler(dataset)
         lengths = getattr(sampler, "lengths", None)
         if sampler is None or not (isinstance(sampler, torch.utils.data.RandomSampler) or lengths is not None):
@@ -243,6 +258,7 @@ class FinetuningTrainer(Trainer):
         if self.args.train_sampling_strategy not in ("random", "group_by_length"):
             return sampler
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(self.args.world_size, 1)
+        assert self.args.data_seed is not None  # The config sets it.
         self._sampler = EpochSampler(len(dataset), self.args.data_seed, lengths, rows)
         return self._sampler
 
@@ -255,11 +271,11 @@ class FinetuningTrainer(Trainer):
         finally:
             self.data_collator = training_collator
 
-    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+    def _run_epoch(self, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
         self.data_collator.set_epoch(epoch)
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
-        super()._run_epoch(epoch=epoch, **kwargs)
+        super()._run_epoch(model, epoch, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------- sharding
 
@@ -286,6 +302,7 @@ class FinetuningTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         # accelerate finds the shard of a parameter by its address, which empty shards do not have: the optimizer of a
         # model that has been sharded before would get others.
+        assert self.optimizer is not None
         for group, expected in zip(self.optimizer.param_groups, parameter_groups(self.model, self.args), strict=True):
             group["params"] = expected["params"]
         if resume_from_checkpoint is not None:
@@ -294,11 +311,12 @@ class FinetuningTrainer(Trainer):
             self._load_scaler(resume_from_checkpoint)
         return prepared
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train to the end, optionally from a checkpoint.
 
         Args:
             resume_from_checkpoint: A checkpoint's folder, or True for the last one in `output_dir`.
+            args: As of `Trainer.train`.
             kwargs: As of `Trainer.train`.
 
         Raises:
@@ -306,7 +324,7 @@ class FinetuningTrainer(Trainer):
             FloatingPointError: The loss is infinite or NaN.
             ValueError: There is no checkpoint, or it was written by another number of processes.
         """
-        folder = Path(self.args.output_dir)
+        folder = self._output_folder
         if self.is_world_process_zero() and folder.is_dir():
             remove_partial_files(folder)
         self.accelerator.wait_for_everyone()
@@ -319,16 +337,21 @@ class FinetuningTrainer(Trainer):
         self._last_logged_step = 0
         self._loss_parts.clear()
         try:
-            return super().train(resume_from_checkpoint, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
                 # accelerate wraps the forward pass of the model itself in mixed precision, for good.
                 self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             self._interruption.restore_handlers()
 
+    @property
+    def _output_folder(self) -> Path:
+        assert self.args.output_dir is not None  # TrainingArguments sets it.
+        return Path(self.args.output_dir)
+
     def last_checkpoint(self) -> str | None:
         """Return the folder of the last checkpoint in `output_dir`, or None."""
-        folder = Path(self.args.output_dir)
+        folder = self._output_folder
         return get_last_checkpoint(folder) if folder.is_dir() else None
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -336,7 +359,7 @@ class FinetuningTrainer(Trainer):
         self._last_logged_step = self.state.global_step
         if self.state.best_global_step and self.state.best_model_checkpoint is None:
             # The output folder may have been moved since the checkpoint was written.
-            best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
+            best = self._output_folder / f"checkpoint-{self.state.best_global_step}"
             self.state.best_model_checkpoint = str(best) if best.is_dir() else None
         return result
 
@@ -391,7 +414,7 @@ class FinetuningTrainer(Trainer):
         super()._save(output_dir, state_dict)
         learned = {} if self.is_fsdp_enabled or self.is_deepspeed_enabled else _outside_adapters(self.model)
         if learned and self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
+            folder = Path(output_dir) if output_dir else self._output_folder
             tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in learned.items()}
             save_file(tensors, str(folder / LEARNED_FILE))
 
@@ -434,6 +457,7 @@ class DistillationTrainer(FinetuningTrainer):
     """
 
     config_class = DistillationConfig
+    args: DistillationConfig
 
     def __init__(
         self,
@@ -467,7 +491,7 @@ class DistillationTrainer(FinetuningTrainer):
         arguments = self._forward_arguments(inputs)
         with_hidden = config.hidden_weight > 0
         needs_teacher = with_hidden or config.logits_weight > 0
-        target = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
+        target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
         rows, classes = select_targets(outputs.logits, labels, shift)
         parts, weights = {}, {}
@@ -532,6 +556,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
     """
 
     config_class = AttentionTransferConfig
+    args: AttentionTransferConfig
+    model: PreTrainedModel
 
     def __init__(
         self, model: PreTrainedModel | None = None, args: AttentionTransferConfig | None = None, **kwargs: Any
@@ -542,7 +568,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
         self._shards = self._is_sharded()
         self._collector = GradientCollector() if self.is_fsdp_enabled else None
-        self.objective = AttentionTransferLoss(
+        self.objective: AttentionTransferLoss = AttentionTransferLoss(
             self.model,
             config.loss,
             steps,
@@ -559,13 +585,13 @@ class AttentionTransferTrainer(FinetuningTrainer):
     def best_step(self) -> int | None:
         return None if self._best is None else self._best[1]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `FinetuningTrainer.train` does. After a FloatingPointError the parameters are restored."""
         self._best = None
         # A resumed run has the evaluation of its start in the checkpoint.
         self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
         with self.objective.training():
-            output = super().train(resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
             reshard(self.model)
             if self._best is not None:
                 _copy_parameters(self.model, self._best[2])
@@ -592,7 +618,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
         step = self.state.global_step + 1
         losses = self.objective(self._prepare_inputs(inputs), step)
         loss = losses.mean() / self.current_gradient_accumulation_steps
-        check_finite_loss(float(loss), step, self.lr_scheduler.base_lrs[0], "Lower learning_rate")
+        assert self.lr_scheduler is not None
+        check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
         if self.accelerator.sync_gradients:
             if self._collector is None:
                 average_gradients(self.objective.parameters)
@@ -641,7 +668,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         state = self.learned_state_dict()
         if not self.args.should_save:
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir) if output_dir else self._output_folder
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.cpu().contiguous() for name, value in state.items()}
         metadata = {}

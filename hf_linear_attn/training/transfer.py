@@ -339,7 +339,7 @@ def _average(value: float, device: torch.device) -> float:
 def _learned_modules(model: PreTrainedModel) -> list[Any]:
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
-    modules = [module.linear_attention for module in attention_modules(model)]
+    modules: list[Any] = [module.linear_attention for module in attention_modules(model)]
     learned = [module for module in modules if any(True for _ in module.parameters())]
     if not learned:
         raise ValueError(

@@ -133,9 +133,10 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
         )  # fmt: skip
         features = maps[0].num_features(case.head_dim)
         functions = feature_function(part[0]), feature_function(part[1])
+        query, key, value = (tensor[:, :, now] for tensor in leaves)
         out, state = run(
             KernelizedCall(
-                *(tensor[:, :, now] for tensor in leaves), *functions, (part[0], part[1]), features, case.causal,
+                query, key, value, *functions, (part[0], part[1]), features, case.causal,
                 mask=mask[:, now], state=state, return_state=case.causal and not case.learning,
             )
         )  # fmt: skip
