@@ -58,8 +58,8 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     skip = (~tokens.valid).sum(dim=1)
     inputs = (tokens.query, tokens.key, tokens.value, tokens.log_mix)
     out, kv, k_sum = _Windowed.apply(*inputs, *tensors, call, maps, None, skip, window)
-    if tokens.index is not None:
-        out = mask_tokens(take_tokens(out, tokens.index), call.mask)
+    if tokens.query_index is not None:
+        out = mask_tokens(take_tokens(out, tokens.query_index), call.mask)
     return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, length)}
 
 
