@@ -83,9 +83,9 @@ def measure(name: str, contexts: list[int], tokens: int, console: Console) -> li
         for _ in range(rounds):
             for (attention, compiled), model in models.items():
                 samples[attention, compiled].append(seconds_a_token(model, compiled, prompt, tokens))
-        for (attention, compiled), taken in samples.items():
+        for (attention, compiled), seconds in samples.items():
             rows.append(
-                {"model": name, "attention": attention, "compiled": compiled, "context": context, **spread(taken)}
+                {"model": name, "attention": attention, "compiled": compiled, "context": context, **spread(seconds)}
             )
     return rows
 

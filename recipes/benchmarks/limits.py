@@ -54,7 +54,7 @@ def causal_products(key: Tensor, value: Tensor, features: int) -> Callable[[], o
     chunk, block = min(CHUNK, length), mapped.shape[1]
     weights = values.new_empty(rows, chunk, chunk)
     inner, outer = values.new_empty(rows, chunk, width), values.new_empty(rows, chunk, width)
-    state, fresh = values.new_zeros(rows, features, width), values.new_empty(rows, features, width)
+    state, update = values.new_zeros(rows, features, width), values.new_empty(rows, features, width)
 
     def run() -> None:
         for start in range(0, length - chunk + 1, chunk):
@@ -63,7 +63,7 @@ def causal_products(key: Tensor, value: Tensor, features: int) -> Callable[[], o
             torch.bmm(mapped_chunk, mapped_chunk.transpose(1, 2), out=weights)
             torch.bmm(weights, value_chunk, out=inner)
             torch.bmm(mapped_chunk, state, out=outer)
-            torch.bmm(mapped_chunk.transpose(1, 2), value_chunk, out=fresh)
+            torch.bmm(mapped_chunk.transpose(1, 2), value_chunk, out=update)
 
     return run
 

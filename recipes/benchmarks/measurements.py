@@ -191,16 +191,16 @@ class Store:
         """Take in the runs and measurements of another store; returns how many measurements were new here."""
         lines: list[dict[str, Any]] = []
         seen = {(measurement.id, measurement.run, measurement.at) for measurement in self}
-        fresh = [measurement for measurement in other if (measurement.id, measurement.run, measurement.at) not in seen]
-        for name in dict.fromkeys(measurement.run for measurement in fresh):
+        new = [measurement for measurement in other if (measurement.id, measurement.run, measurement.at) not in seen]
+        for name in dict.fromkeys(measurement.run for measurement in new):
             if name not in self.runs:
                 self.runs[name] = other.runs[name]
                 lines.append({"kind": "run", **asdict(other.runs[name])})
-        self._write([*lines, *({"kind": "measurement", **asdict(measurement)} for measurement in fresh)])
-        for measurement in fresh:
+        self._write([*lines, *({"kind": "measurement", **asdict(measurement)} for measurement in new)])
+        for measurement in new:
             self._measurements.setdefault(measurement.id, []).append(measurement)
             self._measurements[measurement.id].sort(key=lambda one: one.at)
-        return len(fresh)
+        return len(new)
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
         if self.path is None or not lines:

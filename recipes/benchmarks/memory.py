@@ -39,10 +39,10 @@ def run_memory(bench: Bench) -> list[dict[str, Any]]:
     requests = list(_requests(bench))
     bench.progress.start("memory", len(requests))
     rows: list[dict[str, Any]] = []
-    with _worker(bench) as ask:
+    with _worker(bench) as send_request:
         for index, request in enumerate(requests):
             bench.progress.update(index, f"{request['name']}, {request['length']:,} tokens, {request['pass']}")
-            row = _measured(bench, request, ask)
+            row = _measured(bench, request, send_request)
             if row is not None:
                 rows.append(row)
     return rows
@@ -55,38 +55,38 @@ def _requests(bench: Bench) -> Iterator[dict[str, Any]]:
     for direction in options.direction:
         for what in PASSES.values() if options.backward else (PASSES[False],):
             for length in options.numbers("memory_lengths"):
-                facts = {"direction": direction, "pass": what, "length": length, **shape}
-                yield from _candidates(bench, {"what": "attention", **facts}, (BASELINE, EAGER))
+                workload = {"direction": direction, "pass": what, "length": length, **shape}
+                yield from _candidates(bench, {"what": "attention", **workload}, (BASELINE, EAGER))
     if not options.headlines or options.quick:
         return
     for length in LAYER_LENGTHS:
-        facts = {"direction": "bidirectional", "pass": PASSES[False], "length": length}
-        layer = {"what": LAYER, **facts, "batch": 1, "heads": 12, "head_dim": 64}
+        workload = {"direction": "bidirectional", "pass": PASSES[False], "length": length}
+        layer = {"what": LAYER, **workload, "batch": 1, "heads": 12, "head_dim": 64}
         yield from _candidates(bench, layer, (BASELINE,))
     for length in HEADLINE_LENGTHS:
-        facts = {"direction": "bidirectional", "pass": PASSES[False], "length": length}
-        single = {"what": "attention", **facts, "batch": 1, "heads": 1, "head_dim": 64}
+        workload = {"direction": "bidirectional", "pass": PASSES[False], "length": length}
+        single = {"what": "attention", **workload, "batch": 1, "heads": 1, "head_dim": 64}
         yield from _candidates(bench, single, (BASELINE, EAGER))
 
 
-def _candidates(bench: Bench, facts: dict[str, Any], exact: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _candidates(bench: Bench, workload: dict[str, Any], exact: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for name in exact:
-        request = {**facts, "name": name, "mechanism": None, "backend": workloads.OWN}
+        request = {**workload, "name": name, "mechanism": None, "backend": workloads.OWN}
         if _fits(bench, request):
             yield request
     for name in bench.names(FEW):
-        if not workloads.serves(name, facts["direction"] == "causal"):
+        if not workloads.serves(name, workload["direction"] == "causal"):
             continue
-        for backend in _backends(bench, name, facts):
+        for backend in _backends(bench, name, workload):
             label = name if backend == workloads.OWN else f"{name} [{backend}]"
-            yield {**facts, "name": label, "mechanism": name, "backend": backend}
+            yield {**workload, "name": label, "mechanism": name, "backend": backend}
 
 
-def _backends(bench: Bench, name: str, facts: dict[str, Any]) -> list[str]:
+def _backends(bench: Bench, name: str, workload: dict[str, Any]) -> list[str]:
     """Those that serve it, tried on a short input."""
     options, length = bench.options, 64
-    causal, backward = facts["direction"] == "causal", facts["pass"] == PASSES[True]
-    heads, dim = facts["heads"], facts["head_dim"]
+    causal, backward = workload["direction"] == "causal", workload["pass"] == PASSES[True]
+    heads, dim = workload["heads"], workload["head_dim"]
     inputs = workloads.Inputs.make(1, heads, length, dim, torch.float32, bench.device, options.seed)
     try:
         module = workloads.build(
@@ -96,10 +96,10 @@ def _backends(bench: Bench, name: str, facts: dict[str, Any]) -> list[str]:
             workloads.timed_call(module, inputs, causal, backward), options.backend
         )
     except workloads.UNSUPPORTED_ERRORS as error:
-        bench.note(SECTION, f"{name}, {facts['direction']}: left out ({' '.join(str(error).split())})")
+        bench.note(SECTION, f"{name}, {workload['direction']}: left out ({' '.join(str(error).split())})")
         return []
     for backend, reason in unsupported.items():
-        bench.refuse(SECTION, backend, reason, f"{name} ({facts['direction']}, {facts['pass']})")
+        bench.refuse(SECTION, backend, reason, f"{name} ({workload['direction']}, {workload['pass']})")
     return supported
 
 
@@ -120,7 +120,7 @@ def _fits(bench: Bench, request: dict[str, Any]) -> bool:
     return True
 
 
-def _measured(bench: Bench, request: dict[str, Any], ask: Any) -> dict[str, Any] | None:
+def _measured(bench: Bench, request: dict[str, Any], send_request: Any) -> dict[str, Any] | None:
     shape = {name: request[name] for name in ("batch", "heads", "head_dim")}
     label = f"{shape['batch']}×{shape['heads']}×{shape['head_dim']}"
     measure = {name: request[name] for name in ("direction", "pass", "length")}
@@ -133,17 +133,17 @@ def _measured(bench: Bench, request: dict[str, Any], ask: Any) -> dict[str, Any]
     key = bench.key(model, mechanism, {"what": SECTION, "dtype": "float32", **measure})
     measurement = bench.store.known(key)
     if measurement is None:
-        answer = ask({**request, "seed": bench.options.seed, "device": str(bench.device)})
+        answer = send_request({**request, "seed": bench.options.seed, "device": str(bench.device)})
         if "error" in answer:
             label_text = f"{request['name']}, {request['what']}, {request['direction']}, {request['pass']}"
             bench.note(SECTION, f"{label_text}: left out ({answer['error']})")
             return None
         measurement = bench.store.add(key, answer)
-    facts = {"what": request["what"], "shape": label, **measure, "dtype": "float32"}
+    columns = {"what": request["what"], "shape": label, **measure, "dtype": "float32"}
     return {
         "name": request["name"],
         "mechanism": mechanism,
-        **facts,
+        **columns,
         **measurement.value,
         "measurement": measurement.id,
     }
@@ -155,7 +155,7 @@ def _worker(bench: Bench) -> Iterator[Any]:
     variables = {**os.environ, "OMP_NUM_THREADS": str(bench.options.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
     process: subprocess.Popen[str] | None = None
 
-    def ask(request: dict[str, Any]) -> dict[str, Any]:
+    def send_request(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal process
         if process is None:
             process = subprocess.Popen(
@@ -177,7 +177,7 @@ def _worker(bench: Bench) -> Iterator[Any]:
         return json.loads(line)
 
     try:
-        yield ask
+        yield send_request
     finally:
         if process is not None:
             assert process.stdin is not None

@@ -83,9 +83,11 @@ def main(argv: list[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(0)
     lengths = [min(len(document.split()), arguments.max_length) for document in text.train]
     order = torch.randperm(len(lengths), generator=generator)[: arguments.batch_size * arguments.batches].tolist()
-    made = [torch.randint(1, VOCABULARY, (max(lengths[k], 2),), generator=generator).tolist() for k in order]
-    batches = [made[start : start + arguments.batch_size] for start in range(0, len(made), arguments.batch_size)]
-    tokens = sum(map(len, made))
+    documents = [torch.randint(1, VOCABULARY, (max(lengths[k], 2),), generator=generator).tolist() for k in order]
+    batches = [
+        documents[start : start + arguments.batch_size] for start in range(0, len(documents), arguments.batch_size)
+    ]
+    tokens = sum(map(len, documents))
     computed = sum(len(batch) * max(map(len, batch)) for batch in batches)
     rows = []
     for attention in arguments.attention:
@@ -95,7 +97,11 @@ def main(argv: list[str] | None = None) -> int:
             Console().print(rows[-1])
     report = {
         "format_version": 1,
-        "settings": {"max_length": arguments.max_length, "batch_size": arguments.batch_size, "documents": len(made)},
+        "settings": {
+            "max_length": arguments.max_length,
+            "batch_size": arguments.batch_size,
+            "documents": len(documents),
+        },
         "text": {"source": Path(text.source).name if arguments.text else text.source, "sha256": text.sha256},
         "tokens": {"packed": tokens, "padded": computed},
         "rows": rows,

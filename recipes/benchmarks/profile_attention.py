@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
             for name in (*NAMES, "window")
         ]
         steps = [step(name) for name in NAMES]
-    made = {
+    results = {
         "format_version": 2,
         "settings": {"length": arguments.length, "heads": HEADS, "size": SIZE},
         "environment": environment(torch.device("cpu")),
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         "native_kernels": kernels,
         "steps": steps,
     }
-    write_json(arguments.out, made)
+    write_json(arguments.out, results)
     console.print(f"Written: {arguments.out}")
     return 0
 

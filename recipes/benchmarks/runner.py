@@ -90,17 +90,17 @@ def _measure(
 
     from .bench import Bench
 
-    surroundings = environment(device)
+    machine = environment(device)
     settings = json_safe({**vars(options), "model": source})
-    store.begin(TOOL, settings, surroundings)
-    facts = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **surroundings}
+    store.begin(TOOL, settings, machine)
+    header = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **machine}
     num_known = len(store)
     rows_by_section: dict[str, list[dict[str, Any]]] = {}
     try:
         with Screen(console) as screen:
             if num_known:
-                screen.say(f"taken up: {num_known} measurements of earlier runs")
-            bench = Bench(options, store, screen, machine_key(surroundings), device, source)
+                screen.say(f"resuming after {num_known} measurements of earlier runs")
+            bench = Bench(options, store, screen, machine_key(machine), device, source)
             for name, run in sections().items():
                 if name in options.section:
                     rows_by_section[name] = run(bench)
@@ -108,7 +108,7 @@ def _measure(
     except BaseException:
         show_saved_measurements(console, store, Path(options.output))
         raise
-    return {**facts, "sections": rows_by_section, "notes": bench.all_notes()}
+    return {**header, "sections": rows_by_section, "notes": bench.all_notes()}
 
 
 @contextmanager
@@ -144,9 +144,9 @@ def where(report: dict[str, Any]) -> str:
 
 def write(path: Path, content: bytes) -> None:
     """The whole file or the one before."""
-    fresh = path.with_name(path.name + ".part")
-    fresh.write_bytes(content)
-    fresh.replace(path)
+    partial = path.with_name(path.name + ".part")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def checked_device(name: str) -> Any:
@@ -186,10 +186,10 @@ def open_store(options: BenchmarkOptions) -> Store:
     folder = Path(options.output)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"The output {options.output!r} is a file. Give a folder with --output.")
-    taken = folder.is_dir() and any(folder.iterdir())
-    if taken and not (folder / NAME).is_file():
+    in_use = folder.is_dir() and any(folder.iterdir())
+    if in_use and not (folder / NAME).is_file():
         raise ValueError(f"The folder {options.output!r} holds other files. Give a new one with --output.")
-    if taken and not options.append:
+    if in_use and not options.append:
         raise ValueError(
             f"The folder {options.output!r} holds measurements already. Pass --append to go on or to add to them, or "
             "give another folder with --output."

@@ -53,17 +53,17 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _part(console: Console, table: Table, indices: list[int], widths: list[int]) -> RichTable:
-    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    rich_table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index in indices:
-        made.add_column(
+        rich_table.add_column(
             readable(console, escape(table.columns[index])),
             justify="left" if index == 0 else "right",
             min_width=min(widths[index], max(8, console.width // 2)),
             overflow="fold",
         )
     for row in table.rows:
-        made.add_row(*(readable(console, escape(row[index])) for index in indices))
-    return made
+        rich_table.add_row(*(readable(console, escape(row[index])) for index in indices))
+    return rich_table
 
 
 def show_comparison(

@@ -137,8 +137,8 @@ def read(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace) 
 
 def show(stop: int, loss: float, state_bytes: int) -> dict[str, Any]:
     memory = resident_bytes()
-    shown = "?" if memory is None else f"{memory / 2**20:,.0f} MiB"
-    console.print(f"{stop:>12,} tokens  loss {loss:.3f}  states {state_bytes:,} bytes  resident {shown}")
+    memory_text = "?" if memory is None else f"{memory / 2**20:,.0f} MiB"
+    console.print(f"{stop:>12,} tokens  loss {loss:.3f}  states {state_bytes:,} bytes  resident {memory_text}")
     return {"tokens": stop, "loss": loss, "state_bytes": state_bytes, "resident_bytes": memory}
 
 
@@ -214,9 +214,9 @@ def add(arguments: argparse.Namespace, model: PreTrainedModel, result: dict[str,
     rows = [row_before for row_before in rows if row_before["settings"] != settings] + [json_safe(row)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format_version": 1, "rows": rows}, indent=1, allow_nan=False)
-    aside = arguments.out.with_name(f".{arguments.out.name}.part")
-    aside.write_text(text + "\n", encoding="utf-8")
-    os.replace(aside, arguments.out)
+    partial = arguments.out.with_name(f".{arguments.out.name}.part")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, arguments.out)
 
 
 if __name__ == "__main__":

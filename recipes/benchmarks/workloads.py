@@ -41,8 +41,8 @@ class Inputs:
         cls, batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int
     ) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
-        made = (torch.randn(batch, heads, length, dim, generator=generator).to(device, dtype) for _ in range(4))
-        return cls(*made)
+        tensors = (torch.randn(batch, heads, length, dim, generator=generator).to(device, dtype) for _ in range(4))
+        return cls(*tensors)
 
     @property
     def length(self) -> int:

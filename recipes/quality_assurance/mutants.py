@@ -279,9 +279,9 @@ def written(rows: list[dict[str, Any]], arguments: argparse.Namespace, before: d
     if before is not None and arguments.again:
         sample = before["sample"].removesuffix(AGAIN) + AGAIN
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    about = {"mutmut": version("mutmut"), "commit": commit.strip() or "no commit", "sample": sample}
-    about |= {"environment": environment(torch.device("cpu"))}
-    return {**report, **about}
+    provenance = {"mutmut": version("mutmut"), "commit": commit.strip() or "no commit", "sample": sample}
+    provenance |= {"environment": environment(torch.device("cpu"))}
+    return {**report, **provenance}
 
 
 def cell(text: str) -> str:

@@ -241,12 +241,12 @@ def counts(rows: list[dict[str, str]]) -> dict[str, int]:
 
 def table(report: dict[str, Any]) -> str:
     """The page: numbers by run, every failure with its reason, every reason for skipping."""
-    about = report["source"]
+    source = report["source"]
     lines = [
         "# Transformers' common tests on patched models",
         "",
         "By `python -m recipes.quality_assurance.transformers_tests`: "
-        f"the tests of transformers {report['transformers']} ({about}), "
+        f"the tests of transformers {report['transformers']} ({source}), "
         "over tiny models of five classes for each family. `exact` is the control: the same tests on models that "
         "are not patched.",
         "",
@@ -361,8 +361,8 @@ def with_generation(before: dict[str, Any], runs: list[dict[str, Any]], source: 
     text = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
     (release,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
     generation = before.get("generation", {"runs": []})
-    about = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
-    return {**before, "generation": {"source": about, "runs": merged(generation["runs"], runs)}}
+    source = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
+    return {**before, "generation": {"source": source, "runs": merged(generation["runs"], runs)}}
 
 
 def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

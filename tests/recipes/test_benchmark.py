@@ -66,7 +66,7 @@ def test_what_is_known_is_not_measured_again(ops: tuple[dict[str, Any], str, Pat
     again, screen, _ = run(folder, section=("ops",), backend=("torch",), append=True)
     assert again["sections"] == report["sections"]
     assert (folder / NAME).read_bytes() == before
-    assert "taken up" in screen
+    assert "resuming" in screen
 
 
 def test_a_killed_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
