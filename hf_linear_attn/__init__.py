@@ -14,22 +14,35 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoints import load_pretrained
     from .config import LayerConfig, LinearAttentionConfig
+    from .evaluation.api import evaluate
     from .evaluation.fidelity import Fidelity, measure_fidelity
-    from .integration.attention import AttentionCall, exact_attention, observe_attention
+    from .evaluation.results import Evaluation
+    from .integration.context import is_patched
+    from .integration.exact import AttentionCall, exact_attention, observe_attention
     from .integration.positions import extend_positions
     from .ops.backends import get_backend, list_backends, register_backend, set_backend, use_backend
-    from .patching import PatchReport, is_patched, patch_model, patch_report, unpatch_model
+    from .patching import PatchReport, patch_model, patch_report, unpatch_model
     from .registry import list_attentions, register_attention, register_feature_map
+    from .training.arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
+    from .training.trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
     from .training.transfer import TransferResult, transfer_attention
 
 __all__ = [
     "AttentionCall",
+    "AttentionTransferConfig",
+    "AttentionTransferTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "Evaluation",
     "Fidelity",
+    "FinetuningConfig",
+    "FinetuningTrainer",
     "LayerConfig",
     "LinearAttentionConfig",
     "PatchReport",
     "TransferResult",
     "__version__",
+    "evaluate",
     "exact_attention",
     "extend_positions",
     "get_backend",
@@ -51,21 +64,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AttentionCall": "integration.attention",
+    "AttentionCall": "integration.exact",
+    "AttentionTransferConfig": "training.arguments",
+    "AttentionTransferTrainer": "training.trainers",
+    "DistillationConfig": "training.arguments",
+    "DistillationTrainer": "training.trainers",
+    "Evaluation": "evaluation.results",
     "Fidelity": "evaluation.fidelity",
+    "FinetuningConfig": "training.arguments",
+    "FinetuningTrainer": "training.trainers",
     "LayerConfig": "config",
     "LinearAttentionConfig": "config",
     "PatchReport": "patching",
     "TransferResult": "training.transfer",
-    "exact_attention": "integration.attention",
+    "evaluate": "evaluation.api",
+    "exact_attention": "integration.exact",
     "extend_positions": "integration.positions",
     "get_backend": "ops.backends",
-    "is_patched": "patching",
+    "is_patched": "integration.context",
     "list_attentions": "registry",
     "list_backends": "ops.backends",
     "load_pretrained": "checkpoints",
     "measure_fidelity": "evaluation.fidelity",
-    "observe_attention": "integration.attention",
+    "observe_attention": "integration.exact",
     "patch_model": "patching",
     "patch_report": "patching",
     "register_attention": "registry",
