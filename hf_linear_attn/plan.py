@@ -292,7 +292,7 @@ class _Run:
                 self.patched,
                 self.data.train,
                 steps=steps,
-                held_out=self.data.validation,
+                validation=self.data.validation,
                 evaluate_every=max(steps // self.sizes.evaluations, 1),
                 progress=lambda step, total, loss: on_progress(f"attention transfer, loss {loss:.3f}", step, total),
             )
@@ -300,7 +300,7 @@ class _Run:
             losses += [
                 {"metric": "loss", "value": loss, "step": step} for step, loss in enumerate(done.losses, start=1)
             ]
-            losses += [{"metric": "held_out_loss", "value": loss, "step": step} for step, loss in done.held_out]
+            losses += [{"metric": "held_out_loss", "value": loss, "step": step} for step, loss in done.evaluations]
             totals = {"steps": done.steps, "best_step": done.best_step, "seconds": done.seconds}
             values = [*({"metric": name, "value": value} for name, value in totals.items()), *losses]
             record = records.add(conditions, values)

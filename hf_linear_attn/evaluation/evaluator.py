@@ -196,7 +196,7 @@ class Evaluator:
             model,
             batches,
             steps=steps,
-            held_out=self.inputs.validation,
+            validation=self.inputs.validation,
             evaluate_every=max(steps // self.settings.evaluations, 1),
             progress=lambda step, total, loss: self._status(
                 f"{name}: attention transfer, step {step}/{total}, loss {loss:.3f}"
@@ -210,7 +210,7 @@ class Evaluator:
             value("best_step", result.best_step),
             value("transfer_seconds", result.seconds, unit="s"),
             *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
-            *(value("held_out_loss", loss, step=step) for step, loss in result.held_out),
+            *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
         ]
         record = self.records.add(conditions, values, label=name, seconds=result.seconds)
         self.used.add(record.id)

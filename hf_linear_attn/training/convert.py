@@ -37,7 +37,7 @@ INSPECTED_INPUTS = 1000
 MIN_LONGER_SHARE = 0.05
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
-HELD_OUT_BATCHES = 2
+VALIDATION_BATCHES = 2
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -187,15 +187,15 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
     path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
     if "transfer" not in run.state:
         rows: Any = data.train
-        held_out = min(HELD_OUT_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
+        validation = min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
         trainer = run.train(
             "transfer",
             AttentionTransferTrainer,
             student,
             config.transfer,
             data,
-            train_dataset=rows.select(range(len(rows) - held_out)),
-            eval_dataset=rows.select(range(len(rows) - held_out, len(rows))) if held_out else None,
+            train_dataset=rows.select(range(len(rows) - validation)),
+            eval_dataset=rows.select(range(len(rows) - validation, len(rows))) if validation else None,
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )

@@ -38,15 +38,15 @@ class TransferResult:
         tokens: Real tokens that this process has seen, evaluations included.
         seconds: Wall-clock time.
         losses: The loss of each step, averaged over layers.
-        held_out: `(step, loss)` of each evaluation on held-out batches.
-        best_step: The step whose parameters the model has now; None without held-out batches: the last one.
+        evaluations: `(step, loss)` of each evaluation on the validation batches.
+        best_step: The step whose parameters the model has now; None without validation batches: the last one.
     """
 
     steps: int
     tokens: int
     seconds: float
     losses: list[float]
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     best_step: int | None = None
 
 
@@ -57,7 +57,7 @@ def transfer_attention(
     steps: int = 200,
     lr: float | None = None,
     loss: str = "auto",
-    held_out: Iterable[Batch] | None = None,
+    validation: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
     patience: int | None = None,
     branch_first: float = 0.0,
@@ -88,7 +88,7 @@ def transfer_attention(
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
         loss: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution and the input
             has at most 1,024 tokens, outputs otherwise.
-        held_out: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
+        validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.
         patience: Stop after this number of evaluations without a lower loss; None to take all steps.
@@ -111,11 +111,11 @@ def transfer_attention(
             raise ValueError(f"{name} must lie in [0, 1), got {share!r}.")
     objective = AttentionTransferLoss(model, loss, branch_steps(steps, branch_first, window_dropout))
     source = _repeat(batches)
-    evaluation_batches = None if held_out is None else list(held_out)
+    validation_batches = None if validation is None else list(validation)
     started = time.perf_counter()
     with objective.training():
         losses, evaluations, best_step = _minimise(
-            objective, source, evaluation_batches, steps, lr, evaluate_every, patience, progress
+            objective, source, validation_batches, steps, lr, evaluate_every, patience, progress
         )
     seconds = time.perf_counter() - started
     return TransferResult(len(losses), objective.tokens, seconds, losses, evaluations, best_step)
@@ -277,7 +277,7 @@ def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower t
 def _minimise(
     objective: AttentionTransferLoss,
     source: Iterator[Batch],
-    held_out: list[Batch] | None,
+    validation: list[Batch] | None,
     steps: int,
     lr: float | None,
     evaluate_every: int,
@@ -301,8 +301,8 @@ def _minimise(
         if best is None or score < best[0]:
             best = (score, step, [parameter.detach().clone() for parameter in parameters])
 
-    if held_out:
-        evaluate(0, held_out)
+    if validation:
+        evaluate(0, validation)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         layers = objective(next(source), step)
@@ -315,8 +315,8 @@ def _minimise(
         losses.append(value)
         if progress is not None:
             progress(step, steps, value)
-        if held_out and (step % evaluate_every == 0 or step == steps):
-            evaluate(step, held_out)
+        if validation and (step % evaluate_every == 0 or step == steps):
+            evaluate(step, validation)
             if best is not None and patience is not None and step - best[1] >= patience * evaluate_every:
                 break
     if best is None:

@@ -81,14 +81,14 @@ def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: st
 
 def test_the_model_was_sharded(folder: Path, kind: str) -> None:
     """Checkpoints are pieces, one of each process."""
-    steps = list((folder / kind / "checkpoints" / "distill").glob("step-*"))
+    steps = list((folder / kind / "checkpoints" / "distill").glob("checkpoint-*"))
     assert steps
     for step in steps:
         if kind == "fsdp2":
             for part in ("pytorch_model_fsdp_0", "optimizer_0"):
                 assert {path.name for path in (step / part).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
         else:
-            pieces = sorted(path.name for path in (step / "pytorch_model").glob("*optim_states.pt"))
+            pieces = sorted(path.name for path in step.glob("global_step*/*optim_states.pt"))
             assert [name.split("_mp_rank")[0][-1] for name in pieces] == ["0", "1"]
 
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
     shutil.rmtree(folder / kind / "model")
     done = start_sharded(kind, folder / f"{kind}.yaml", "--resume")
     assert done.returncode == 0, complaint(done)
-    assert "distill: goes on after step 4 of 6" in done.stderr
+    assert "distill: resumes from checkpoint-4" in done.stderr
     assert (folder / kind / "model" / "model.safetensors").read_bytes() == before
 
 

@@ -333,21 +333,25 @@ def test_a_student_needs_a_teacher(tmp_path: Path) -> None:
 
 
 def test_the_trainer_does_what_transfer_attention_does(tmp_path: Path) -> None:
-    rows, held_out = Rows(48), Rows(16, 1)
+    rows, validation = Rows(48), Rows(16, 1)
     batches = [collate(rows.rows[start : start + 8]) for start in range(0, 48, 8)]
     model = hla.patch_model(classifier(), "hedgehog")
     other = copy.deepcopy(model)
     expected = transfer_attention(
-        other, batches, steps=6, held_out=[collate(held_out.rows[:8]), collate(held_out.rows[8:])], evaluate_every=2
+        other,
+        batches,
+        steps=6,
+        validation=[collate(validation.rows[:8]), collate(validation.rows[8:])],
+        evaluate_every=2,
     )
     changes = {"eval_strategy": "steps", "eval_steps": 2, "train_sampling_strategy": "sequential"}
     trainer = AttentionTransferTrainer(
-        model, config(tmp_path, AttentionTransferConfig, **changes), train_dataset=rows, eval_dataset=held_out,
+        model, config(tmp_path, AttentionTransferConfig, **changes), train_dataset=rows, eval_dataset=validation,
         data_collator=collate,
     )  # fmt: skip
     trainer.train()
     assert logged(trainer) == pytest.approx(expected.losses, rel=1e-5)
-    assert logged(trainer, "eval_loss") == pytest.approx([loss for _, loss in expected.held_out], rel=1e-5)
+    assert logged(trainer, "eval_loss") == pytest.approx([loss for _, loss in expected.evaluations], rel=1e-5)
     assert trainer.best_step == expected.best_step
     for name, value in other.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)

@@ -106,9 +106,9 @@ def test_only_learned_parts_change_and_the_loss_falls(name: str, family: Family)
 
 def test_the_best_step_is_retained_and_patience_ends_it() -> None:
     model = model_of("hedgehog", BERT)
-    done = transfer_attention(model, [batch()], steps=60, lr=3.0, held_out=[batch(1)], evaluate_every=2, patience=3)
+    done = transfer_attention(model, [batch()], steps=60, lr=3.0, validation=[batch(1)], evaluate_every=2, patience=3)
     assert done.steps < 60
-    scores = dict(done.held_out)
+    scores = dict(done.evaluations)
     assert done.best_step == min(scores, key=lambda step: scores[step])
     again = float(AttentionTransferLoss(model)(batch(1)).mean())
     assert again == pytest.approx(scores[done.best_step], rel=1e-5)
