@@ -187,15 +187,15 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
     path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
     if "transfer" not in run.state:
         rows: Any = data.train
-        validation = min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
+        validation_rows = min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
         trainer = run.train(
             "transfer",
             AttentionTransferTrainer,
             student,
             config.transfer,
             data,
-            train_dataset=rows.select(range(len(rows) - validation)),
-            eval_dataset=rows.select(range(len(rows) - validation, len(rows))) if validation else None,
+            train_dataset=rows.select(range(len(rows) - validation_rows)),
+            eval_dataset=rows.select(range(len(rows) - validation_rows, len(rows))) if validation_rows else None,
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )
