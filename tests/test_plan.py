@@ -21,8 +21,9 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation.layer_search import LanguageModelMetric, LayerSearchResult
+from hf_linear_attn.evaluation.planning import split_halves
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
-from hf_linear_attn.plan import PlanConfig, run_plan, split_halves
+from hf_linear_attn.plan import PlanConfig, run_plan
 
 from .helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
 
@@ -144,7 +145,7 @@ def test_a_stopped_run_is_resumed(
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(LanguageModelMetric, "__call__", original)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_linear_attn.training.transfer.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        patch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])

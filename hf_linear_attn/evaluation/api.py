@@ -277,9 +277,8 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         models.check_exact(model, name, kind)
         tokenizer = tokenizer or models.load_tokenizer(str(source.name_or_path))
     else:
-        name = config.name or (Path(source).resolve().name if Path(source).is_dir() else str(source))
-        loaded = models.load_config(str(source))
-        kind = "classifier" if task is not None else "decoder" if models.is_decoder(loaded) else "encoder"
+        name, kind, loaded = models.describe_source(str(source), task)
+        name = config.name or name
         model, tokenizer = None, tokenizer or models.load_tokenizer(str(source))
     _check_data(kind, config, name, documents)
     model_config = loaded if model is None else model.config

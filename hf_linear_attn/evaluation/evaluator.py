@@ -187,32 +187,21 @@ class Evaluator:
         if path is not None and path.is_file() and self.records.known(conditions) is not None:
             model.load_state_dict(load_file(path), strict=False)
             return model
-        torch.manual_seed(seed)
         batches = list(self.inputs.train)
         if seed != self.settings.seed:  # seeds must differ in something where nothing else is random
             random.Random(seed).shuffle(batches)
-        steps = self.settings.steps
-        result = transfer_attention(
+        values = train_attention(
             model,
             batches,
-            steps=steps,
-            validation=self.inputs.validation,
-            evaluate_every=max(steps // self.settings.evaluations, 1),
-            progress=lambda step, total, loss: self._status(
-                f"{name}: attention transfer, step {step}/{total}, loss {loss:.3f}"
-            ),
+            self.inputs.validation,
+            self.settings,
+            seed,
+            lambda step, total, loss: self._status(f"{name}: attention transfer, step {step}/{total}, loss {loss:.3f}"),
         )
         if path is not None:
-            atomic_write(path, save(_learned_tensors(model)))
-        values = [
-            value("steps", result.steps),
-            value("tokens", result.tokens),
-            value("best_step", result.best_step),
-            value("transfer_seconds", result.seconds, unit="s"),
-            *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
-            *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
-        ]
-        record = self.records.add(conditions, values, label=name, seconds=result.seconds)
+            atomic_write(path, save(learned_tensors(model)))
+        seconds = next(one["value"] for one in values if one["metric"] == "transfer_seconds")
+        record = self.records.add(conditions, values, label=name, seconds=seconds)
         self.used.add(record.id)
         return model
 
@@ -255,7 +244,48 @@ class Evaluator:
         _SpeedMeasurement(self).run()
 
 
-def _learned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def train_attention(
+    model: PreTrainedModel,
+    train: Sequence[Mapping[str, torch.Tensor]],
+    validation: Sequence[Mapping[str, torch.Tensor]],
+    settings: Settings,
+    seed: int,
+    progress: Callable[[int, int, float], None],
+) -> list[dict[str, Any]]:
+    """Train the learned parts of a patched model by attention transfer.
+
+    Args:
+        model: The patched model.
+        train: Batches to train on.
+        validation: Batches that choose the best step.
+        settings: `steps`, and how often the validation batches are evaluated.
+        seed: Seed of everything random.
+        progress: Called with the step, all steps, and the loss.
+
+    Returns:
+        The values of a record: `steps`, `tokens`, `best_step`, `transfer_seconds` and the losses by step.
+    """
+    torch.manual_seed(seed)
+    result = transfer_attention(
+        model,
+        list(train),
+        steps=settings.steps,
+        validation=list(validation),
+        evaluate_every=max(settings.steps // settings.evaluations, 1),
+        progress=progress,
+    )
+    return [
+        value("steps", result.steps),
+        value("tokens", result.tokens),
+        value("best_step", result.best_step),
+        value("transfer_seconds", result.seconds, unit="s"),
+        *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
+        *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
+    ]
+
+
+def learned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors that a patched model has beyond the exact one, on the CPU, by name."""
     state = model.state_dict()
     return {name: tensor.contiguous().cpu() for name, tensor in state.items() if f".{SUBMODULE}." in f".{name}"}
 

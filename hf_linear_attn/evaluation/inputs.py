@@ -31,6 +31,7 @@ class EvaluationInputs:
         test: Passages that are used for nothing but the reported values.
         documents: Token ids of held-out documents, for the perplexity.
         labeled: Suffix of a validation set -> batches with labels.
+        rows: The encoded rows of all validation sets, in order.
         tokens: Token ids that inputs for timing are made from.
         hash: Identifies the data.
         facts: What reports say about the data: source, sizes, measured lengths of the inputs.
@@ -42,6 +43,7 @@ class EvaluationInputs:
     test: list[Batch] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     labeled: dict[str, list[Batch]] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     hash: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -130,6 +132,7 @@ def task_inputs(name: str, tokenizer: Any, config: Any, data: EvaluationData, se
         validation=batches(train[:count], labels=False),
         fidelity=batches(fidelity, labels=False),
         labeled={suffix: batches(part) for suffix, part in labeled.items()},
+        rows=rows,
         tokens=[token for row in rows[:256] for token in row["input_ids"]],
         hash=digest,
         facts={

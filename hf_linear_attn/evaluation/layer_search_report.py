@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from .layer_search import LayerSearchResult, format_divergence
+from .progress import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,20 +136,7 @@ def show(console: Console, result: LayerSearchResult, title: str) -> None:
         table.add_column(column, justify="right" if index else "left", min_width=max(widths))
     for row, cells in zip(result.curve, rows, strict=True):
         chosen = row["count"] == result.chosen["count"]
-        table.add_row(*(_printable(console, escape(cell)) for cell in cells), style="bold" if chosen else "")
+        table.add_row(*(printable(escape(cell), console.encoding) for cell in cells), style="bold" if chosen else "")
     console.print(table)
     for sentence in result.summary():
-        console.print(_printable(console, f"• {escape(sentence)}"), highlight=False)
-
-
-def _printable(console: Console, text: str) -> str:
-    """Replace what the terminal's encoding does not have."""
-    try:
-        text.encode(console.encoding)
-    except LookupError:
-        return text
-    except UnicodeEncodeError:
-        for character, ascii_form in (("★", "*"), ("×", "x"), ("•", "-"), ("–", "-")):
-            text = text.replace(character, ascii_form)
-        return text.encode(console.encoding, "replace").decode(console.encoding)
-    return text
+        console.print(printable(f"• {escape(sentence)}", console.encoding), highlight=False)

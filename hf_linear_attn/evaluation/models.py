@@ -154,6 +154,13 @@ def load_config(source: str) -> Any:
     return config
 
 
+def describe_source(source: str, task: str | None) -> tuple[str, str, Any]:
+    """Return the name, the kind and the config of an unpatched checkpoint. Raises as `load_config` and `is_decoder`."""
+    config = load_config(source)
+    name = Path(source).resolve().name if Path(source).is_dir() else source
+    return name, "classifier" if task is not None else "decoder" if is_decoder(config) else "encoder", config
+
+
 def load_tokenizer(source: str) -> Any:
     """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
     try:

@@ -6,7 +6,17 @@ from types import TracebackType
 from typing import Any, Protocol
 
 #: Characters that old terminals lack, and what is shown instead.
-ASCII = (("→", "->"), ("×", "x"), ("•", "-"), ("≤", "<="), ("–", "-"), ("µ", "u"), ("±", "+-"), ("…", "..."))
+ASCII = (
+    ("★", "*"),
+    ("→", "->"),
+    ("×", "x"),
+    ("•", "-"),
+    ("≤", "<="),
+    ("–", "-"),
+    ("µ", "u"),
+    ("±", "+-"),
+    ("…", "..."),
+)
 
 
 class Progress(Protocol):

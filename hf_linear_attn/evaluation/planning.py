@@ -1,0 +1,390 @@
+"""The run of `hf-linear-attn plan`: a checkpoint and its data, attention transfer, the layer search, and the files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from transformers import PreTrainedModel
+
+from ..data.tasks import get_task
+from ..data.text import Text, pad_token, padded_batches, read_text, token_documents, token_passages
+from ..integration.discovery import longest_input
+from ..integration.inputs import accepts_longer_inputs, has_position_table
+from ..patching import CONFIG_FIELD, patch_model, patch_report
+from ..registry import ATTENTIONS, list_attentions
+from ..saving import check_output, save_checkpoint
+from ..utils.environment import environment, json_safe, utc_now
+from ..utils.extras import require_packages
+from ..utils.files import atomic_write, check_writable, write_json
+from ..utils.models import shared_copy, torch_device
+from .config import EvaluateConfig, EvaluationData, Settings, resolve_settings
+from .evaluator import learned_tensors, train_attention
+from .inputs import EvaluationInputs, labeled_batch, task_inputs, text_inputs
+from .layer_search import Budget, LanguageModelMetric, LayerSearchResult, search_layers
+from .layer_search_report import draw_curve, render_page, show
+from .metrics import ClassificationMetric, EmbeddingMetric, QualityMetric
+from .models import ExactModel, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
+from .records import RECORDS_FILE, Records
+from .speed import timing_options
+
+if TYPE_CHECKING:
+    from ..plan import PlanConfig
+
+PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
+LEARNED = "learned.safetensors"
+FORMAT_VERSION = 2
+
+#: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
+TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
+
+#: The measurement that chooses the layers of each kind of model.
+MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
+
+Progress = Callable[[str, int, int], None]
+"""Called with a description, the steps done, and all steps."""
+
+
+def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSearchResult:
+    """Search, write the plan and its report, and show a table. See `hf_linear_attn.plan.run_plan`."""
+    started = time.perf_counter()
+    require_packages("jinja2", "matplotlib", extra="demo", purpose="A plan's report")
+    console = console or Console()
+    budget = Budget.parse(config.budget)
+    _check_attention(config.attention)
+    if config.save_model is not None:
+        _check_target(config.model, config.save_model)
+    run = _Run(config, budget)
+    folder = Path(config.output)
+    check_writable(folder)
+    records = Records(folder / RECORDS_FILE, remeasure=config.restart)
+    conditions = run.conditions("")
+    resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
+    surroundings = environment(run.exact.model.device)
+    records.start_run("hf-linear-attn plan", run.config_facts(), surroundings)
+    with _progress(console) as on_progress:
+        transfer = run.transfer(records, on_progress)
+        result = search_layers(
+            run.exact.model,
+            run.patched,
+            run.choice,
+            run.verification,
+            budget=budget,
+            search=config.search,
+            lengths=run.lengths,
+            tokens=run.inputs.tokens,
+            seconds=run.settings.seconds,
+            timed=run.timed,
+            records=records,
+            conditions=conditions,
+            on_progress=on_progress,
+        )
+    facts = {
+        **surroundings,
+        **run.facts(),
+        "transfer": transfer,
+        "seconds": time.perf_counter() - started,
+        "resumed": resumed,
+    }
+    _write(result, json_safe(facts), folder, console)
+    if config.save_model is not None:
+        console.print(run.save(result, config.save_model), highlight=False, soft_wrap=True, markup=False)
+    return result
+
+
+class _Run:
+    """A model with its data and its patched copies, loaded and checked before anything is measured."""
+
+    inputs: EvaluationInputs
+    choice: QualityMetric
+    verification: QualityMetric
+
+    def __init__(self, config: PlanConfig, budget: Budget) -> None:
+        self.config = config
+        name, kind, _ = describe_source(config.model, config.data.task)
+        tokenizer = load_tokenizer(config.model)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = torch_device(config.device)
+        budget.check_measurement(MEASUREMENTS[kind])
+        text = read_text(config.data.dataset) if config.data.task is None else None
+        model = load_exact(config.model, kind, device, task=config.data.task or "")
+        self.exact = ExactModel.of(model, tokenizer, kind, name)
+        self.settings = plan_settings(config, kind, model)
+        if text is None:
+            self._read_task(str(config.data.task))
+        else:
+            self._read_text(text)
+        self.lengths = self._lengths(budget)
+        self._patch()
+
+    # ---------------------------------------------------------------------------------------------- data
+
+    def _read_text(self, text: Text) -> None:
+        """The train part of a text is for the transfer, half of its held-out part each to choose and to verify."""
+        tokenizer, settings, model = self.exact.tokenizer, self.settings, self.exact.model
+        first, second = split_halves(text.held_out)
+        self.inputs = inputs = text_inputs(replace(text, held_out=tuple(first)), tokenizer, settings)
+        passages = token_passages(tokenizer, second, settings.sequence_length, settings.test_sequences)
+        if len(passages) < 2:
+            raise ValueError(f"{text.source!r} gives {len(passages)} sequences to verify with. Give a longer text.")
+        source = text.source if self.config.data.dataset is None else Path(text.source).name
+        self.data: dict[str, Any] = self._data_facts(source)
+        if self.exact.kind == "decoder":
+            windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
+            halves = (inputs.documents, token_documents(tokenizer, second, settings.perplexity_tokens))
+            self.choice, self.verification = (LanguageModelMetric(model, half, **windows) for half in halves)
+            for name, half in zip(("choice", "verification"), halves, strict=True):
+                tokens = sum(map(len, half))
+                self.data[name] = {"documents": len(half), "tokens": tokens, "stride": settings.stride}
+            return
+        batches = padded_batches(passages, settings.batch_size, pad_token(tokenizer))
+        self.choice, self.verification = (EmbeddingMetric(model, test) for test in (inputs.test, batches))
+        for name, test in (("choice", inputs.test), ("verification", batches)):
+            rows = sum(len(batch["input_ids"]) for batch in test)
+            tokens = sum(int(batch["attention_mask"].sum()) for batch in test)
+            self.data[name] = {"passages": rows, "tokens": tokens}
+
+    def _read_task(self, name: str) -> None:
+        """Training rows are for the transfer, every second validation row to choose, the others to verify."""
+        tokenizer, settings, model, task = self.exact.tokenizer, self.settings, self.exact.model, get_task(name)
+        self.inputs = task_inputs(
+            name, tokenizer, model.config, EvaluationData(task=(name,), folder=self.config.data.folder), settings
+        )
+        limit, size, pad = 128 if self.config.quick else None, settings.batch_size, pad_token(tokenizer)
+        halves = [self.inputs.rows[::2][:limit], self.inputs.rows[1::2][:limit]]
+        if min(map(len, halves)) < 2:
+            raise ValueError(f"Task {name!r} has {len(self.inputs.rows)} rows to measure on: too few.")
+        metrics = tuple(dict.fromkeys((task.main_metric, *task.metrics)))
+        self.choice, self.verification = (
+            ClassificationMetric(
+                model,
+                {"": [labeled_batch(half[start : start + size], pad) for start in range(0, len(half), size)]},
+                metrics,
+                regression=task.labels is None,
+                task=name,
+            )
+            for half in halves
+        )
+        self.data = self._data_facts(f"task {name}")
+        self.data |= {"choice": {"rows": len(halves[0])}, "verification": {"rows": len(halves[1])}}
+
+    def _data_facts(self, source: str) -> dict[str, Any]:
+        counts = {
+            name: sum(len(batch["input_ids"]) for batch in batches)
+            for name, batches in (("train", self.inputs.train), ("validation", self.inputs.validation))
+        }
+        return {
+            "source": source,
+            "sha256": self.inputs.hash,
+            "sequence_length": self.settings.sequence_length,
+            "train_sequences": counts["train"],
+            "validation_sequences": counts["validation"],
+        }
+
+    # ---------------------------------------------------------------------------------------------- models
+
+    def _lengths(self, budget: Budget) -> list[int]:
+        """The lengths to time that the model can take."""
+        lengths = self.config.lengths
+        if lengths is None:
+            lengths = (1024,) if self.config.quick else (1024, 4096)
+        limit = longest_input(self.exact.model)
+        if limit is None or accepts_longer_inputs(self.exact.model):
+            return list(lengths)
+        if budget.length is not None and budget.length > limit:
+            raise ValueError(
+                f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
+            )
+        return [length for length in lengths if length <= limit] or [limit]
+
+    def _patch(self) -> None:
+        """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
+        attention, model = self.config.attention, self.exact.model
+        entry = ATTENTIONS.get(attention)
+        options = {**seed_options(entry, self.config.seed), **self.config.options}
+        try:
+            self.patched = patch_model(shared_copy(model), attention, **options)
+        except NotImplementedError as error:
+            raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
+        longest = max(self.lengths, default=0)
+        accepted = [item.name for item in fields(entry.options)]
+        for_timing = timing_options(options, accepted, longest_input(model), longest) if longest else options
+        same = for_timing == options
+        self.timed = self.patched if same else patch_model(shared_copy(model), attention, **for_timing)
+
+    # ---------------------------------------------------------------------------------------------- measurements
+
+    def conditions(self, measurement: str) -> Any:
+        """What all measurements depend on."""
+        settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
+        parts = {"seed": self.config.seed, "options": self.config.options, "settings": settings}
+        return self.exact.conditions(self.config.attention, measurement, **parts)
+
+    def transfer(self, records: Records, on_progress: Progress) -> dict[str, Any]:
+        """Train the learned parts of all layers, once; return what the report says of it.
+
+        Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice
+        of layers.
+        """
+        path, settings = Path(self.config.output) / LEARNED, self.settings
+        if not settings.steps or not learned_tensors(self.patched):
+            return {}
+        conditions = self.conditions("transfer")
+        record = records.known(conditions)
+        if record is not None and _metadata(path).get("record") == f"{record.run} {record.id}":
+            self.patched.load_state_dict(load_file(path), strict=False)
+        else:
+            records.remeasure = True  # What was measured belongs to parameters that are lost.
+            values = train_attention(
+                self.patched,
+                self.inputs.train,
+                self.inputs.validation,
+                settings,
+                self.config.seed,
+                lambda step, total, loss: on_progress(f"attention transfer, loss {loss:.3f}", step, total),
+            )
+            record = records.add(conditions, values)
+            atomic_write(path, save(learned_tensors(self.patched), {"record": f"{record.run} {record.id}"}))
+        names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
+        return {name: record.value(metric) for name, metric in names.items()}
+
+    # ---------------------------------------------------------------------------------------------- report
+
+    def config_facts(self) -> dict[str, Any]:
+        """The settings of the run. Paths are shortened to names: where files were says nothing to a reader."""
+        own: dict[str, Any] = {"model": self.exact.name, "lengths": self.lengths}
+        measured = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
+        own |= {name: getattr(self.settings, name) for name in measured}
+        settings: dict[str, Any] = {**asdict(self.config), **own}
+        for values, name in (
+            (settings, "output"),
+            (settings, "save_model"),
+            (settings["data"], "dataset"),
+            (settings["data"], "folder"),
+        ):
+            values[name] = values[name] and Path(values[name]).name
+        return settings
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says of the run beside its result."""
+        entry, report = ATTENTIONS.get(self.config.attention), patch_report(self.patched)
+        return {
+            "format_version": FORMAT_VERSION,
+            "created": utc_now(),
+            "settings": self.config_facts(),
+            "model": self.exact.facts(),
+            "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {report.parameters:,} parameters",
+            "data": self.data,
+        }
+
+    def save(self, result: LayerSearchResult, target: str) -> str:
+        """Write a checkpoint with the planned layers and their learned parts; returns a message."""
+        if not result.met:
+            return "No checkpoint was written, because the budget is not met."
+        model = patch_model(shared_copy(self.exact.model), result.plan)
+        state = self.patched.state_dict()
+        model.load_state_dict({name: state[name] for name in model.state_dict()})
+        save_checkpoint(model, self.config.model, target, overwrite=_is_patched_checkpoint(target))
+        return f"Checkpoint: {target}"
+
+
+def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:
+    """Return how much is measured: more than in an evaluation, because a choice of layers rests on it.
+
+    Raises:
+        ValueError: `data.max_length` is beyond the model's positions.
+    """
+    limit, quick = longest_input(model), config.quick
+    if limit is not None and config.data.max_length is not None and config.data.max_length > limit:
+        raise ValueError(
+            f"data.max_length {config.data.max_length} is beyond the model's {limit} positions. Use {limit} or less."
+        )
+    options = EvaluateConfig(sequence_length=config.data.max_length, quick=quick, seed=config.seed)
+    settings = resolve_settings(options, kind, limit, dtype_name(model), table=has_position_table(model))
+    return replace(
+        settings,
+        attentions=(config.attention,),
+        steps=config.steps if config.steps is not None else 25 if quick else 200,
+        evaluations=2 if quick else 5,
+        validation_sequences=2 * settings.batch_size,
+        test_sequences=32 if quick else 256,
+        perplexity_tokens=4096 if quick else 32768,
+        seconds=0.5 if quick else 2.0,
+    )
+
+
+def split_halves(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split into every second document and the others; a single document into its first and second half."""
+    if len(documents) > 1:
+        return list(documents[::2]), list(documents[1::2])
+    middle = documents[0].find(" ", len(documents[0]) // 2)
+    middle = middle if middle > 0 else len(documents[0]) // 2
+    return [documents[0][:middle].strip()], [documents[0][middle:].strip()]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files and terminal
+
+
+def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, console: Console) -> None:
+    """Write the plan, the report and the plot, and show the table."""
+    plot = draw_curve(result, facts["model"]["name"])
+    write_json(folder / REPORT, {**facts, "result": result.to_dict(), "summary": result.summary()})
+    write_json(folder / PLAN, result.plan)
+    atomic_write(folder / PLOT, plot)
+    atomic_write(folder / PAGE, render_page(result, facts, plot))
+    show(console, result, f"{facts['model']['name']}: from exact to {result.attention}")
+    files = f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}"
+    console.print(files, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Context manager: a function `(description, done, total)` that updates a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading")
+        yield lambda description, done, total: bar.update(task, description=description, completed=done, total=total)
+
+
+def _check_attention(name: str) -> None:
+    list_attentions()
+    ATTENTIONS.get(name)
+    if name == "softmax":
+        raise ValueError("attention 'softmax' is the exact attention: there is nothing to plan. Name a mechanism.")
+
+
+def _check_target(source: str, target: str) -> None:
+    try:
+        check_output(source, target, overwrite=_is_patched_checkpoint(target))
+    except ValueError as error:
+        raise ValueError(f"save_model {target!r} holds other files. Name another folder.") from error
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; empty if there is no such file, or it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _is_patched_checkpoint(folder: str) -> bool:
+    """Whether a folder holds a patched checkpoint, which an earlier plan may have written."""
+    try:
+        return CONFIG_FIELD in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
