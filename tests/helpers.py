@@ -163,7 +163,7 @@ FAMILIES = (BERT, GPT2, LLAMA)
 DECODERS = (GPT2, LLAMA)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-WORDS = """
+TOKENS = """
 alpha beta gamma delta the a of in to and is it on by for as with at from this that red blue green old new big small
 one two three four five six seven eight nine ten cat dog bird fish tree house river stone sea sky sun
 """.split()  # noqa: SIM905  (a list of 49 strings would take 49 lines)
@@ -182,7 +182,7 @@ def tiny_tokenizer(
     """
     special = [token for token in SPECIAL_TOKENS if unknown or token != "[UNK]"]
     special += ["[MASK]"] * mask + ["[EOS]"] * eos
-    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    vocabulary = {word: index for index, word in enumerate([*special, *TOKENS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]" if unknown else None))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -206,8 +206,8 @@ def tiny_tokenizer(
 def sample_text(lines: int = 80) -> str:
     """Lines of 30 words, all different, without a blank one: one document a line."""
     generator = torch.Generator().manual_seed(0)
-    picked = torch.randint(len(WORDS), (lines, 30), generator=generator).tolist()
-    return "\n".join(" ".join(WORDS[index] for index in row) for row in picked) + "\n"
+    picked = torch.randint(len(TOKENS), (lines, 30), generator=generator).tolist()
+    return "\n".join(" ".join(TOKENS[index] for index in row) for row in picked) + "\n"
 
 
 def save_checkpoint(

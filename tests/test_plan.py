@@ -25,7 +25,7 @@ from hf_linear_attn.evaluation.planning import split_halves
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.plan import PlanConfig, run_plan
 
-from .helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
+from .helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
 
 FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned.safetensors", RECORDS_FILE}
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "SST-2").mkdir()
     for name, count in (("train", 40), ("dev", 24)):
         rows = [
-            f"{' '.join(WORDS[(row * 7 + index) % len(WORDS)] for index in range(9))}\t{row % 2}"
+            f"{' '.join(TOKENS[(row * 7 + index) % len(TOKENS)] for index in range(9))}\t{row % 2}"
             for row in range(count)
         ]
         (folder / "SST-2" / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.evaluation.api import run_evaluate
 from hf_linear_attn.evaluation.config import EvaluateConfig, with_options
 from hf_linear_attn.evaluation.results import Evaluation
-from tests.helpers import WORDS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer
+from tests.helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     "quick": True,
@@ -33,7 +33,7 @@ def save_folder(folder: Path) -> Path:
         save_checkpoint(folder / kind, kind)
     (folder / "text.txt").write_text(sample_text(), encoding="utf-8")
     _classifiers(folder)
-    rows = [" ".join(WORDS[(start * 7 + step) % len(WORDS)] for step in range(8)) for start in range(60)]
+    rows = [" ".join(TOKENS[(start * 7 + step) % len(TOKENS)] for step in range(8)) for start in range(60)]
     (folder / "glue" / "SST-2").mkdir(parents=True)
     (folder / "glue" / "STS-B").mkdir()
     for name, part in (("train.tsv", rows[:40]), ("dev.tsv", rows[40:])):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.harness import harness_model, run_harness
-from tests.helpers import DECODERS, WORDS, patch_small, save_checkpoint, tiny_model, tiny_tokenizer
+from tests.helpers import DECODERS, TOKENS, patch_small, save_checkpoint, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def task(tmp_path: Path) -> Path:
     """A multiple-choice task of twelve questions: which of three words comes next?"""
     rows = [
         {
-            "question": " ".join(WORDS[(index + step) % len(WORDS)] for step in range(4 + index % 3)),
-            "choices": [WORDS[(3 * index + step) % len(WORDS)] for step in range(3)],
+            "question": " ".join(TOKENS[(index + step) % len(TOKENS)] for step in range(4 + index % 3)),
+            "choices": [TOKENS[(3 * index + step) % len(TOKENS)] for step in range(3)],
             "answer": index % 3,
         }
         for index in range(12)
@@ -64,11 +64,11 @@ def test_a_task_of_our_own(family: object, name: str, task: Path, monkeypatch: p
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
     model = patch_small(tiny_model(str(family)).eval(), name)
-    result = run_harness(model, ["next_word"], tokenizer=_plain_tokenizer(), folder=task / "tasks", batch_size=5)
+    result = run_harness(model, ["next_word"], tokenizer=_unpadded_tokenizer(), folder=task / "tasks", batch_size=5)
     assert result["next_word"]["acc"] == pytest.approx(expected(model, task))
 
 
-def _plain_tokenizer() -> PreTrainedTokenizerFast:
+def _unpadded_tokenizer() -> PreTrainedTokenizerFast:
     """Without special tokens around a text: questions end where the answer begins. lm_eval asks for an end token."""
     from tokenizers.processors import TemplateProcessing
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_and_what_is_wrong_with_tasks(task: Path, monkeypatch: pyte
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
     folder = save_checkpoint(task / "gpt2", "gpt2")
-    reference = _plain_tokenizer()
+    reference = _unpadded_tokenizer()
     model = hla.patch_model(tiny_model("gpt2"), "elu")
     model.save_pretrained(task / "linear")
     reference.save_pretrained(task / "linear")

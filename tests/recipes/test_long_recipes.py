@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import matthews_corrcoef
 
 from recipes.benchmarks import long_costs, long_data, long_table
-from tests.helpers import WORDS
+from tests.helpers import TOKENS
 from tests.training.tiny_runs import save_encoder
 
 pytestmark = pytest.mark.slow
@@ -121,7 +121,7 @@ def test_reviews_have_their_positions_extended(table, tmp_path, monkeypatch):
     for name in ("train", "test"):
         with (tmp_path / "imdb" / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for number in range(24):
-                arguments = WORDS[24:48] * (1 if number % 2 else 6)
+                arguments = TOKENS[24:48] * (1 if number % 2 else 6)
                 file.write(json.dumps({"text": " ".join(arguments[number:]), "label": number // 2 % 2}) + "\n")
     monkeypatch.setattr(long_data, "LONG_REVIEW", 90)
     part = table.PARTS["reviews"]

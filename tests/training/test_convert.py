@@ -136,7 +136,7 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
     assert results["stages"]["transferred"]
 
 
-def test_control_goes_through_the_same_steps_with_exact_attention(folder: Path, tmp_path: Path) -> None:
+def test_control_takes_the_same_steps_with_exact_attention(folder: Path, tmp_path: Path) -> None:
     results = convert(
         convert_config(folder / "encoder", folder / "task", tmp_path / "out", control=True), console=quiet()
     )

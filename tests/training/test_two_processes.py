@@ -83,7 +83,7 @@ def test_losses_are_those_of_one_process(stage: str, folder: Path) -> None:
     assert two == pytest.approx(one, rel=1e-4 if stage == "teacher" else 2e-3)
 
 
-def test_transfer_goes_the_same_way(folder: Path) -> None:
+def test_transfer_in_two_processes_equals_one(folder: Path) -> None:
     """Looser: the teachers differ by rounding, which Adam makes more of, and a mean of means is not quite the mean."""
     one, two = (results(folder, name)["stages"]["transfer"]["evaluations"] for name in ("one", "two"))
     assert [step for step, _ in two] == [step for step, _ in one]

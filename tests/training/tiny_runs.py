@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import BertForSequenceClassification, BertModel
 
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
-from tests.helpers import WORDS, sample_text, save_checkpoint
+from tests.helpers import TOKENS, sample_text, save_checkpoint
 
 
 def save_encoder(folder: Path, *, head: bool = False, **changes: Any) -> Path:
@@ -38,7 +38,7 @@ def save_task(folder: Path, *, rows: int = 96, validation: int = 27, scores: boo
             writer.writerow(["sentence", "label"])
             for _ in range(count):
                 length = int(torch.randint(3, 9, (1,), generator=generator))
-                sentence = [WORDS[int(torch.randint(24, 49, (1,), generator=generator))] for _ in range(length)]
+                sentence = [TOKENS[int(torch.randint(24, 49, (1,), generator=generator))] for _ in range(length)]
                 reds = int(torch.randint(0, 3, (1,), generator=generator))
                 if scores:
                     sentence += ["red"] * reds
