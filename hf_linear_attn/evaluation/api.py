@@ -128,8 +128,7 @@ def run_evaluate(
                 screen.log(f"{len(records)} records of earlier runs are used where they fit.")
             evaluation = _run(evaluators, config, records, folder, screen, start, tool)
     except BaseException:
-        if not replace_output:
-            _report_interruption(screen, records, folder)
+        _report_interruption(screen, None if replace_output else records, folder)
         raise
     evaluation.save(folder)
     path = evaluation.report(folder)
@@ -191,8 +190,9 @@ def open_records(config: EvaluateConfig) -> Records:
     return Records(folder / RECORDS_FILE, remeasure=config.remeasure)
 
 
-def _report_interruption(screen: ConsoleProgress, records: Records, folder: Path) -> None:
-    if len(records):
+def _report_interruption(screen: ConsoleProgress, records: Records | None, folder: Path) -> None:
+    """Say how to continue where records are saved, and remove the folder if nothing is in it."""
+    if records:
         screen.log(
             f"{len(records)} records are saved in {folder / RECORDS_FILE}. To continue: the same command with --append."
         )

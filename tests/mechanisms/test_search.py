@@ -105,6 +105,11 @@ def test_whatever_comes_in_finite_numbers_come_out(name: str, causal: bool, case
     assert out.shape == (case.q.shape[0], case.heads, case.q.shape[2], 6)
     assert out.dtype == case.q.dtype
     real_out = out.masked_fill(~case.real(), 0.0)
+    if not module.distribution and out.dtype == torch.float16:
+        # Without a normalizer a result can be larger than every value, and larger than float16 can hold.
+        inputs = (x.float() for x in (case.q, case.k, case.v))
+        exact = run(built(name, causal, case).float(), *inputs, case.mask, causal)
+        real_out = real_out.masked_fill(exact.abs() > 6e4, 0.0)
     assert bool(torch.isfinite(real_out).all())
     if module.distribution and out.numel():
         values = case.v.masked_fill(~case.real(), 0.0).double()
