@@ -78,14 +78,17 @@ def test_two_processes_were_used(folder: Path) -> None:
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
 def test_losses_are_those_of_one_process(stage: str, folder: Path) -> None:
     one, two = ([line["loss"] for line in log_rows(folder / name, stage) if "loss" in line] for name in ("one", "two"))
-    assert len(one) >= 2
+    assert len(one) >= 1
     # The students begin from attention transfers that differ a little (see below).
     assert two == pytest.approx(one, rel=1e-4 if stage == "teacher" else 2e-3)
 
 
 def test_transfer_in_two_processes_equals_one(folder: Path) -> None:
     """Looser: the teachers differ by rounding, which Adam makes more of, and a mean of means is not quite the mean."""
-    one, two = (results(folder, name)["stages"]["transfer"]["evaluations"] for name in ("one", "two"))
+    one, two = (
+        [(line["step"], line["eval_loss"]) for line in log_rows(folder / name, "transfer") if "eval_loss" in line]
+        for name in ("one", "two")
+    )
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=0.1)
     assert two[-1][1] < 0.9 * two[0][1]
