@@ -56,7 +56,7 @@ class PatchConfig:
         None, "class to load, such as AutoModelForCausalLM (default: the one that the config names)"
     )
     revision: str | None = option(None, "branch, tag or commit of a repository on the Hub")
-    overwrite: bool = option(False, "replace the output folder if it holds a checkpoint", common=True)
+    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
 
     def __post_init__(self) -> None:
         if (self.attention is None) == (self.plan is None):
@@ -82,9 +82,10 @@ def patch(config: PatchConfig) -> None:
         OSError: The checkpoint cannot be found.
     """
     from .patching import patch_report
-    from .saving import check_output, save_checkpoint
+    from .saving import save_checkpoint
+    from .utils.files import check_output
 
-    check_output(config.model, config.output, overwrite=config.overwrite)
+    check_output(config.output, ["config.json"], overwrite=config.overwrite, source=config.model)
     plan = read_plan(config)
     model = load_and_patch(config, plan)
     save_checkpoint(model, config.model, config.output, revision=config.revision, overwrite=config.overwrite)

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .integration.models import configs_of
 from .integration.positions import EXTENDED_FROM, position_limit
-from .utils.files import atomic_folder
+from .utils.files import atomic_folder, check_output
 
 #: What belongs to a checkpoint besides config and weights: tokenizer, processor, chat template, sentence-transformers.
 COMPANION_FILES = (
@@ -38,33 +38,6 @@ COMPANION_FILES = (
 TOKEN_LIMITS = (("tokenizer_config.json", "model_max_length"), ("sentence_*_config.json", "max_seq_length"))
 
 
-def check_output(source: str, output: str, *, overwrite: bool) -> None:
-    """Check that a checkpoint may be written to a folder: it is new, empty, or a checkpoint to overwrite.
-
-    Args:
-        source: The model that the checkpoint is made from; it must not lie within the folder.
-        output: The folder.
-        overwrite: Whether a checkpoint there may be replaced.
-
-    Raises:
-        ValueError: The folder must not be written to. The message says why.
-    """
-    folder, source_folder = Path(output), Path(source)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {output!r} is a file. Name a folder.")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    if source_folder.is_dir() and source_folder.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"--output {output!r} holds {source!r}, which would be lost. Name another one.")
-    if not overwrite:
-        raise ValueError(f"--output {output!r} is not empty. Name another folder, or pass --overwrite.")
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"--output {output!r} holds files but no config.json: it is no checkpoint, and --overwrite does not "
-            "replace it. Name another folder."
-        )
-
-
 def save_checkpoint(
     model: PreTrainedModel, source: str, output: str, *, revision: str | None = None, overwrite: bool = False
 ) -> None:
@@ -78,8 +51,7 @@ def save_checkpoint(
         overwrite: Whether a checkpoint in the folder may be replaced.
 
     Raises:
-        ValueError: As `check_output`.
-        OSError: The folder cannot be written.
+        ValueError, OSError: As `utils.files.check_output`; the folder cannot be written.
     """
     with atomic_folder(Path(output).absolute()) as temporary:
         with progress_bars_on_terminals():
@@ -87,7 +59,8 @@ def save_checkpoint(
         _copy_companions(source, temporary, revision)
         if any(hasattr(part, EXTENDED_FROM) for part in configs_of(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
-        check_output(source, output, overwrite=overwrite)  # the folder may have been filled meanwhile
+        # The folder may have been filled in the meantime.
+        check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from ..integration.discovery import longest_input
 from ..integration.inputs import accepts_longer_inputs, has_position_table
 from ..patching import CONFIG_FIELD, patch_model, patch_report
 from ..registry import ATTENTIONS, list_attentions
-from ..saving import check_output, save_checkpoint
+from ..saving import save_checkpoint
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
-from ..utils.files import atomic_write, check_writable, write_json
+from ..utils.files import atomic_write, check_output, check_writable, write_json
 from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, EvaluationData, Settings, resolve_settings
 from .evaluator import learned_tensors, train_attention
@@ -62,7 +62,10 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     budget = Budget.parse(config.budget)
     _check_attention(config.attention)
     if config.save_model is not None:
-        _check_target(config.model, config.save_model)
+        overwrite = _is_patched_checkpoint(config.save_model)
+        check_output(
+            config.save_model, ["config.json"], overwrite=overwrite, source=config.model, option="--save_model"
+        )
     run = _Run(config, budget)
     folder = Path(config.output)
     check_writable(folder)
@@ -364,13 +367,6 @@ def _check_attention(name: str) -> None:
     ATTENTIONS.get(name)
     if name == "softmax":
         raise ValueError("attention 'softmax' is the exact attention: there is nothing to plan. Name a mechanism.")
-
-
-def _check_target(source: str, target: str) -> None:
-    try:
-        check_output(source, target, overwrite=_is_patched_checkpoint(target))
-    except ValueError as error:
-        raise ValueError(f"save_model {target!r} holds other files. Name another folder.") from error
 
 
 def _metadata(path: Path) -> dict[str, str]:

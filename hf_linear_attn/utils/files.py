@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,88 @@ def remove_partial_files(folder: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def check_output(
+    output: str | Path,
+    results: Sequence[str],
+    *,
+    overwrite: bool = False,
+    resume: bool | None = None,
+    source: str | None = None,
+    option: str = "--output",
+) -> None:
+    """Check, without writing, that a command may write to a folder. Every command has this rule.
+
+    A new or an empty folder may be written to. A folder with an earlier result of the command is continued with
+    `resume`, replaced with `overwrite`, and refused otherwise. A folder with other files is refused in any case.
+
+    Args:
+        output: The folder.
+        results: Names of files; a folder with one of them holds a result of the command.
+        overwrite: Whether an earlier result may be replaced.
+        resume: Whether an earlier result is continued; None: the command cannot continue one.
+        source: A model that the command reads; the folder must not contain it.
+        option: The option that names the folder, for messages.
+
+    Raises:
+        ValueError: The folder must not be written to.
+        OSError: It is a file or lies in one, or its parent folder is not writable.
+    """
+    folder = Path(output)
+    name = f"{option} {str(output)!r}"
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{name} is a file. Name a folder.")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise OSError(f"Cannot write to {name}: {str(existing)!r} is no writable folder. Name another folder.")
+    contents = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not contents:
+        return
+    if source is not None and Path(source).is_dir() and Path(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} holds the model {source!r}, which would be lost. Name another folder.")
+    if not any((folder / result).exists() for result in results):
+        listed = ", ".join(contents[:3]) + (", …" if len(contents) > 3 else "")
+        raise ValueError(
+            f"{name} holds files that are no result of this command ({listed}), which it does not replace. "
+            "Name a new folder."
+        )
+    if not (overwrite or resume):
+        continuation = "" if resume is None else "continue it (--resume), "
+        raise ValueError(
+            f"{name} holds an earlier result: {continuation}replace it (--overwrite), or name a new folder."
+        )
+
+
+@contextmanager
+def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False) -> Iterator[None]:
+    """Context manager that creates an output folder, and removes it if the block raises before there is a result.
+
+    Args:
+        folder: A folder that `check_output` has checked. It is created, with its parents.
+        results: Names of files; a folder with one of them holds a result and stays as it is.
+        overwrite: Whether to remove what the folder holds first.
+
+    Raises:
+        OSError: The folder cannot be created or written to.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        check_writable(folder)
+        if overwrite:
+            _clear(folder)
+        yield
+    except BaseException:
+        if folder.is_dir() and not any((folder / result).exists() for result in results):
+            _clear(folder)
+            for path in created:
+                path.rmdir()
+        raise
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def check_writable(folder: Path) -> None:

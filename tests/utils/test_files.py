@@ -12,7 +12,9 @@ from hf_linear_attn.utils.files import (
     atomic_folder,
     atomic_write,
     check_disk_space,
+    check_output,
     check_writable,
+    open_output,
     remove_partial_files,
 )
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_flops, format_seconds, near_matches
@@ -73,6 +75,53 @@ def test_folder_checks_name_the_folder(tmp_path):
     check_disk_space(tmp_path, 1)
     with pytest.raises(OSError, match="Delete something"):
         check_disk_space(tmp_path, 10**18, remedy="Delete something.")
+
+
+def test_the_rule_of_output_folders(tmp_path):
+    out = tmp_path / "new" / "out"
+    check_output(out, ["result"])
+    assert not out.parent.exists()
+    out.mkdir(parents=True)
+    check_output(out, ["result"])
+    (out / "diary").write_text("mine")
+    for flags in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ValueError, match=r"--output '.*out' holds files that are no result .*\(diary\)"):
+            check_output(out, ["result"], **flags)
+    (out / "result").write_text("1")
+    with pytest.raises(ValueError, match=r"earlier result: replace it \(--overwrite\), or name a new folder"):
+        check_output(out, ["result", "other"])
+    with pytest.raises(ValueError, match=r"--save_model.*: continue it \(--resume\), replace it \(--overwrite\)"):
+        check_output(out, ["result"], resume=False, option="--save_model")
+    check_output(out, ["result"], resume=True)
+    check_output(out, ["result"], overwrite=True)
+    with pytest.raises(ValueError, match=r"holds the model .* would be lost"):
+        check_output(tmp_path / "new", ["out"], overwrite=True, source=str(out))
+    for path, message in ((out / "diary", "is a file"), (out / "diary" / "below", "no writable folder")):
+        with pytest.raises(OSError, match=message):
+            check_output(path, ["result"])
+
+
+def test_a_failure_without_a_result_leaves_no_folder(tmp_path):
+    out = tmp_path / "new" / "out"
+
+    def fail(name):
+        with open_output(out, ["result"]):
+            (out / name).mkdir()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail("part")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KeyError):
+        fail("result")
+    assert os.listdir(out) == ["result"]
+    with open_output(out, ["result"]):
+        assert os.listdir(out) == ["result"]
+    with open_output(out, ["result"], overwrite=True):
+        assert os.listdir(out) == []
+    with pytest.raises(KeyError):
+        fail("part")
+    assert os.listdir(out) == [], "the folder was there before"
 
 
 def test_json_lines_drop_an_incomplete_last_line(tmp_path):
