@@ -33,7 +33,7 @@ from ..patching import CONFIG_FIELD, patch_report
 from ..utils.environment import json_safe
 from ..utils.formatting import fixed
 from ..utils.timing import time_interleaved
-from .metrics import PerplexityMetric, QualityMetric, _predictions, kl_divergence, strided_windows, value
+from .metrics import PerplexityMetric, QualityMetric, kl_divergence, predictions, strided_windows, value
 from .records import Conditions, Records
 from .speed import forward_pass, without_attention
 
@@ -109,7 +109,7 @@ class LanguageModelMetric(PerplexityMetric):
 
 def _log_probabilities(model: PreTrainedModel, batch: Any) -> tuple[Tensor, Tensor]:
     """Log probabilities `[N, V]` and targets `[N]` of the tokens that the windows predict."""
-    logits, targets, counted = _predictions(model, batch)
+    logits, targets, counted = predictions(model, batch)
     return logits[counted].float().log_softmax(dim=-1), targets[counted]
 
 

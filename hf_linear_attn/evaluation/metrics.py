@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,14 @@ BOOTSTRAP_SAMPLES = 200
 
 #: The context is divided into this many parts, for the loss by position.
 POSITION_BINS = 8
+
+#: The model without attention must be worse than the exact one by this share of its score, and by this number of
+#: standard errors. Else the data say nothing about attention.
+MIN_GAP, MIN_GAP_ERRORS = 0.02, 3.0
+
+#: A model whose divergence from the exact one exceeds this share of that of a model without any attention is another
+#: model: if it scores better than the exact one, that is chance.
+LARGE_DIVERGENCE = 0.25
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,52 @@ class Score:
 PERPLEXITY = Score("perplexity", "perplexity", "perplexity", higher_is_better=False, digits=2)
 SENTENCE_PAIRS = Score("sts", "spearmanr", "STS-B Spearman")
 SENTENCE_EMBEDDINGS = Score("sentence_embeddings", "cosine", "cosine to exact embeddings", agreement=True)
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What a score says about a mechanism.
+
+    Attributes:
+        valid: Whether the data can judge attention: the model without attention is clearly worse than the exact one.
+        worse: Whether the score is worse than the exact model's.
+        below_floor: Whether it is worse than without attention, too.
+        chance: Whether it is better than the exact model's although the outputs differ largely, which is no success.
+    """
+
+    valid: bool
+    worse: bool
+    below_floor: bool
+    chance: bool
+
+
+def assess(
+    own: float | None,
+    exact: float | None,
+    floor: float | None,
+    *,
+    higher_is_better: bool,
+    stderr: float = 0.0,
+    divergence: float | None = None,
+    floor_divergence: float | None = None,
+) -> Assessment:
+    """Compare a score with the exact model's first, and then with that of the model without attention.
+
+    Args:
+        own, exact, floor: The scores; None where one is not defined.
+        higher_is_better: The direction.
+        stderr: Standard error of the difference of `exact` and `floor`.
+        divergence, floor_divergence: Those of the outputs from the exact model's, where they are known.
+    """
+    sign = 1 if higher_is_better else -1
+    gap = 0.0 if exact is None or floor is None else sign * (exact - floor)
+    valid = gap > max(MIN_GAP * abs(exact or 0.0), MIN_GAP_ERRORS * stderr)
+    if own is None or exact is None:
+        return Assessment(valid, worse=True, below_floor=False, chance=False)
+    gain = sign * (own - exact)
+    scale = floor_divergence or math.inf
+    large = divergence is not None and divergence > LARGE_DIVERGENCE * scale
+    return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large)
 
 
 class QualityMetric(Protocol):
@@ -141,7 +195,13 @@ def strided_windows(documents: Sequence[Sequence[int]], context: int, stride: in
 
 @torch.no_grad()
 def measure_perplexity(
-    model: PreTrainedModel, documents: Sequence[Sequence[int]], *, context: int, stride: int, batch_size: int = 8
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    *,
+    context: int,
+    stride: int,
+    batch_size: int = 8,
+    observe: Callable[[int, Tensor], None] | None = None,
 ) -> Perplexity:
     """Measure `exp(-Σ log p(token | earlier tokens of its window) / tokens)`.
 
@@ -152,22 +212,22 @@ def measure_perplexity(
         stride: Distance between windows; every counted token but those of a first window sees at least
             `context - stride` earlier tokens.
         batch_size: Windows per forward pass.
+        observe: Called with the index of each of `perplexity_batches` and the log probabilities `[N, vocabulary]` where
+            its tokens are predicted.
 
     Raises:
         ValueError: Context or stride is out of range, or there is nothing to predict.
     """
-    if context < 2 or not 1 <= stride <= context - 1:
-        raise ValueError(f"context must be at least 2 and stride from 1 to context - 1, got {context} and {stride}.")
-    windows = strided_windows(documents, context, stride)
-    if not windows:
-        raise ValueError("No document has two tokens: there is nothing to predict.")
+    batches = perplexity_batches(documents, context, stride, batch_size)
     bins = torch.zeros(2, POSITION_BINS, dtype=torch.float64)  # sums of losses, counts
     per_window: list[tuple[float, int]] = []
     with _EvaluationMode(model):
-        # Windows of similar length are batched together, which needs little padding.
-        ordered = sorted(windows, key=lambda window: len(window.tokens))
-        for start in range(0, len(ordered), batch_size):
-            losses, counted = _token_losses(model, ordered[start : start + batch_size])
+        for number, windows in enumerate(batches):
+            logits, targets, predicted = predictions(model, windows)
+            if observe is not None:
+                observe(number, logits[predicted].float().log_softmax(dim=-1))
+            losses = cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double().cpu()
+            counted = predicted.cpu()
             positions = torch.arange(1, losses.shape[1] + 1).expand_as(losses)[counted]
             index = (positions * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
             bins[0].index_add_(0, index, losses[counted])
@@ -178,18 +238,27 @@ def measure_perplexity(
     loss = float(bins[0].sum()) / tokens
     stderr = math.sqrt(sum((total - loss * count) ** 2 for total, count in per_window)) / tokens
     means = [float(total / count) if count else None for total, count in zip(*bins, strict=True)]
-    longest = max(len(window.tokens) for window in windows)
+    longest = len(batches[-1][-1].tokens)
     return Perplexity(math.exp(min(loss, 700.0)), loss, stderr, tokens, context, stride, longest, means)
 
 
-def _token_losses(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Loss of each token, float64 on the CPU, and whether it is counted, both `[windows, length - 1]`."""
-    logits, targets, counted = _predictions(model, windows)
-    losses = cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-    return losses.double().cpu(), counted.cpu()
+def perplexity_batches(
+    documents: Sequence[Sequence[int]], context: int, stride: int, batch_size: int
+) -> list[list[Window]]:
+    """Return the windows of `strided_windows` in batches, short ones first, so that they need little padding.
+
+    Raises:
+        ValueError: Context or stride is out of range, or there is nothing to predict.
+    """
+    if context < 2 or not 1 <= stride <= context - 1:
+        raise ValueError(f"context must be at least 2 and stride from 1 to context - 1, got {context} and {stride}.")
+    windows = sorted(strided_windows(documents, context, stride), key=lambda window: len(window.tokens))
+    if not windows:
+        raise ValueError("No document has two tokens: there is nothing to predict. Give a longer text.")
+    return [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
 
 
-def _predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
+def predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits `[windows, length - 1, vocabulary]`, targets and whether they are counted, `[windows, length - 1]`."""
     batch = padded_batches([window.tokens for window in windows], len(windows), 0)[0]
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
@@ -224,10 +293,9 @@ class PerplexityMetric:
         tokens = sum(map(len, self._documents))
         return {"data": self.data, "tokens": tokens, "context": self.context, "stride": self.stride}
 
-    def __call__(self, model: PreTrainedModel) -> Values:
-        result = measure_perplexity(
-            model, self._documents, context=self.context, stride=self.stride, batch_size=self._batch_size
-        )
+    def __call__(self, model: PreTrainedModel, observe: Callable[[int, Tensor], None] | None = None) -> Values:
+        windows: dict[str, Any] = {"context": self.context, "stride": self.stride, "batch_size": self._batch_size}
+        result = measure_perplexity(model, self._documents, **windows, observe=observe)
         width = self.context / POSITION_BINS
         positions = [value("loss_at", loss, position=int(i * width)) for i, loss in enumerate(result.by_position)]
         return [

@@ -15,7 +15,7 @@ from ..utils.files import atomic_write
 from ..utils.formatting import fixed, format_bytes, format_rate, format_seconds
 from ..utils.timing import Crossover, crossover
 from .evaluator import EXACT_LABEL, lengths_to_show
-from .metrics import Score
+from .metrics import Assessment, Score, assess
 from .records import RECORDS_FILE, Records
 from .speed import DECODING, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
 
@@ -27,10 +27,6 @@ EVALUATION_FILE = "evaluation.json"
 
 #: The tidy table as a file for other programs.
 TABLE_FILE = "records.csv"
-
-#: The model without attention must be worse than the exact one by this share of its score, and by this number of
-#: standard errors. Else the data say nothing about attention.
-MIN_GAP, MIN_GAP_ERRORS = 0.02, 3.0
 
 #: Shares of the exact model's score from which a mechanism counts as keeping it, and as losing a little.
 KEEPS, LOSES_LITTLE = 0.98, 0.9
@@ -69,8 +65,7 @@ class Comparison:
         floor: The score of the model without attention.
         share: Share of the exact model's score that is kept, in (0, 1]; None where it is not defined, or where the
             mechanism is better than the exact model.
-        valid: Whether the data can judge attention: the model without attention is clearly worse than the exact one.
-        below_floor: Whether the mechanism is worse than the exact model and than no attention at all.
+        valid, below_floor, chance: As in `metrics.Assessment`.
     """
 
     score: Score
@@ -80,6 +75,7 @@ class Comparison:
     share: float | None
     valid: bool
     below_floor: bool
+    chance: bool
 
 
 @dataclass(frozen=True)
@@ -206,17 +202,29 @@ class Evaluation:
     def compare(self, label: str, score: Score) -> Comparison | None:
         """Compare a row's score with the exact model's, and with that of the model without attention."""
         own, exact = self.quality(score, label), self.quality(score, EXACT_LABEL)
-        floor = self.quality(score, WITHOUT_ATTENTION)
         if own is None or exact is None:
             return None
-        sign = 1 if score.higher_is_better else -1
-        valid = floor is not None and sign * (exact.mean - floor.mean) > _required_gap(exact, floor)
-        worse = sign * (exact.mean - own.mean) > 0
+        result = self._assess(score, label)
         share = None
-        if valid and min(own.mean, exact.mean) > 0 and (worse or own.mean == exact.mean):
+        if result.valid and min(own.mean, exact.mean) > 0 and (result.worse or own.mean == exact.mean):
             share = own.mean / exact.mean if score.higher_is_better else exact.mean / own.mean
-        below = bool(valid and worse and floor is not None and sign * (floor.mean - own.mean) > 0)
-        return Comparison(score, own, exact, floor, share, valid, below)
+        floor = self.quality(score, WITHOUT_ATTENTION)
+        return Comparison(score, own, exact, floor, share, result.valid, result.below_floor, result.chance)
+
+    def _assess(self, score: Score, label: str) -> Assessment:
+        """Apply the rule that `plan` shares."""
+        own, exact, floor = (self.quality(score, name) for name in (label, EXACT_LABEL, WITHOUT_ATTENTION))
+        divergences = [
+            _mean([row["value"] for row in self._states(score.measurement, "divergence", name, False, task=score.task)])
+            for name in (label, WITHOUT_ATTENTION)
+        ]
+        return assess(
+            *(row and row.mean for row in (own, exact, floor)),
+            higher_is_better=score.higher_is_better,
+            stderr=math.hypot(*(row.stderr or 0.0 for row in (exact, floor) if row)),
+            divergence=divergences[0],
+            floor_divergence=divergences[1],
+        )
 
     def mean_share(self, label: str) -> tuple[float, float | None] | None:
         """Return the mean over the labelled tasks of the share that is kept, and its spread over seeds.
@@ -283,16 +291,12 @@ class Evaluation:
 
     def _validity_text(self, score: Score) -> str:
         exact, floor = self.quality(score, EXACT_LABEL), self.quality(score, WITHOUT_ATTENTION)
-        if exact is None or floor is None or self._is_valid(score, exact, floor):
+        if exact is None or floor is None or self._assess(score, EXACT_LABEL).valid:
             return ""
         return (
             f"{score.title}: the data cannot judge attention, because the model without attention scores "
             f"{_show(score, floor.mean)} against {_show(score, exact.mean)} of the exact one."
         )
-
-    def _is_valid(self, score: Score, exact: Quality, floor: Quality) -> bool:
-        sign = 1 if score.higher_is_better else -1
-        return sign * (exact.mean - floor.mean) > _required_gap(exact, floor)
 
     # ---------------------------------------------------------------------------------------------- summary
 
@@ -437,12 +441,6 @@ def _retained_share(comparison: Comparison, own: float) -> float:
     return min(1.0, own / exact if comparison.score.higher_is_better else exact / own)
 
 
-def _required_gap(exact: Quality, floor: Quality) -> float:
-    """How far the score without attention must lie from the exact one for the data to judge attention."""
-    errors = math.hypot(exact.stderr or 0.0, floor.stderr or 0.0)
-    return max(MIN_GAP * abs(exact.mean), MIN_GAP_ERRORS * errors)
-
-
 def _speed_text(speedup: float) -> str:
     if speedup >= FASTER:
         return f"{speedup:.1f}× faster" if speedup >= 1.15 else f"{speedup:.2f}× faster"
@@ -459,7 +457,8 @@ def _quality_text(comparison: Comparison) -> str:
     if score.agreement:
         text = f"{score.title} {own}{spread}"
     elif comparison.share is None:
-        text = f"{score.title} {own}{spread}, above the exact model's {exact}"
+        text = f"{score.title} {own}{spread}, better than the exact model's {exact}"
+        text += ", although its outputs differ largely: that is chance" if comparison.chance else ""
     elif score.higher_is_better:
         text = f"keeps {100 * comparison.share:.1f} % of {score.title} ({own}{spread} against {exact})"
     else:
@@ -472,6 +471,8 @@ def _worthwhile(speedup: float | None, comparison: Comparison | None) -> bool | 
     if speedup is not None and speedup < FASTER:
         return False
     if comparison is None or not comparison.valid or speedup is None:
+        return None
+    if comparison.chance:
         return None
     if comparison.below_floor:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel
 from hf_linear_attn.evaluation.metrics import (
     ClassificationMetric,
     PerplexityMetric,
+    assess,
     bootstrap_stderr,
     embedding_agreement,
     measure_perplexity,
@@ -191,3 +193,27 @@ def test_agreement_by_hand() -> None:
 def test_unrelated_cosine_leaves_out_the_diagonal() -> None:
     assert unrelated_cosine(torch.eye(4)) == pytest.approx(0.0)
     assert unrelated_cosine(torch.ones(3, 2)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "exact", "floor", "options", "expected"),
+    [
+        # valid, worse, below_floor, chance
+        (6.0, 5.0, 9.0, {}, (True, True, False, False)),
+        (9.5, 5.0, 9.0, {}, (True, True, True, False)),
+        (4.0, 5.0, 9.0, {"divergence": 0.84, "floor_divergence": 2.0}, (True, False, False, True)),
+        (4.9, 5.0, 9.0, {"divergence": 0.03, "floor_divergence": 2.0}, (True, False, False, False)),
+        # The exact model is worse than the one without attention, or hardly better: nothing can be said.
+        (90.0, 110.0, 100.0, {}, (False, False, False, False)),
+        (5.1, 5.0, 5.09, {}, (False, True, False, False)),
+        (6.0, 5.0, 9.0, {"stderr": 2.0}, (False, True, False, False)),
+        (None, 5.0, 9.0, {}, (True, True, False, False)),
+        (6.0, 5.0, None, {}, (False, True, False, False)),
+    ],
+)
+def test_a_score_is_compared_with_the_exact_model_and_then_with_no_attention(
+    own: float | None, exact: float, floor: float | None, options: dict[str, float], expected: tuple[bool, ...]
+) -> None:
+    assert astuple(assess(own, exact, floor, higher_is_better=False, **options)) == expected
+    negative = [None if one is None else -one for one in (own, exact, floor)]
+    assert astuple(assess(*negative, higher_is_better=True, **options)) == expected
