@@ -105,9 +105,9 @@ hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --attention hedgehog window
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model --baseline run0/control
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte mrpc=./bert-mrpc --attention hedgehog
 hf-linear-attn evaluate ./encoder --data.sts glue --speed.batch_size 32 --speed.dtype bfloat16
-hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention gla --append
+hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention gla --resume
 
-Every record is on disk at once. Ctrl-C stops; the same command with --append continues.""",
+Every record is on disk at once. Ctrl-C stops; the same command with --resume continues.""",
     ),
     "plan": Verb(
         "plan:PlanConfig",

@@ -27,7 +27,9 @@ class DemoConfig:
     dataset: str | None = option(
         None, "UTF-8 text file to measure on (default: the documentation that comes with Python)", common=True
     )
-    output: str = option("demo-report", "folder for the report; an earlier one is replaced", common=True)
+    output: str = option("demo-report", "folder for the report and its records", common=True)
+    resume: bool = option(False, "continue where a demo was interrupted", common=True)
+    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
     quick: bool = option(False, "less of everything: under two minutes instead of ten", common=True)
     attention: tuple[str, ...] | None = option(
         None, "mechanisms to show (default: elu, favor+, hedgehog, a Linformer, window)", common=True
@@ -60,6 +62,8 @@ class DemoConfig:
             sequence_length=self.sequence_length,
             quick=self.quick,
             output=self.output,
+            resume=self.resume,
+            overwrite=self.overwrite,
             threads=self.threads,
             device=self.device,
             seed=self.seed,
@@ -81,7 +85,7 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
 
     options = (config or DemoConfig()).evaluate_config()
     try:
-        return run_evaluate(options, console=console, tool="hf-linear-attn demo", replace_output=True)
+        return run_evaluate(options, console=console, tool="hf-linear-attn demo")
     except OSError as error:
         if options.model == DEFAULT_MODEL:
             raise OSError(

@@ -21,7 +21,7 @@ class PlanConfig:
 
     model: str = option(help="local folder or repository on the Hub", common=True)
     budget: str = option(help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'", common=True)
-    output: str = option("plan", "folder to write to; a stopped run in it is resumed", common=True)
+    output: str = option("plan", "folder for the plan and its report", common=True)
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
@@ -33,8 +33,9 @@ class PlanConfig:
     save_model: str | None = option(
         None, "folder for a checkpoint with the planned layers and what they learned", common=True
     )
+    resume: bool = option(False, "continue, or use the measurements in the output folder", common=True)
+    overwrite: bool = option(False, "replace earlier results in the output folder and in save_model", common=True)
     quick: bool = option(False, "less of everything, for a first look", common=True)
-    restart: bool = option(False, "measure again what the output folder holds already")
     threads: int | None = option(None, "CPU threads (default: as torch has it)")
     device: str = option("cpu", "torch device: cpu, cuda, …", common=True)
     seed: int = option(0, "seed of random features and of the order of sequences")
@@ -42,6 +43,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_not_negative("", self, "steps", "seed")
         check_positive("", self, "threads")
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other. Give only one of them.")
         if any(length < 16 for length in self.lengths or ()):
             raise ValueError(f"lengths must be numbers of tokens, 16 or more, got {self.lengths!r}.")
 
@@ -54,7 +57,7 @@ def plan_command(config: PlanConfig) -> int:
 def run_plan(config: PlanConfig, *, console: Console | None = None) -> LayerSearchResult:
     """Search the layers of a checkpoint, write the plan and its report to `config.output`, and show a table.
 
-    A stopped run with the same settings is resumed; another budget uses the same measurements.
+    With `resume` a stopped run with the same settings continues; another budget uses the same measurements.
 
     Raises:
         ValueError, OSError: Settings, a model or data that cannot be used. Nothing has been measured then.

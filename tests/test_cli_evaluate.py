@@ -32,7 +32,7 @@ def test_a_complete_run_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Report:" in capsys.readouterr().out
     assert Evaluation.load(tmp_path / "out").mechanisms == ["elu"]
     assert main(arguments) == 1
-    assert "Pass --append" in " ".join(capsys.readouterr().err.split())
+    assert "continue it (--resume)" in " ".join(capsys.readouterr().err.split())
     assert main(["evaluate", "--quick"]) == 1
     assert "No model" in capsys.readouterr().err
 

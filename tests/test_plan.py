@@ -146,7 +146,7 @@ def test_a_stopped_run_is_resumed(
     monkeypatch.setattr(LanguageModelMetric, "__call__", original)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
-        result = run(folder, "gpt2", tmp_path)
+        result = run(folder, "gpt2", tmp_path, resume=True)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])
 
@@ -155,7 +155,9 @@ def test_lost_parameters_are_trained_and_measured_again(folder: Path, tmp_path: 
     run(folder, "gpt2", tmp_path)
     count = len(Records(tmp_path / RECORDS_FILE))
     (tmp_path / "learned.safetensors").write_bytes(b"damaged")
-    run(folder, "gpt2", tmp_path)
+    with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\)"):
+        run(folder, "gpt2", tmp_path)
+    run(folder, "gpt2", tmp_path, resume=True)
     assert len(Records(tmp_path / RECORDS_FILE)) == 2 * count
 
 
@@ -167,13 +169,13 @@ def test_another_budget_uses_the_same_measurements(
     original = LanguageModelMetric.__call__
     monkeypatch.setattr(LanguageModelMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
     limit = max(first.curve[1]["damage"], 0.0) + 1e-9
-    second = run(folder, "gpt2", tmp_path, search="greedy", budget=f"{limit:.12f}% perplexity")
+    second = run(folder, "gpt2", tmp_path, search="greedy", resume=True, budget=f"{limit:.12f}% perplexity")
     assert second.within_budget
     assert second.chosen["damage"] <= limit
     assert len(calls) <= 1  # the verification of another choice
-    run(folder, "gpt2", tmp_path, steps=1)
+    run(folder, "gpt2", tmp_path, steps=1, resume=True)
     assert len(calls) > 1
-    assert run(folder, "gpt2", tmp_path, steps=0, restart=True, attention="elu").attention == "elu"
+    assert run(folder, "gpt2", tmp_path, steps=0, overwrite=True, attention="elu").attention == "elu"
     assert report_of(tmp_path)["transfer"] == {}
 
 
@@ -268,7 +270,7 @@ def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: p
     window = ["--options.window_size", "8"]
     assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *window)) == 0
     assert "is met by 3 of 3 layers as window" in " ".join(capsys.readouterr().out.split())
-    assert main(arguments(folder, tmp_path / "plan", "1000x at 32", *window)) == 1
+    assert main(arguments(folder, tmp_path / "plan", "1000x at 32", "--resume", *window)) == 1
     assert "cannot be reached" in " ".join(capsys.readouterr().out.split())
     file, patched = str(tmp_path / "plan" / "plan.json"), str(tmp_path / "patched")
     assert main(["patch", str(folder / "gpt2"), patched, "--plan", file]) == 0

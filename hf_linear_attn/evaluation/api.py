@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
-from ..utils.files import check_writable
+from ..utils.files import check_output, open_output
 from .config import (
     PYTHON_DOCUMENTATION,
     EvaluateConfig,
@@ -21,7 +22,10 @@ from .config import (
     with_options,
 )
 from .progress import ConsoleProgress, NoProgress, Progress, printable
-from .records import RECORDS_FILE, Records
+from .records import LEARNED_FOLDER, RECORDS_FILE, Records
+
+#: A folder with one of these holds a result of `evaluate`.
+RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 #: What all records of a folder have in common; another value needs another folder.
 FIXED_SETTINGS = ("steps", "sequence_length", "seed", "context", "stride")
@@ -54,7 +58,7 @@ def evaluate(
         data: The path of a text file, a list of documents, or an `EvaluationData`. None is enough for an encoder, which
             is then measured on the documentation that comes with Python.
         tokenizer: The tokenizer of a loaded model; None: the one that its `name_or_path` leads to.
-        output: A folder where every record is stored as soon as it is known. With `append=True` an interrupted
+        output: A folder where every record is stored as soon as it is known. With `resume=True` an interrupted
             evaluation continues there. None: in memory.
         progress: Told what is being done.
         config: All options at once.
@@ -80,14 +84,15 @@ def evaluate(
     elif data is not None:
         text = list(data)
     _check_names(config)
-    if output is None:
-        records, folder = Records(), None
-    else:
-        records, folder = open_records(replace(config, output=str(output))), Path(output)
+    if output is not None:
+        check_output(output, RESULTS, overwrite=config.overwrite, resume=config.resume)
+        config = replace(config, output=str(output))
     evaluators = _prepare_all(model, config, tokenizer, text)
-    if folder is not None:
-        check_writable(folder)
-    return _run(evaluators, config, records, folder, progress or NoProgress(), start, timing=timing)
+    progress = progress or NoProgress()
+    if output is None:
+        return _run(evaluators, config, Records(), None, progress, start, timing=timing)
+    with open_records(config) as records:
+        return _run(evaluators, config, records, Path(output), progress, start, timing=timing)
 
 
 def run_evaluate(
@@ -95,7 +100,6 @@ def run_evaluate(
     *,
     console: Any = None,
     tool: str = "hf-linear-attn evaluate",
-    replace_output: bool = False,
 ) -> Any:
     """Evaluate, write the report to `config.output`, show the summary, and return the `Evaluation`.
 
@@ -103,7 +107,6 @@ def run_evaluate(
         config: The options.
         console: A rich console; None: stdout.
         tool: What the report calls this program.
-        replace_output: Whether an earlier report in the folder is replaced, instead of added to.
 
     Raises:
         ValueError, OSError: Options, a model or data that cannot be used. Nothing has been measured or written then.
@@ -115,21 +118,21 @@ def run_evaluate(
         raise ValueError("No model: give a local folder or a repository on the Hub.")
     screen = ConsoleProgress(console)
     _check_names(config)
-    if replace_output and Path(config.output).is_file():
-        raise NotADirectoryError(f"The output {config.output!r} is a file. Give a folder with --output.")
-    records = Records() if replace_output else open_records(config)
+    check_output(config.output, RESULTS, overwrite=config.overwrite, resume=config.resume)
     screen.log(f"Loading {config.name or config.model} ...")
     evaluators = _prepare_all(config.model, config, None, None)
     folder = Path(config.output)
-    check_writable(folder)
-    try:
-        with screen:
-            if len(records):
-                screen.log(f"{len(records)} records of earlier runs are used where they fit.")
-            evaluation = _run(evaluators, config, records, folder, screen, start, tool)
-    except BaseException:
-        _report_interruption(screen, None if replace_output else records, folder)
-        raise
+    with open_records(config) as records:
+        try:
+            with screen:
+                if len(records):
+                    screen.log(f"{len(records)} records of earlier runs are used where they fit.")
+                evaluation = _run(evaluators, config, records, folder, screen, start, tool)
+        except BaseException:
+            if records:
+                saved = f"{len(records)} records are saved in {folder / RECORDS_FILE}."
+                screen.log(f"{saved} To continue: the same command with --resume.")
+            raise
     evaluation.save(folder)
     path = evaluation.report(folder)
     show(evaluation, screen, path)
@@ -169,35 +172,17 @@ def show(evaluation: Any, screen: ConsoleProgress, path: Path) -> None:
     screen.log(f"Report: {path}")
 
 
-def open_records(config: EvaluateConfig) -> Records:
-    """Open the records of the output folder.
+@contextmanager
+def open_records(config: EvaluateConfig) -> Iterator[Records]:
+    """Context manager that opens the records of the output folder, which is removed if an error leaves none in it.
 
     Raises:
-        ValueError: The folder has records and `append` is not set, or has other files; or its records are damaged.
-        OSError: It is a file.
+        ValueError: The records in the folder are damaged.
+        OSError: The folder cannot be written to.
     """
     folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"The output {config.output!r} is a file. Give a folder with --output.")
-    has_files = folder.is_dir() and any(folder.iterdir())
-    if has_files and not (folder / RECORDS_FILE).is_file():
-        raise ValueError(f"The folder {config.output!r} has other files. Give a new one with --output.")
-    if has_files and not config.append:
-        raise ValueError(
-            f"The folder {config.output!r} has records already. Pass --append to continue or to add to them, or give "
-            "another folder with --output."
-        )
-    return Records(folder / RECORDS_FILE, remeasure=config.remeasure)
-
-
-def _report_interruption(screen: ConsoleProgress, records: Records | None, folder: Path) -> None:
-    """Say how to continue where records are saved, and remove the folder if nothing is in it."""
-    if records:
-        screen.log(
-            f"{len(records)} records are saved in {folder / RECORDS_FILE}. To continue: the same command with --append."
-        )
-    elif not any(folder.iterdir()):
-        folder.rmdir()
+    with open_output(folder, RESULTS, overwrite=config.overwrite):
+        yield Records(folder / RECORDS_FILE, remeasure=config.remeasure)
 
 
 def _check_names(config: EvaluateConfig) -> None:

@@ -32,7 +32,7 @@ from .inputs import EvaluationInputs
 from .metrics import FidelityMetric, QualityMetric, Score, value
 from .models import Checkpoint, CheckpointGroup, ExactModel, patched_like, seed_options
 from .progress import NoProgress, Progress
-from .records import Conditions, Record, Records
+from .records import LEARNED_FOLDER, Conditions, Record, Records
 from .resources import free_memory
 from .speed import (
     DECODING,
@@ -54,9 +54,6 @@ from .speed import (
 
 #: The label of the exact model, and the mechanism's name of a model without attention.
 EXACT_LABEL, NO_ATTENTION = "exact", "none"
-
-#: Folder beside the records for the learned parameters: an interrupted run does not train them again.
-LEARNED_FOLDER = "learned"
 
 #: Lengths at which throughput is timed, where they are measured; the shortest and the longest are added.
 USUAL_LENGTHS = (512, 2048, 8192)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,12 @@ from ..data.tasks import get_task
 from ..data.text import Text, pad_token, padded_batches, read_text, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..integration.inputs import accepts_longer_inputs, has_position_table
-from ..patching import CONFIG_FIELD, patch_model, patch_report
+from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS, list_attentions
 from ..saving import save_checkpoint
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
-from ..utils.files import atomic_write, check_output, check_writable, write_json
+from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, EvaluationData, Settings, resolve_settings
 from .evaluator import learned_tensors, train_attention
@@ -42,6 +41,10 @@ if TYPE_CHECKING:
 
 PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
 LEARNED = "learned.safetensors"
+
+#: A folder with one of these files holds a result of `plan`.
+RESULTS = (RECORDS_FILE, LEARNED)
+
 FORMAT_VERSION = 2
 
 #: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
@@ -61,15 +64,26 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     console = console or Console()
     budget = Budget.parse(config.budget)
     _check_attention(config.attention)
+    check_output(config.output, RESULTS, overwrite=config.overwrite, resume=config.resume)
     if config.save_model is not None:
-        overwrite = _is_patched_checkpoint(config.save_model)
         check_output(
-            config.save_model, ["config.json"], overwrite=overwrite, source=config.model, option="--save_model"
+            config.save_model,
+            ["config.json"],
+            overwrite=config.overwrite,
+            source=config.model,
+            option="--save_model",
         )
     run = _Run(config, budget)
-    folder = Path(config.output)
-    check_writable(folder)
-    records = Records(folder / RECORDS_FILE, remeasure=config.restart)
+    with open_output(Path(config.output), RESULTS, overwrite=config.overwrite):
+        result = _search(run, console, started)
+    if config.save_model is not None:
+        console.print(run.save(result, config.save_model), highlight=False, soft_wrap=True, markup=False)
+    return result
+
+
+def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
+    config, folder = run.config, Path(run.config.output)
+    records = Records(folder / RECORDS_FILE)
     conditions = run.conditions("")
     resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
     surroundings = environment(run.exact.model.device)
@@ -81,7 +95,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
             run.patched,
             run.choice,
             run.verification,
-            budget=budget,
+            budget=run.budget,
             search=config.search,
             lengths=run.lengths,
             tokens=run.inputs.tokens,
@@ -99,8 +113,6 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         "resumed": resumed,
     }
     _write(result, json_safe(facts), folder, console)
-    if config.save_model is not None:
-        console.print(run.save(result, config.save_model), highlight=False, soft_wrap=True, markup=False)
     return result
 
 
@@ -112,7 +124,7 @@ class _Run:
     verification: QualityMetric
 
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
-        self.config = config
+        self.config, self.budget = config, budget
         name, kind, _ = describe_source(config.model, config.data.task)
         tokenizer = load_tokenizer(config.model)
         if config.threads is not None:
@@ -297,7 +309,7 @@ class _Run:
         model = patch_model(shared_copy(self.exact.model), result.plan)
         state = self.patched.state_dict()
         model.load_state_dict({name: state[name] for name in model.state_dict()})
-        save_checkpoint(model, self.config.model, target, overwrite=_is_patched_checkpoint(target))
+        save_checkpoint(model, self.config.model, target, overwrite=self.config.overwrite)
         return f"Checkpoint: {target}"
 
 
@@ -376,11 +388,3 @@ def _metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (OSError, SafetensorError):
         return {}
-
-
-def _is_patched_checkpoint(folder: str) -> bool:
-    """Whether a folder holds a patched checkpoint, which an earlier plan may have written."""
-    try:
-        return CONFIG_FIELD in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False

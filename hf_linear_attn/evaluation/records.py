@@ -30,6 +30,9 @@ FORMAT_VERSION = 2
 #: The name of the file in the folder of an evaluation.
 RECORDS_FILE = "records.jsonl"
 
+#: Folder beside the records for the learned parameters: an interrupted run does not train them again.
+LEARNED_FOLDER = "learned"
+
 #: Columns of the table that exist even where no value has them.
 COLUMNS = (
     *("id", "time", "run", "group", "label", "model", "attention", "state", "seed"),

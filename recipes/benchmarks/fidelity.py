@@ -55,7 +55,7 @@ def measure(arguments: argparse.Namespace) -> Evaluation:
         steps=arguments.steps,
         seed=arguments.seed,
         name=name,
-        append=True,
+        resume=True,
     )
     with ConsoleProgress() as progress:
         evaluation = evaluate(

@@ -177,7 +177,7 @@ def test_an_appended_run_measures_only_what_is_missing(
 ) -> None:
     output = tmp_path / "out"
     shutil.copytree(decoder[2], output)
-    options = {**DECODER, "dataset": str(folder / "text.txt"), "output": str(output), "append": True}
+    options = {**DECODER, "dataset": str(folder / "text.txt"), "output": str(output), "resume": True}
     before = len(Records(output / RECORDS_FILE))
     same, _ = run(folder / "gpt2", **options)
     assert len(Records(output / RECORDS_FILE)) == before
@@ -208,10 +208,10 @@ def test_an_interrupted_run_continues(
             run(folder / "gpt2", **options)
     saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved
-    with pytest.raises(ValueError, match=r"has records already\. Pass --append"):
+    with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
         run(folder / "gpt2", **options)
     monkeypatch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", interrupt)
-    run(folder / "gpt2", **options, append=True)
+    run(folder / "gpt2", **options, resume=True)
     after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved.items() <= after.items()
     assert (output / "report.html").is_file()
@@ -249,7 +249,7 @@ def test_a_classifier_with_checkpoints_and_a_baseline(folder: Path, tmp_path: Pa
     assert evaluation.value("task", "rows", label="exact") == 20
     assert evaluation.quality(score, "softmax (tuned)").std is None
     assert "elu (converted)" in screen
-    more, _ = run(folder / "classifier", **options, attention=("hedgehog",), seeds=(0, 1), append=True)
+    more, _ = run(folder / "classifier", **options, attention=("hedgehog",), seeds=(0, 1), resume=True)
     assert more.labels == ["exact", "softmax (tuned)", "hedgehog", "elu (converted)", "without attention"]
     assert len(more.quality(score, "hedgehog").values) == 2
     assert len(more.quality(score, "elu (converted)").values) == 2  # known, although its folders were not given again
@@ -291,7 +291,7 @@ def test_several_tasks_have_a_model_each(folder: Path, tmp_path: Path) -> None:
     for label in ("exact", "softmax (tuned)", "elu (converted)", "without attention"):
         assert evaluation.quality(evaluation.scores[1], label) == single.quality(single.scores[0], label)
     with pytest.raises(ValueError, match=r"of the task 'rte' with the model 'rte-classifier'\. Give it again"):
-        run(folder / "classifier", task=("sst2",), append=True, output=str(tmp_path / "out"), **common)
+        run(folder / "classifier", task=("sst2",), resume=True, output=str(tmp_path / "out"), **common)
 
 
 def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tmp_path: Path) -> None:
@@ -380,14 +380,14 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "mine" / "note.txt").write_text("mine", encoding="utf-8")
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     text = str(folder / "text.txt")
-    for append in (False, True):
-        with pytest.raises(ValueError, match="has other files"):
-            run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), append=append)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="no result of this command"):
+            run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), resume=resume)
     with pytest.raises(NotADirectoryError, match="is a file"):
         run(folder / "gpt2", dataset=text, output=str(tmp_path / "file"))
     (tmp_path / "mine" / RECORDS_FILE).write_text("{broken\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"jsonl', line 1 is not JSON"):
-        run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), append=True)
+        run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), resume=True)
 
 
 @pytest.mark.parametrize(
