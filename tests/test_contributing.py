@@ -31,6 +31,7 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_mechanism_of_the_guide_is_one_file(tmp_path: Path) -> None:
     for name in ("hf_linear_attn", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -13,6 +13,7 @@ import torch
 
 from tests.endurance import measures
 from tests.helpers import BERT, LLAMA, every_mechanism, every_pair
+from tests.slow_cases import slow
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason=f"{sys.platform} has no memory of processes in /proc"
@@ -50,19 +51,20 @@ def test_errors_do_not_grow_along_a_stream(name: str, dtype: torch.dtype, size: 
 
 @needs_proc
 @sizes(300, 10_000)
-@pytest.mark.parametrize("name", ["hedgehog", "window", "gla"])
+@pytest.mark.parametrize("name", ["window", *slow("hedgehog", "gla")])
 def test_decoding_leaves_no_memory(name: str, size: int, check: Check) -> None:
     check(*measures.decoding(name, size, 50))
 
 
 @needs_proc
 @sizes(50, 1_000)
-@pytest.mark.parametrize("name", ["hedgehog", "favor+", "linformer"])
+@pytest.mark.parametrize("name", ["hedgehog", *slow("favor+", "linformer")])
 def test_patching_and_unpatching_leaves_no_memory(name: str, size: int, check: Check) -> None:
     check(*measures.rounds(name, size))
 
 
 @sizes(1, 2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["favor+", "hedgehog", "window", "gla"])
 def test_the_same_numbers_in_another_process(name: str, size: int, check: Check) -> None:
     check(measures.in_other_processes(name, size))

@@ -14,8 +14,8 @@ from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.fused import KernelizedCall
 from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason
 from hf_linear_attn.registry import FEATURE_MAPS, build_options
-from tests.ops.cases import slow, slow_rows
 from tests.reference import naive
+from tests.slow_cases import slow, slow_rows
 
 REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")

@@ -9,9 +9,9 @@ from hf_linear_attn.ops.fused import GatedCall, KernelizedCall
 from hf_linear_attn.ops.gated import GatedKeys
 from hf_linear_attn.ops.native import backend as native_backend
 from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason
-from tests.ops.cases import slow
 from tests.ops.test_native import SHAPES, assert_near, definition, inputs, masks
 from tests.reference import naive
+from tests.slow_cases import slow
 
 REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")

@@ -9,8 +9,8 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
-from tests.ops.cases import slow, slow_rows
 from tests.ops.test_native import BOTH, REASON, assert_near, inputs, masks
+from tests.slow_cases import slow, slow_rows
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hf_linear_attn.ops import banded, windowed
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
-from tests.ops.cases import slow, slow_rows
 from tests.ops.test_kernelized import SCALING, full_features
 from tests.reference import naive
+from tests.slow_cases import slow, slow_rows
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 LOG_MIX = torch.tensor([0.3, -0.5, 0.0, 0.8, -0.2, 0.1])

@@ -15,6 +15,7 @@ from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.training.callbacks import InterruptedRunError
 from hf_linear_attn.training.convert import convert, finetune
 from hf_linear_attn.training.trainers import FinetuningTrainer
+from tests.slow_cases import slow_rows
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,
@@ -55,7 +56,9 @@ def kill() -> None:
     raise Killed
 
 
-@pytest.mark.parametrize(("stage", "step"), [("teacher", 0), ("teacher", 5), ("distill", 3), ("distill", 5)])
+@pytest.mark.parametrize(
+    ("stage", "step"), [("distill", 3), *slow_rows(("teacher", 0), ("teacher", 5), ("distill", 5))]
+)
 def test_killed_in_a_step(stage: str, step: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     with monkeypatch.context() as patch:

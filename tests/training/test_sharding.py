@@ -70,6 +70,7 @@ def kind(request: pytest.FixtureRequest, folder: Path) -> str:
     return kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["teacher", "distill"])
 def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: str) -> None:
     copies, sharded = (
@@ -79,6 +80,7 @@ def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: st
     assert sharded == pytest.approx(copies, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_model_was_sharded(folder: Path, kind: str) -> None:
     """Checkpoints are pieces, one of each process."""
     steps = list((folder / kind / "checkpoints" / "distill").glob("checkpoint-*"))
@@ -92,6 +94,7 @@ def test_the_model_was_sharded(folder: Path, kind: str) -> None:
             assert [name.split("_mp_rank")[0][-1] for name in pieces] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_whole(folder: Path, kind: str) -> None:
     copies, sharded = (load_file(str(folder / name / "model" / "model.safetensors")) for name in ("copies", kind))
     assert copies.keys() == sharded.keys()
@@ -100,6 +103,7 @@ def test_checkpoints_are_whole(folder: Path, kind: str) -> None:
     assert load_pretrained(folder / kind / "model").num_parameters() > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
     before = (folder / kind / "model" / "model.safetensors").read_bytes()
     path = folder / kind / "state.json"
@@ -114,6 +118,7 @@ def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
     assert (folder / kind / "model" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_adapters(folder: Path, kind: str) -> None:
     name = f"adapters-{kind}"
     done = start_sharded(kind, settings_file(folder, name, 4, distill__lora_rank=2))
@@ -145,6 +150,7 @@ def loss_of_copies(folder: Path) -> float:
     return decoder_loss(folder, "tied-copies", partial(start, processes=2))
 
 
+@pytest.mark.slow
 def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, kind: str, loss_of_copies: float) -> None:
     name = f"tied-{kind}"
     assert decoder_loss(folder, name, partial(start_sharded, kind)) == pytest.approx(loss_of_copies, rel=1e-3)
@@ -152,6 +158,7 @@ def test_a_decoder_with_tied_weights_and_gradient_checkpointing(folder: Path, ki
     assert converted.get_output_embeddings().weight is converted.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     """The random features of favor+ are a buffer, which bfloat16 would round for good. Two matrices are large enough
@@ -180,12 +187,14 @@ def test_zero_autocasts_and_keeps_float32_weights(folder: Path) -> None:
     assert all((tensor.bfloat16().float() != tensor).any() for tensor in large)
 
 
+@pytest.mark.slow
 def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
     done = start_sharded("fsdp2", settings_file(folder, "efficient", 4), FSDP_CPU_RAM_EFFICIENT_LOADING="true")
     assert done.returncode != 0
     assert "Set it to false" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate shards here")
 @pytest.mark.parametrize("cpu", ["true", "false"])
 @pytest.mark.parametrize("name", ["FSDP", pytest.param("DEEPSPEED", marks=needs_deepspeed)])

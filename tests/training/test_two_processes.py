@@ -17,6 +17,8 @@ import yaml
 from hf_linear_attn.utils.arguments import to_dict
 from tests.training.tiny_runs import convert_config, log_rows, save_encoder, save_task
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
