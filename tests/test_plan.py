@@ -20,7 +20,8 @@ from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.evaluation import layer_search
-from hf_linear_attn.evaluation.layer_search import LanguageModelMetric, LayerSearchResult
+from hf_linear_attn.evaluation.layer_search import LayerSearchResult
+from hf_linear_attn.evaluation.metrics import QualityMetric
 from hf_linear_attn.evaluation.planning import split_halves
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.plan import PlanConfig, run_plan
@@ -129,7 +130,7 @@ def without_times(result: LayerSearchResult) -> dict[str, Any]:
 def test_a_stopped_run_is_resumed(
     finished: tuple[Path, LayerSearchResult], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = LanguageModelMetric.__call__, []
+    original, calls = QualityMetric.__call__, []
 
     def stop(self: Any, model: Any) -> Any:
         calls.append(model)
@@ -137,13 +138,13 @@ def test_a_stopped_run_is_resumed(
             raise KeyboardInterrupt
         return original(self, model)
 
-    monkeypatch.setattr(LanguageModelMetric, "__call__", stop)
+    monkeypatch.setattr(QualityMetric, "__call__", stop)
     with pytest.raises(KeyboardInterrupt):
         run(folder, "gpt2", tmp_path)
     measurements = [record.conditions["measurement"] for record in Records(tmp_path / RECORDS_FILE)]
     assert measurements.count("perplexity") == 5
     assert not (tmp_path / "plan.json").exists()
-    monkeypatch.setattr(LanguageModelMetric, "__call__", original)
+    monkeypatch.setattr(QualityMetric, "__call__", original)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path, resume=True)
@@ -166,8 +167,8 @@ def test_another_budget_uses_the_same_measurements(
 ) -> None:
     first = run(folder, "gpt2", tmp_path, search="greedy")
     calls = []
-    original = LanguageModelMetric.__call__
-    monkeypatch.setattr(LanguageModelMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
+    original = QualityMetric.__call__
+    monkeypatch.setattr(QualityMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
     limit = max(first.curve[1]["damage"], 0.0) + 1e-9
     second = run(folder, "gpt2", tmp_path, search="greedy", resume=True, budget=f"{limit:.12f}% perplexity")
     assert second.within_budget

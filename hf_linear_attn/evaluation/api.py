@@ -253,7 +253,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     from . import inputs as data
     from . import models
     from .evaluator import Evaluator
-    from .metrics import ClassificationMetric, EmbeddingMetric, PerplexityMetric, SentencePairMetric
+    from .metrics import classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
 
     device, task = torch_device(config.device), config.data.own_task
     if isinstance(source, PreTrainedModel):
@@ -281,20 +281,20 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         names = config.data.metrics or tuple(dict.fromkeys((entry.main_metric, *entry.metrics)))
         conditions = {"data": inputs.hash, **inputs.facts["held_out"]}
         options: dict[str, Any] = {"regression": entry.labels is None, "task": task, "settings": conditions}
-        metrics.append(ClassificationMetric(model, inputs.labeled, names, **options))
+        metrics.append(classification_metric(model, inputs.labeled, names, **options))
     else:
         path = None if config.data.dataset == PYTHON_DOCUMENTATION else config.data.dataset
         text = read_text(path) if documents is None else text_of(documents, "the given documents")
         inputs = data.text_inputs(text, tokenizer, settings)
     if kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
-        metrics.append(PerplexityMetric(inputs.documents, data=inputs.hash, **windows))
+        metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, **windows))
     if config.data.sts is not None:
         pairs = data.sentence_pairs(config.data.sts, tokenizer, settings, config.data.max_eval_samples)
-        metrics.append(SentencePairMetric(pairs))
+        metrics.append(sentence_pair_metric(pairs))
         inputs.facts["sentence_pairs"] = pairs.source
     if kind == "encoder":
-        metrics.append(EmbeddingMetric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
+        metrics.append(embedding_metric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
     return Evaluator(
         exact, inputs, settings, metrics, Records(), models.label_groups(groups), models.label_groups(baselines)

@@ -29,7 +29,7 @@ from ..utils.formatting import format_bytes
 from ..utils.models import shared_copy
 from .config import Settings
 from .inputs import EvaluationInputs
-from .metrics import FidelityMetric, QualityMetric, Score, value
+from .metrics import QualityMetric, Score, fidelity_metric, value
 from .models import Checkpoint, CheckpointGroup, ExactModel, patched_like, seed_options
 from .progress import NoProgress, Progress
 from .records import LEARNED_FOLDER, Conditions, Record, Records
@@ -132,7 +132,7 @@ class Evaluator:
 
     def _mechanism_metrics(self) -> list[QualityMetric]:
         facts = self.inputs.facts.get("fidelity", {})
-        fidelity = FidelityMetric(self.inputs.fidelity, {"data": self.inputs.hash, **facts})
+        fidelity = fidelity_metric(self.inputs.fidelity, {"data": self.inputs.hash, **facts})
         return [*self.metrics, *([] if self.task else [fidelity])]
 
     def _measure_mechanism(self, name: str) -> None:

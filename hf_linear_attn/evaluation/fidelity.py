@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,28 @@ from transformers import PreTrainedModel
 from ..integration.attention import SUBMODULE, AttentionCall, observe_attention
 from ..integration.discovery import self_attention
 from ..patching import CONFIG_FIELD, check_model, is_patched
+
+Batch = Mapping[str, Tensor]
+
+
+@contextmanager
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: the model in evaluation mode, and afterwards as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """Return what the forward pass accepts of a batch, on the model's device, without labels and without a cache."""
+    accepted = set(inspect.signature(model.forward).parameters)
+    inputs: dict[str, Any] = {
+        name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted and name != "labels"
+    }
+    return {**inputs, "use_cache": False} if "use_cache" in accepted else inputs
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ class _Totals:
 
 
 @torch.no_grad()
-def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
+def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity:
     """Measure a patched model on batches as the tokenizer gives them. O(L²) in the length of the batches.
 
     Raises:
@@ -85,22 +108,15 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tens
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    accepted = set(inspect.signature(backbone.forward).parameters)
     totals: dict[int, _Totals] = {}
 
     def observer(call: AttentionCall) -> None:
         totals.setdefault(id(call.module), _Totals()).add(call)
 
-    training = model.training
-    model.eval()
     cosine, tokens = 0.0, 0
-    try:
+    with evaluation_mode(model):
         for batch in batches:
-            inputs: dict[str, Any] = {
-                name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted
-            }
-            if "use_cache" in accepted:
-                inputs["use_cache"] = False
+            inputs = model_inputs(backbone, batch)
             with observe_attention(model, observer):
                 exact = backbone(**inputs)[0]
             linear = backbone(**inputs)[0]
@@ -108,8 +124,6 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Mapping[str, Tens
             real = inputs.get("attention_mask", torch.ones_like(similarity)).bool()
             cosine += float(similarity[real].sum())
             tokens += int(real.sum())
-    finally:
-        model.train(training)
     if not tokens:
         raise ValueError("No batches to measure on.")
     return Fidelity(_layers(model, totals), cosine / tokens, tokens)

@@ -5,8 +5,8 @@ two data sets: the first chooses the layers, the second verifies the choice.
 
     patched = patch_model(copy.deepcopy(model), "window")
     transfer_attention(patched, batches)
-    choice = LanguageModelMetric(model, documents[::2], context=512, stride=256, batch_size=8)
-    verification = LanguageModelMetric(model, documents[1::2], context=512, stride=256, batch_size=8)
+    windows = {"context": 512, "stride": 256, "batch_size": 8, "exact": model}
+    choice, verification = (perplexity_metric(half, **windows) for half in (documents[::2], documents[1::2]))
     result = search_layers(model, patched, choice, verification, budget="1% perplexity")
     result.table  # a pandas DataFrame with one row for each number of converted layers
     result.plan   # what `patch_model(model, plan)` and `hf-linear-attn patch --plan` take
@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..integration.attention import exact_attention
@@ -33,7 +32,7 @@ from ..patching import CONFIG_FIELD, patch_report
 from ..utils.environment import json_safe
 from ..utils.formatting import fixed
 from ..utils.timing import time_interleaved
-from .metrics import PerplexityMetric, QualityMetric, kl_divergence, predictions, strided_windows, value
+from .metrics import QualityMetric
 from .records import Conditions, Records
 from .speed import forward_pass, without_attention
 
@@ -44,73 +43,8 @@ if TYPE_CHECKING:
 #: model: if it scores better than the exact one, that is chance.
 LARGE_DIVERGENCE = 0.25
 
-#: Number of log probabilities of the exact model that stay in memory; a larger set is computed for each measurement.
-MAX_CACHED_VALUES = 2**27
-
 #: Seconds. A length that one row of the curve is expected to exceed this at is not timed.
 LONGEST_TIMING = 60.0
-
-
-class LanguageModelMetric(PerplexityMetric):
-    """Perplexity, and the divergence of the next-token distribution from the exact model's.
-
-    `divergence = mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats over the predicted tokens, p of the exact model.
-
-    Args:
-        exact: The exact model.
-        documents, context, stride, batch_size, data: As `PerplexityMetric`.
-
-    Raises:
-        ValueError: No document has two tokens.
-    """
-
-    def __init__(self, exact: PreTrainedModel, documents: Sequence[Sequence[int]], **settings: Any) -> None:
-        super().__init__(documents, **settings)
-        # Windows of similar length share a batch, which saves padding.
-        windows = sorted(strided_windows(documents, self.context, self.stride), key=lambda window: len(window.tokens))
-        if not windows:
-            raise ValueError("No document has two tokens, so there is nothing to predict. Give a longer text.")
-        size = settings["batch_size"]
-        self._exact = exact
-        self._batches = [windows[start : start + size] for start in range(0, len(windows), size)]
-        self._cached: list[Tensor] = []
-
-    @torch.no_grad()
-    def __call__(self, model: PreTrainedModel) -> list[dict[str, Any]]:
-        loss, divergence, tokens = 0.0, 0.0, 0
-        for batch, exact in zip(self._batches, self._exact_log_probabilities(), strict=True):
-            log_probabilities, targets = _log_probabilities(model, batch)
-            loss -= float(log_probabilities.gather(-1, targets[:, None]).double().sum())
-            divergence += kl_divergence(exact, log_probabilities)
-            tokens += len(targets)
-        mean = loss / tokens
-        return [
-            value("perplexity", math.exp(min(mean, 700.0))),
-            value("loss", mean, unit="nats per token"),
-            value("divergence", divergence / tokens, unit="nats per token"),
-            value("tokens", tokens),
-        ]
-
-    def _exact_log_probabilities(self) -> Iterator[Tensor]:
-        """Yield those of each batch, from memory where all of them fit."""
-        if self._cached:
-            yield from self._cached
-            return
-        cache: list[Tensor] | None = []
-        for batch in self._batches:
-            values = _log_probabilities(self._exact, batch)[0]
-            if cache is not None:
-                cache.append(values)
-                if sum(cached.numel() for cached in cache) > MAX_CACHED_VALUES:
-                    cache = None
-            yield values
-        self._cached = cache or []
-
-
-def _log_probabilities(model: PreTrainedModel, batch: Any) -> tuple[Tensor, Tensor]:
-    """Log probabilities `[N, V]` and targets `[N]` of the tokens that the windows predict."""
-    logits, targets, counted = predictions(model, batch)
-    return logits[counted].float().log_softmax(dim=-1), targets[counted]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -656,10 +590,7 @@ class _LayerSearch:
         settings = {**self.conditions.settings, **metric.settings, "data_set": data, "layers": layers}
         conditions = replace(self.conditions, measurement=metric.measurement, settings=settings)
         record = self.records.measure(conditions, lambda: metric(model), label=layers)
-        values = {row["metric"]: row["value"] for row in record.values}
-        if "divergence" not in values:  # EmbeddingMetric compares with the exact model already.
-            values["divergence"] = 1 - values["cosine"]
-        return values
+        return {row["metric"]: row["value"] for row in record.values}
 
     def is_informative(self, data: str) -> bool:
         """Whether the exact model is better than the model without attention."""

@@ -1,27 +1,23 @@
-"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, similarity of sentence pairs.
-
-Each metric is an object that is called with a model and returns values for a record. Its `settings` say what the values
-depend on besides the model.
-"""
+"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, similarity of sentence pairs."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
 from ..data.metrics import HUB_PREFIX, METRICS, TaskMetrics, compute_metrics
 from ..data.text import padded_batches
-from .fidelity import measure_fidelity
+from .fidelity import Batch, evaluation_mode, measure_fidelity, model_inputs
+from .progress import OnBatch, report_batches, report_nothing
 
-Batch = Mapping[str, Tensor]
 Values = list[dict[str, Any]]
 
 #: Resamples of the bootstrap (Efron 1979) behind the standard error of a score.
@@ -37,6 +33,9 @@ MIN_GAP, MIN_GAP_ERRORS = 0.02, 3.0
 #: A model whose divergence from the exact one exceeds this share of that of a model without any attention is another
 #: model: if it scores better than the exact one, that is chance.
 LARGE_DIVERGENCE = 0.25
+
+#: Number of log probabilities of the exact model that stay in memory; a larger set is computed for each measurement.
+MAX_CACHED_VALUES = 2**27
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class Score:
     digits: int = 3
     agreement: bool = False
     task: str = ""
-
-    @property
-    def key(self) -> str:
-        """A name that can be a part of a file name."""
-        return f"{self.measurement}-{self.task}" if self.task else self.measurement
 
 
 PERPLEXITY = Score("perplexity", "perplexity", "perplexity", higher_is_better=False, digits=2)
@@ -118,23 +112,25 @@ def assess(
     return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large)
 
 
-class QualityMetric(Protocol):
-    """A metric of a model as a whole."""
+@dataclass
+class QualityMetric:
+    """A metric of a model as a whole: `metric(model)` returns the values of a record.
 
-    @property
-    def score(self) -> Score | None:
-        """The value that counts, or None for a metric that is only informative."""
+    Attributes:
+        measurement: The name of the measurement in the records.
+        measure: Called with a model and a function that is told the rows done and all rows.
+        score: The value that counts, or None for a metric that is only informative.
+        settings: All that the values depend on besides the model.
+    """
 
-    @property
-    def measurement(self) -> str:
-        """The name of the measurement in the records."""
+    measurement: str
+    measure: Callable[[PreTrainedModel, OnBatch], Values]
+    score: Score | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """All that the values depend on besides the model."""
-
-    def __call__(self, model: PreTrainedModel) -> Values:
+    def __call__(self, model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         """Measure a model."""
+        return self.measure(model, on_batch)
 
 
 def value(metric: str, number: float | None, **columns: Any) -> dict[str, Any]:
@@ -159,6 +155,7 @@ class Perplexity:
         stride: Distance between windows.
         longest_window: Tokens of the longest window that occurred.
         by_position: Mean loss over each eighth of the context (None where no token was predicted there).
+        divergence: `mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats, p of the exact model (None without one).
     """
 
     perplexity: float
@@ -169,6 +166,7 @@ class Perplexity:
     stride: int
     longest_window: int
     by_position: list[float | None]
+    divergence: float | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,8 @@ def measure_perplexity(
     context: int,
     stride: int,
     batch_size: int = 8,
-    observe: Callable[[int, Tensor], None] | None = None,
+    exact: ExactPredictions | None = None,
+    on_batch: OnBatch = report_nothing,
 ) -> Perplexity:
     """Measure `exp(-Σ log p(token | earlier tokens of its window) / tokens)`.
 
@@ -212,99 +211,76 @@ def measure_perplexity(
         stride: Distance between windows; every counted token but those of a first window sees at least
             `context - stride` earlier tokens.
         batch_size: Windows per forward pass.
-        observe: Called with the index of each of `perplexity_batches` and the log probabilities `[N, vocabulary]` where
-            its tokens are predicted.
-
-    Raises:
-        ValueError: Context or stride is out of range, or there is nothing to predict.
-    """
-    batches = perplexity_batches(documents, context, stride, batch_size)
-    bins = torch.zeros(2, POSITION_BINS, dtype=torch.float64)  # sums of losses, counts
-    per_window: list[tuple[float, int]] = []
-    with _EvaluationMode(model):
-        for number, windows in enumerate(batches):
-            logits, targets, predicted = predictions(model, windows)
-            if observe is not None:
-                observe(number, logits[predicted].float().log_softmax(dim=-1))
-            losses = cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double().cpu()
-            counted = predicted.cpu()
-            positions = torch.arange(1, losses.shape[1] + 1).expand_as(losses)[counted]
-            index = (positions * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
-            bins[0].index_add_(0, index, losses[counted])
-            bins[1].index_add_(0, index, torch.ones_like(losses[counted]))
-            totals = losses.masked_fill(~counted, 0.0).sum(dim=1)
-            per_window += list(zip(totals.tolist(), counted.sum(dim=1).tolist(), strict=True))
-    tokens = int(bins[1].sum())
-    loss = float(bins[0].sum()) / tokens
-    stderr = math.sqrt(sum((total - loss * count) ** 2 for total, count in per_window)) / tokens
-    means = [float(total / count) if count else None for total, count in zip(*bins, strict=True)]
-    longest = len(batches[-1][-1].tokens)
-    return Perplexity(math.exp(min(loss, 700.0)), loss, stderr, tokens, context, stride, longest, means)
-
-
-def perplexity_batches(
-    documents: Sequence[Sequence[int]], context: int, stride: int, batch_size: int
-) -> list[list[Window]]:
-    """Return the windows of `strided_windows` in batches, short ones first, so that they need little padding.
+        exact: Predictions of the exact model for these windows, for the divergence from them.
+        on_batch: Called with the windows done and all windows.
 
     Raises:
         ValueError: Context or stride is out of range, or there is nothing to predict.
     """
     if context < 2 or not 1 <= stride <= context - 1:
         raise ValueError(f"context must be at least 2 and stride from 1 to context - 1, got {context} and {stride}.")
+    # Windows of similar length are batched together, which needs little padding.
     windows = sorted(strided_windows(documents, context, stride), key=lambda window: len(window.tokens))
     if not windows:
-        raise ValueError("No document has two tokens: there is nothing to predict. Give a longer text.")
-    return [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
+        raise ValueError("No document has two tokens, so there is nothing to predict. Give a longer text.")
+    batches = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, window and position of each predicted token
+    divergence = 0.0
+    with evaluation_mode(model):
+        for index, batch in enumerate(report_batches(batches, on_batch)):
+            log_probabilities, targets, (row, position) = _predictions(model, batch)
+            losses = -log_probabilities.gather(-1, targets[:, None])[:, 0]
+            parts.append((losses.double().cpu(), index * batch_size + row, position))
+            if exact is not None:
+                divergence += kl_divergence(exact(index, batch), log_probabilities)
+    losses, window, position = map(torch.cat, zip(*parts, strict=True))
+    tokens, loss = len(losses), float(losses.mean())
+    errors = window.bincount(losses) - loss * window.bincount()
+    position_bin = (position * POSITION_BINS // context).clamp_max(POSITION_BINS - 1)
+    bins = zip(position_bin.bincount(losses, POSITION_BINS), position_bin.bincount(None, POSITION_BINS), strict=True)
+    return Perplexity(
+        perplexity=math.exp(min(loss, 700.0)),
+        loss=loss,
+        stderr=float(errors.norm()) / tokens,
+        tokens=tokens,
+        context=context,
+        stride=stride,
+        longest_window=len(windows[-1].tokens),
+        by_position=[float(total / count) if count else None for total, count in bins],
+        divergence=None if exact is None else divergence / tokens,
+    )
 
 
-def predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits `[windows, length - 1, vocabulary]`, targets and whether they are counted, `[windows, length - 1]`."""
+ExactPredictions = Callable[[int, Sequence[Window]], Tensor]
+"""Log probabilities `[N, vocabulary]` of the exact model for a batch of windows, by the batch's index."""
+
+
+def exact_predictions(model: PreTrainedModel) -> ExactPredictions:
+    """Return the predictions of the exact model, which stay in memory as far as `MAX_CACHED_VALUES` allows."""
+    known: dict[int, Tensor] = {}
+
+    def predictions(index: int, batch: Sequence[Window]) -> Tensor:
+        if index in known:
+            return known[index]
+        with evaluation_mode(model):
+            computed = _predictions(model, batch)[0]
+        if sum(one.numel() for one in known.values()) + computed.numel() <= MAX_CACHED_VALUES:
+            known[index] = computed
+        return computed
+
+    return predictions
+
+
+def _predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Log probabilities `[N, vocabulary]` and targets `[N]` of the counted tokens; on the CPU, window and position."""
     batch = padded_batches([window.tokens for window in windows], len(windows), 0)[0]
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
-    targets = inputs["input_ids"][:, 1:]
+    logits, targets = model(**inputs, use_cache=False).logits[:, :-1], inputs["input_ids"][:, 1:]
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     first = torch.tensor([window.first for window in windows], device=targets.device)
-    return logits, targets, (position >= first[:, None]) & inputs["attention_mask"][:, 1:].bool()
-
-
-class PerplexityMetric:
-    """Perplexity over strided windows of documents.
-
-    Args:
-        documents: Token ids of each document.
-        context, stride: Tokens of a window, and between windows.
-        batch_size: Windows per forward pass.
-        data: A hash of the data.
-    """
-
-    score: Score | None = PERPLEXITY
-    measurement = "perplexity"
-
-    def __init__(
-        self, documents: Sequence[Sequence[int]], *, context: int, stride: int, batch_size: int, data: str = ""
-    ) -> None:
-        self._documents, self._batch_size = documents, batch_size
-        self.context, self.stride, self.data = context, stride, data
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        tokens = sum(map(len, self._documents))
-        return {"data": self.data, "tokens": tokens, "context": self.context, "stride": self.stride}
-
-    def __call__(self, model: PreTrainedModel, observe: Callable[[int, Tensor], None] | None = None) -> Values:
-        windows: dict[str, Any] = {"context": self.context, "stride": self.stride, "batch_size": self._batch_size}
-        result = measure_perplexity(model, self._documents, **windows, observe=observe)
-        width = self.context / POSITION_BINS
-        positions = [value("loss_at", loss, position=int(i * width)) for i, loss in enumerate(result.by_position)]
-        return [
-            value("perplexity", result.perplexity, stderr=result.perplexity * result.stderr),
-            value("loss", result.loss, unit="nats per token", stderr=result.stderr),
-            value("tokens", result.tokens),
-            value("longest_input", result.longest_window, unit="tokens"),
-            *positions,
-        ]
+    counted = (position >= first[:, None]) & inputs["attention_mask"][:, 1:].bool()
+    row, column = counted.cpu().nonzero(as_tuple=True)
+    return logits[counted].float().log_softmax(dim=-1), targets[counted], (row, column + 1)
 
 
 def kl_divergence(exact: Tensor, own: Tensor) -> float:
@@ -313,12 +289,60 @@ def kl_divergence(exact: Tensor, own: Tensor) -> float:
     return float(torch.where(p > 0, p * (exact - own), 0.0).double().sum())
 
 
+def perplexity_metric(
+    documents: Sequence[Sequence[int]],
+    *,
+    context: int,
+    stride: int,
+    batch_size: int,
+    data: str = "",
+    exact: PreTrainedModel | None = None,
+) -> QualityMetric:
+    """Return the perplexity over strided windows, and with `exact` the divergence from that model's predictions.
+
+    Args:
+        documents, context, stride, batch_size: As `measure_perplexity`.
+        data: A hash of the data.
+        exact: The exact model.
+    """
+    reference = None if exact is None else exact_predictions(exact)
+
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
+        result = measure_perplexity(model, documents, **windows, exact=reference, on_batch=on_batch)
+        positions = [
+            value("loss_at", loss, position=index * context // POSITION_BINS)
+            for index, loss in enumerate(result.by_position)
+        ]
+        values = [
+            value("perplexity", result.perplexity, stderr=result.perplexity * result.stderr),
+            value("loss", result.loss, unit="nats per token", stderr=result.stderr),
+            value("tokens", result.tokens),
+            value("longest_input", result.longest_window, unit="tokens"),
+            *positions,
+        ]
+        if result.divergence is not None:
+            values.append(value("divergence", result.divergence, unit="nats per token"))
+        return values
+
+    settings = {"data": data, "tokens": sum(map(len, documents)), "context": context, "stride": stride}
+    return QualityMetric("perplexity", measure, PERPLEXITY, settings)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Labelled tasks
 
 
-class ClassificationMetric:
-    """The metrics of a labelled task, and how far the answers move from the exact model's.
+def classification_metric(
+    exact: PreTrainedModel,
+    batches: Mapping[str, Sequence[Batch]],
+    metrics: Sequence[str],
+    *,
+    regression: bool,
+    task: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> QualityMetric:
+    """Return the metrics of a labelled task, and how far the answers move from the exact model's.
 
     `divergence`: of classes the mean KL of their probabilities in nats; of scores the mean squared difference, relative
     to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix; the first one decides.
@@ -332,73 +356,45 @@ class ClassificationMetric:
         settings: What the values depend on besides the model.
     """
 
-    measurement = "task"
+    @cache
+    def exact_logits(suffix: str) -> Tensor:
+        return classifier_logits(exact, batches[suffix])
 
-    def __init__(
-        self,
-        exact: PreTrainedModel,
-        batches: Mapping[str, Sequence[Batch]],
-        metrics: Sequence[str],
-        *,
-        regression: bool,
-        task: str = "",
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._exact, self._batches, self._regression = exact, batches, regression
-        self.metrics, self.task = tuple(metrics), task
-        self._settings = dict(settings or {})
-        self._exact_logits: dict[str, Tensor] = {}
-
-    @property
-    def score(self) -> Score:
-        name = self.metrics[0]
-        higher = METRICS.get(name).higher_is_better if name in METRICS else True
-        return Score("task", "score", f"{self.task} {name}".strip(), higher, task=self.task)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**self._settings, "metrics": list(self.metrics)}
-
-    def __call__(self, model: PreTrainedModel) -> Values:
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         values: Values = []
         rows = 0
-        for suffix in self._batches:
-            result = self.measure(model, suffix)
-            rows += result["rows"]
+        for suffix, part in batches.items():
+            reference = exact_logits(suffix)
+            own = reference if model is exact else classifier_logits(model, part, on_batch)
+            labels = torch.cat([batch["labels"] for batch in part]).numpy()
+            predictions = (own.squeeze(-1) if regression else own.argmax(dim=-1)).numpy()
+            scores = compute_metrics(metrics, predictions, labels)
+            rows += len(labels)
             if not values:
-                values.append(value("score", result[self.metrics[0]], stderr=result["stderr"]))
-                values.append(value("divergence", result["divergence"]))
-            values += [value(name + suffix, result[name]) for name in self.metrics]
+                stderr = bootstrap_stderr(metrics[0], predictions, labels)
+                values.append(value("score", scores[metrics[0]], stderr=stderr))
+                values.append(value("divergence", _answer_divergence(reference, own, regression)))
+            values += [value(name + suffix, scores[name]) for name in metrics]
         return [*values, value("rows", rows)]
 
-    @torch.no_grad()
-    def measure(self, model: PreTrainedModel, suffix: str = "") -> dict[str, Any]:
-        """Return the metrics of one validation set, with `divergence`, `stderr` (of the first metric) and `rows`."""
-        if suffix not in self._exact_logits:
-            self._exact_logits[suffix] = classifier_logits(self._exact, self._batches[suffix])
-        exact = self._exact_logits[suffix]
-        own = exact if model is self._exact else classifier_logits(model, self._batches[suffix])
-        labels = torch.cat([batch["labels"] for batch in self._batches[suffix]]).numpy()
-        predictions = (own.squeeze(-1) if self._regression else own.argmax(dim=-1)).numpy()
-        scores = compute_metrics(self.metrics, predictions, labels)
-        if self._regression:
-            variance = exact.double().var(correction=0).clamp_min(1e-12)
-            divergence = float((exact - own).double().square().mean() / variance)
-        else:
-            divergence = kl_divergence(exact.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(labels)
-        stderr = bootstrap_stderr(self.metrics[0], predictions, labels)
-        return {**scores, "divergence": divergence, "stderr": stderr, "rows": len(labels)}
+    higher = METRICS.get(metrics[0]).higher_is_better if metrics[0] in METRICS else True
+    score = Score("task", "score", f"{task} {metrics[0]}".strip(), higher, task=task)
+    return QualityMetric("task", measure, score, {**(settings or {}), "metrics": list(metrics)})
 
 
-def classifier_logits(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
+def _answer_divergence(exact: Tensor, own: Tensor, regression: bool) -> float:
+    if regression:
+        variance = exact.double().var(correction=0).clamp_min(1e-12)
+        return float((exact - own).double().square().mean() / variance)
+    return kl_divergence(exact.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(own)
+
+
+@torch.no_grad()
+def classifier_logits(model: PreTrainedModel, batches: Sequence[Batch], on_batch: OnBatch = report_nothing) -> Tensor:
     """Return the logits `[N, classes]` of a sequence classifier, float32 on the CPU."""
-    accepted = set(inspect.signature(model.forward).parameters) - {"labels"}
-    logits = []
-    with _EvaluationMode(model):
-        for batch in batches:
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted}
-            logits.append(model(**inputs).logits.float().cpu())
-    return torch.cat(logits)
+    with evaluation_mode(model):
+        reported = report_batches(batches, on_batch)
+        return torch.cat([model(**model_inputs(model, batch)).logits.float().cpu() for batch in reported])
 
 
 def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | None:
@@ -420,43 +416,29 @@ def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | 
 # Sentence embeddings
 
 
-@dataclass(frozen=True)
-class EmbeddingAgreement:
-    """Mean-pooled embeddings of the same passages by two models.
-
-    Attributes:
-        cosine: Mean over the passages.
-        cosine_p20: The 20th percentile over the passages.
-        same_neighbor: Share of passages whose most similar other passage is the same one.
-        passages: Number of passages.
-    """
-
-    cosine: float
-    cosine_p20: float
-    same_neighbor: float
-    passages: int
-
-
 @torch.no_grad()
-def sentence_embeddings(model: PreTrainedModel, batches: Iterable[Batch]) -> Tensor:
+def sentence_embeddings(model: PreTrainedModel, batches: Sequence[Batch], on_batch: OnBatch = report_nothing) -> Tensor:
     """Return the mean over real tokens of the final hidden states, `[passages, width]`, float32 on the CPU."""
-    accepted = set(inspect.signature(model.base_model.forward).parameters)
     pooled = []
-    with _EvaluationMode(model):
-        for batch in batches:
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted}
-            hidden = model.base_model(**inputs)[0].float()
+    with evaluation_mode(model):
+        for batch in report_batches(batches, on_batch):
+            hidden = model.base_model(**model_inputs(model.base_model, batch))[0].float()
             mask = batch["attention_mask"].to(hidden.device).unsqueeze(-1).float()
             pooled.append(((hidden * mask).sum(dim=1) / mask.sum(dim=1)).cpu())
     return torch.cat(pooled)
 
 
-def embedding_agreement(exact: Tensor, linear: Tensor) -> EmbeddingAgreement:
-    """Compare embeddings `[passages, width]` of the same passages."""
+def embedding_agreement(exact: Tensor, linear: Tensor) -> dict[str, float]:
+    """Compare embeddings `[passages, width]` of the same passages.
+
+    Returns:
+        `cosine` (mean over the passages), `cosine_p20` (their 20th percentile), and `same_neighbor`: the share of
+        passages whose most similar other passage is the same one.
+    """
     cosine = cosine_similarity(exact, linear, dim=-1)
     same = nearest_neighbors(exact) == nearest_neighbors(linear)
-    mean, p20 = float(cosine.mean()), float(cosine.quantile(0.2))
-    return EmbeddingAgreement(mean, p20, float(same.double().mean()), len(cosine))
+    values = {"cosine": cosine.mean(), "cosine_p20": cosine.quantile(0.2), "same_neighbor": same.double().mean()}
+    return {name: float(number) for name, number in values.items()}
 
 
 def nearest_neighbors(embeddings: Tensor) -> Tensor:
@@ -477,56 +459,30 @@ def pairwise_cosine(embeddings: Tensor) -> Tensor:
     return unit @ unit.T
 
 
-class EmbeddingMetric:
-    """Mean-pooled embeddings of passages, compared with those of the exact model.
+def embedding_metric(
+    exact: PreTrainedModel, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None
+) -> QualityMetric:
+    """Return the metric that compares mean-pooled embeddings of passages with those of the exact model."""
 
-    Args:
-        exact: The exact model.
-        batches: The passages.
-        settings: What the values depend on besides the model.
-        score: The score that it gives (None: it is only informative).
-    """
+    @cache
+    def exact_embeddings() -> Tensor:
+        return sentence_embeddings(exact, batches)
 
-    measurement = "sentence_embeddings"
-
-    def __init__(
-        self,
-        exact: PreTrainedModel,
-        batches: Sequence[Batch],
-        settings: Mapping[str, Any] | None = None,
-        *,
-        score: Score | None = SENTENCE_EMBEDDINGS,
-    ) -> None:
-        self._exact, self._batches, self._settings = exact, batches, dict(settings or {})
-        self.score = score
-        self._embeddings: Tensor | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self._settings
-
-    def agreement(self, model: PreTrainedModel) -> EmbeddingAgreement:
-        """Compare a model's embeddings with the exact model's."""
-        exact = self._exact_embeddings()
-        return embedding_agreement(exact, exact if model is self._exact else sentence_embeddings(model, self._batches))
-
-    def __call__(self, model: PreTrainedModel) -> Values:
-        result = self.agreement(model)
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        reference = exact_embeddings()
+        own = reference if model is exact else sentence_embeddings(model, batches, on_batch)
+        agreement = embedding_agreement(reference, own)
         values = [
-            value("cosine", result.cosine),
-            value("cosine_p20", result.cosine_p20),
-            value("same_neighbor", result.same_neighbor, unit="share"),
-            value("passages", result.passages),
-            value("longest_input", max(batch["input_ids"].shape[1] for batch in self._batches), unit="tokens"),
+            *(value(name, number) for name, number in agreement.items()),
+            value("divergence", 1 - agreement["cosine"]),
+            value("passages", len(own)),
+            value("longest_input", max(batch["input_ids"].shape[1] for batch in batches), unit="tokens"),
         ]
-        if model is self._exact:
-            values.append(value("unrelated_cosine", unrelated_cosine(self._exact_embeddings())))
+        if model is exact:
+            values.append(value("unrelated_cosine", unrelated_cosine(reference)))
         return values
 
-    def _exact_embeddings(self) -> Tensor:
-        if self._embeddings is None:
-            self._embeddings = sentence_embeddings(self._exact, self._batches)
-        return self._embeddings
+    return QualityMetric("sentence_embeddings", measure, SENTENCE_EMBEDDINGS, dict(settings or {}))
 
 
 @dataclass(frozen=True)
@@ -550,57 +506,33 @@ class SentencePairs:
     longest: int
 
 
-class SentencePairMetric:
-    """How well the cosine of mean-pooled embeddings ranks pairs of sentences (STS-B): Spearman and Pearson."""
+def sentence_pair_metric(pairs: SentencePairs) -> QualityMetric:
+    """Return how well the cosine of mean-pooled embeddings ranks pairs of sentences (STS-B): Spearman and Pearson."""
+    import numpy as np
 
-    score: Score | None = SENTENCE_PAIRS
-    measurement = "sts"
+    count, references = len(pairs.scores), np.asarray(pairs.scores)
 
-    def __init__(self, pairs: SentencePairs) -> None:
-        self._pairs = pairs
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"data": self._pairs.data, "pairs": len(self._pairs.scores)}
-
-    def __call__(self, model: PreTrainedModel) -> Values:
-        import numpy as np
-
-        pooled = sentence_embeddings(model, self._pairs.batches)
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        pooled = sentence_embeddings(model, pairs.batches, on_batch)
         embeddings = torch.empty_like(pooled)
-        embeddings[torch.tensor(self._pairs.order)] = pooled
-        count = len(self._pairs.scores)
+        embeddings[torch.tensor(pairs.order)] = pooled
         similarity = cosine_similarity(embeddings[:count], embeddings[count:], dim=-1).double().numpy()
-        references = np.asarray(self._pairs.scores)
         scores = compute_metrics(["spearmanr", "pearson"], similarity, references)
-        stderr = bootstrap_stderr("spearmanr", similarity, references)
         return [
-            value("spearmanr", scores["spearmanr"], stderr=stderr),
+            value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, references)),
             value("pearson", scores["pearson"]),
             value("pairs", count),
-            value("longest_input", self._pairs.longest, unit="tokens"),
+            value("longest_input", pairs.longest, unit="tokens"),
         ]
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Fidelity
+    return QualityMetric("sts", measure, SENTENCE_PAIRS, {"data": pairs.data, "pairs": count})
 
 
-class FidelityMetric:
-    """How near each head of a patched model comes to its own exact attention, without labels."""
+def fidelity_metric(batches: Sequence[Batch], settings: Mapping[str, Any]) -> QualityMetric:
+    """Return how near each head of a patched model comes to its own exact attention, without labels."""
 
-    score: Score | None = None
-    measurement = "fidelity"
-
-    def __init__(self, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None) -> None:
-        self._batches, self._settings = batches, dict(settings or {})
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self._settings
-
-    def __call__(self, model: PreTrainedModel) -> Values:
-        result = measure_fidelity(model, self._batches)
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        result = measure_fidelity(model, report_batches(batches, on_batch))
         values = [
             value("kl", result.kl, unit="nats"),
             value("output_error", result.output_error),
@@ -608,22 +540,10 @@ class FidelityMetric:
             value("tokens", result.tokens),
         ]
         for layer in result.layers:
-            columns = {"layer": layer.index}
             for head, error in enumerate(layer.output_error):
-                values.append(value("output_error", error, **columns, head=head))
+                values.append(value("output_error", error, layer=layer.index, head=head))
                 if layer.kl is not None:
-                    values.append(value("kl", layer.kl[head], unit="nats", **columns, head=head))
+                    values.append(value("kl", layer.kl[head], unit="nats", layer=layer.index, head=head))
         return values
 
-
-class _EvaluationMode:
-    """Context manager: the model in evaluation mode, and afterwards as it was."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._training = model, model.training
-
-    def __enter__(self) -> None:
-        self._model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        self._model.train(self._training)
+    return QualityMetric("fidelity", measure, None, settings)

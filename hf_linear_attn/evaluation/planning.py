@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,11 @@ from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, EvaluationData, Settings, resolve_settings
 from .evaluator import learned_tensors, train_attention
 from .inputs import EvaluationInputs, labeled_batch, task_inputs, text_inputs
-from .layer_search import Budget, LanguageModelMetric, LayerSearchResult, search_layers
+from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page, show
-from .metrics import ClassificationMetric, EmbeddingMetric, QualityMetric
+from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
+from .progress import ConsoleProgress
 from .records import RECORDS_FILE, Records
 from .speed import timing_options
 
@@ -88,8 +88,8 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
     resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
     surroundings = environment(run.exact.model.device)
     records.start_run("hf-linear-attn plan", run.config_facts(), surroundings)
-    with _progress(console) as on_progress:
-        transfer = run.transfer(records, on_progress)
+    with ConsoleProgress(console) as progress:
+        transfer = run.transfer(records, progress.status)
         result = search_layers(
             run.exact.model,
             run.patched,
@@ -103,7 +103,7 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
             timed=run.timed,
             records=records,
             conditions=conditions,
-            on_progress=on_progress,
+            on_progress=progress.status,
         )
     facts = {
         **surroundings,
@@ -155,15 +155,20 @@ class _Run:
         source = text.source if self.config.data.dataset is None else Path(text.source).name
         self.data: dict[str, Any] = self._data_facts(source)
         if self.exact.kind == "decoder":
-            windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
+            windows = {
+                "context": settings.context,
+                "stride": settings.stride,
+                "batch_size": settings.batch_size,
+                "exact": model,
+            }
             halves = (inputs.documents, token_documents(tokenizer, second, settings.perplexity_tokens))
-            self.choice, self.verification = (LanguageModelMetric(model, half, **windows) for half in halves)
+            self.choice, self.verification = (perplexity_metric(half, **windows) for half in halves)
             for name, half in zip(("choice", "verification"), halves, strict=True):
                 tokens = sum(map(len, half))
                 self.data[name] = {"documents": len(half), "tokens": tokens, "stride": settings.stride}
             return
         batches = padded_batches(passages, settings.batch_size, pad_token(tokenizer))
-        self.choice, self.verification = (EmbeddingMetric(model, test) for test in (inputs.test, batches))
+        self.choice, self.verification = (embedding_metric(model, test) for test in (inputs.test, batches))
         for name, test in (("choice", inputs.test), ("verification", batches)):
             rows = sum(len(batch["input_ids"]) for batch in test)
             tokens = sum(int(batch["attention_mask"].sum()) for batch in test)
@@ -181,7 +186,7 @@ class _Run:
             raise ValueError(f"Task {name!r} has {len(self.inputs.rows)} rows to measure on: too few.")
         metrics = tuple(dict.fromkeys((task.main_metric, *task.metrics)))
         self.choice, self.verification = (
-            ClassificationMetric(
+            classification_metric(
                 model,
                 {"": [labeled_batch(half[start : start + size], pad) for start in range(0, len(half), size)]},
                 metrics,
@@ -361,17 +366,6 @@ def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, conso
     show(console, result, f"{facts['model']['name']}: from exact to {result.attention}")
     files = f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}"
     console.print(files, highlight=False, soft_wrap=True, markup=False)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Context manager: a function `(description, done, total)` that updates a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading")
-        yield lambda description, done, total: bar.update(task, description=description, completed=done, total=total)
 
 
 def _check_attention(name: str) -> None:

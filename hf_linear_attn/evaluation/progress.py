@@ -1,29 +1,25 @@
-"""Progress of an evaluation on the terminal."""
+"""Progress of an evaluation or a plan on the terminal."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+OnBatch = Callable[[int, int], None]
+"""Called with the rows done and all rows."""
 
 #: Characters that old terminals lack, and what is shown instead.
-ASCII = (
-    ("★", "*"),
-    ("→", "->"),
-    ("×", "x"),
-    ("•", "-"),
-    ("≤", "<="),
-    ("–", "-"),
-    ("µ", "u"),
-    ("±", "+-"),
-    ("…", "..."),
-)
+ASCII = {"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."}
 
 
 class Progress(Protocol):
     """What an evaluation reports while it runs."""
 
-    def status(self, message: str) -> None:
-        """Report what is being done."""
+    def status(self, message: str, done: int = 0, total: int | None = None) -> None:
+        """Report what is being done, and how much of it is done."""
 
     def log(self, message: str) -> None:
         """Report a result that stays on the screen."""
@@ -32,7 +28,7 @@ class Progress(Protocol):
 class NoProgress:
     """Reports nothing."""
 
-    def status(self, message: str) -> None:
+    def status(self, message: str, done: int = 0, total: int | None = None) -> None:
         """Do nothing."""
 
     def log(self, message: str) -> None:
@@ -40,7 +36,7 @@ class NoProgress:
 
 
 class ConsoleProgress:
-    """A status line on a rich console, below the results. Used as a context manager.
+    """A bar with the time left on a rich console, below the results. Used as a context manager.
 
     Args:
         console: The console; None: stdout.
@@ -48,29 +44,44 @@ class ConsoleProgress:
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.console = console or Console()
-        self._status = self.console.status("")
+        description, left = TextColumn("{task.description}", markup=False), TextColumn("time left:")
+        columns = (description, BarColumn(bar_width=24), MofNCompleteColumn(), left, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self.console, transient=True)
+        self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> ConsoleProgress:
-        self._status.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._status.stop()
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
 
-    def status(self, message: str) -> None:
-        """Show what is being done."""
-        from rich.markup import escape
-
-        self._status.update(escape(printable(message, self.console.encoding)))
+    def status(self, message: str, done: int = 0, total: int | None = None) -> None:
+        """Show what is being done. A smaller `done` or another `total` begins a stage, with times of its own."""
+        task = self._bar.tasks[0]
+        if done == 0 or total != task.total:
+            self._bar.reset(self._task, total=total)
+        self._bar.update(self._task, description=printable(message, self.console.encoding), completed=done, total=total)
 
     def log(self, message: str) -> None:
-        """Print a line above the status."""
+        """Print a line above the bar."""
         text = printable(message, self.console.encoding)
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def report_nothing(done: int, total: int) -> None:
+    """Do nothing: where nobody watches."""
+
+
+def report_batches(batches: Sequence[T], on_batch: OnBatch) -> Iterator[T]:
+    """Yield the batches, and report before each one how many rows are done."""
+    sizes = [len(batch["input_ids"] if isinstance(batch, Mapping) else batch) for batch in batches]  # type: ignore[arg-type]
+    for done, batch in zip(accumulate(sizes, initial=0), batches, strict=False):
+        on_batch(done, sum(sizes))
+        yield batch
 
 
 def printable(text: str, encoding: str) -> str:
@@ -80,7 +91,7 @@ def printable(text: str, encoding: str) -> str:
     except LookupError:
         return text
     except UnicodeEncodeError:
-        for sign, replacement in ASCII:
+        for sign, replacement in ASCII.items():
             text = text.replace(sign, replacement)
         return text.encode(encoding, "replace").decode(encoding)
     return text
