@@ -24,7 +24,7 @@ from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
 from .card import exactness, model_card, results_table
-from .models import add_adapters, load_model, load_tokenizer, patch_as_configured, train_tokenizer
+from .models import add_adapters, load_model, load_tokenizer, patch_as_configured, read_attention, train_tokenizer
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import Run, best_metrics, stage_progress
 from .sharding import is_sharded
@@ -57,26 +57,28 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
+    read_attention(config)
     run = Run(config, console)
-    data = _load_data(run)
-    run.stage_arguments(FinetuningConfig, config.train, data, run.folder)
-    torch.manual_seed(config.seed)
-    model = load_model(config, data).model
-    if is_patched(model) and config.control:
-        raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
-    if not is_patched(model):
-        patch_as_configured(model, config)
-    facts = _facts(run, model, data)
-    _warn_if_exact(run, facts)
-    if "trained" not in run.state:
-        trainer = run.train("train", FinetuningTrainer, model, config.train, data)
-        model = trainer.complete_model()
-        progress = stage_progress(trainer, data)
-        run.record("train", progress)
-        metrics = best_metrics(progress) or run.measure("final", model, data)
-        run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
-        run.record("trained", metrics)
-    return _finish(run, facts)
+    run.stage_arguments(FinetuningConfig, config.train, None, run.folder)
+    with run.open_folder():
+        data = _load_data(run)
+        torch.manual_seed(config.seed)
+        model = load_model(config, data).model
+        if is_patched(model) and config.control:
+            raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
+        if not is_patched(model):
+            patch_as_configured(model, config)
+        facts = _facts(run, model, data)
+        _warn_if_exact(run, facts)
+        if "trained" not in run.state:
+            trainer = run.train("train", FinetuningTrainer, model, config.train, data)
+            model = trainer.complete_model()
+            progress = stage_progress(trainer, data)
+            run.record("train", progress)
+            metrics = best_metrics(progress) or run.measure("final", model, data)
+            run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
+            run.record("trained", metrics)
+        return _finish(run, facts)
 
 
 def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
@@ -95,26 +97,28 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
+    read_attention(config)
     run = Run(config, console)
-    data = _load_data(run)
-    _check_stages(run, config, data)
-    teacher = _teacher(run, config, data)
-    run.measure("teacher", teacher, data)
-    student = copy.deepcopy(teacher)
-    if not config.control:
-        patch_as_configured(student, config)
-    facts = _facts(run, student, data)
-    if not config.control:
-        _warn_if_exact(run, facts)
-        run.measure("patched", student, data)
-        student = _transfer(run, config, student, data)
-    student = _distill(run, config, teacher, student, data)
-    if config.speed_lengths and "speed" not in run.state:
-        if is_sharded(teacher):
-            teacher = _teacher(run, config, data)
-        run.record("speed", _speed(run, config, teacher, student, data))
-    run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
-    return _finish(run, facts)
+    _check_stages(run, config)
+    with run.open_folder():
+        data = _load_data(run)
+        teacher = _teacher(run, config, data)
+        run.measure("teacher", teacher, data)
+        student = copy.deepcopy(teacher)
+        if not config.control:
+            patch_as_configured(student, config)
+        facts = _facts(run, student, data)
+        if not config.control:
+            _warn_if_exact(run, facts)
+            run.measure("patched", student, data)
+            student = _transfer(run, config, student, data)
+        student = _distill(run, config, teacher, student, data)
+        if config.speed_lengths and "speed" not in run.state:
+            if is_sharded(teacher):
+                teacher = _teacher(run, config, data)
+            run.record("speed", _speed(run, config, teacher, student, data))
+        run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
+        return _finish(run, facts)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -133,6 +137,7 @@ def _tokenizer(run: Run) -> Any:
     if config.train_tokenizer is None:
         return load_tokenizer(config)
     folder = run.folder / "tokenizer"
+    run.prepare_folder()
     if run.is_main_process and not folder.exists():
         column = config.data.text_columns[0]
         rows = load_splits(config.data, config.seed, (column,))["train"]
@@ -144,14 +149,14 @@ def _tokenizer(run: Run) -> Any:
     return load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
-def _check_stages(run: Run, config: ConvertConfig, data: TaskData) -> None:
-    """Build the arguments of all stages, so that a mistake in them is an error before any training."""
+def _check_stages(run: Run, config: ConvertConfig) -> None:
+    """Build the arguments of all stages, so that a mistake in them is an error before anything is loaded."""
     if config.teacher.enabled:
-        run.stage_arguments(FinetuningConfig, config.teacher, data, run.folder)
+        run.stage_arguments(FinetuningConfig, config.teacher, None, run.folder)
     if config.transfer.max_steps:
-        run.stage_arguments(AttentionTransferConfig, config.transfer, data, run.folder)
+        run.stage_arguments(AttentionTransferConfig, config.transfer, None, run.folder)
     if config.distill.enabled:
-        run.stage_arguments(DistillationConfig, config.distill, data, run.folder)
+        run.stage_arguments(DistillationConfig, config.distill, None, run.folder)
 
 
 def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel:

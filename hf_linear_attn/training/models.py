@@ -138,21 +138,34 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
     return LoadedModel(_checked(model, data, config), missing)
 
 
+def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
+    """Return the mechanisms by name or by plan; None for exact attention.
+
+    Random features are drawn by the run's seed unless they have one.
+
+    Raises:
+        ValueError, TypeError: A mechanism or an option that does not exist.
+        OSError: There is no plan of this name.
+    """
+    if config.plan is not None:
+        return LinearAttentionConfig.from_file(config.plan)
+    if config.attention is None:
+        return None
+    options = dict(config.options)
+    entry = ATTENTIONS.get(config.attention)
+    if any(entry_field.name == "seed" for entry_field in fields(entry.options)):
+        options.setdefault("seed", config.seed)
+    return LinearAttentionConfig.parse(config.attention, config.layers, options)
+
+
 def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> None:
-    """Patch a model in place by name or by plan. Random features are drawn by the run's seed unless they have one.
+    """Patch a model in place by name or by plan, unless its attention is to stay exact.
 
     Raises:
         ValueError, NotImplementedError: As `patch_model`.
     """
-    if config.plan is not None:
-        attention = LinearAttentionConfig.from_file(config.plan)
-    elif config.attention is not None:
-        options = dict(config.options)
-        entry = ATTENTIONS.get(config.attention)
-        if any(entry_field.name == "seed" for entry_field in fields(entry.options)):
-            options.setdefault("seed", config.seed)
-        attention = LinearAttentionConfig.parse(config.attention, config.layers, options)
-    else:
+    attention = read_attention(config)
+    if attention is None:
         return
     if config.max_length is not None:
         # The positions are extended already. Mechanisms that are built for a largest length are left.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,29 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
 from ..utils.environment import json_safe
-from ..utils.files import atomic_folder, check_disk_space, check_writable, remove_partial_files, write_json
+from ..utils.files import (
+    atomic_folder,
+    check_disk_space,
+    check_output,
+    clear_folder,
+    open_output,
+    remove_partial_files,
+    write_json,
+)
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from .arguments import FinetuningConfig
 from .callbacks import InterruptionCallback, JsonLinesCallback, PeriodicCheckpointCallback
 from .options import StageConfig, TrainingRunConfig, TransferConfig
-from .sharding import runs_on_cpu
+from .sharding import check_launch, runs_on_cpu
 from .trainers import FinetuningTrainer
 
 CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
+#: A folder with one of them holds something worth keeping.
+RESULT_FILES = (STATE_FILE, LOG_FILE)
 
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (
@@ -51,8 +61,8 @@ FREE_OPTIONS = (
 #: Seconds between two lines of progress where there is no terminal.
 PROGRESS_SECONDS = 30.0
 
-#: Steps between two reports to log.jsonl and to the trackers.
-LOGGING_STEPS = 10
+#: Steps that are reported to log.jsonl and to the trackers, unless `arguments` of a stage says otherwise.
+LOGGING = {"logging_steps": 10, "logging_first_step": True}
 
 
 class Run:
@@ -74,32 +84,63 @@ class Run:
         self.folder = Path(config.output)
         self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
-        _check_folder(self.folder, config)
+        self._check_folder()
         # Accelerate remembers the precision of the first run in a process, and refuses another one.
         AcceleratorState._reset_state()
         self.use_cpu = runs_on_cpu(config.device == "cpu")
         self.process = PartialState(cpu=self.use_cpu)
+        check_launch(self.process)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._open_folder()
         path = self.folder / STATE_FILE
-        self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        resumes = path.exists() and not config.overwrite
+        self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resumes else {}
+        self._is_prepared = False
+
+    def _check_folder(self) -> None:
+        """Raise an error rather than mix two runs in one folder."""
+        config, path = self.config, self.folder / CONFIG_FILE
+        check_output(
+            self.folder,
+            [CONFIG_FILE],
+            overwrite=config.overwrite,
+            resume=config.resume,
+            source=config.model,
+            option="output",
+        )
+        if not config.resume or not path.is_file():
+            return
+        before = flatten(json.loads(path.read_text(encoding="utf-8")))
+        now = flatten(json.loads(json.dumps(to_dict(config))))
+        changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
+        if changed:
+            changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
+            raise ValueError(
+                f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones."
+            )
 
     @property
     def is_main_process(self) -> bool:
         """Whether this process writes the files."""
         return bool(self.process.is_main_process)
 
-    def _open_folder(self) -> None:
-        if self.is_main_process:
-            if self.config.overwrite and self.folder.is_dir():
-                for path in self.folder.iterdir():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            check_writable(self.folder)
+    @contextmanager
+    def open_folder(self) -> Iterator[None]:
+        """Context manager that creates the folder, and removes it if the run fails before it has trained anything."""
+        with open_output(self.folder, RESULT_FILES) if self.is_main_process else nullcontext():
+            self.process.wait_for_everyone()
+            yield
+
+    def prepare_folder(self) -> None:
+        """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""
+        if self.is_main_process and not self._is_prepared:
+            if self.config.overwrite:
+                clear_folder(self.folder)
             for folder in (self.folder, self.folder / "checkpoints"):
                 remove_partial_files(folder)
-            if not _has_results(self.folder):
+            if not self.state:
                 write_json(self.folder / CONFIG_FILE, to_dict(self.config))
+        self._is_prepared = True
         self.process.wait_for_everyone()
 
     def say(self, text: str) -> None:
@@ -119,6 +160,7 @@ class Run:
     def measure(self, stage: str, model: PreTrainedModel, data: TaskData) -> dict[str, float]:
         """Evaluate a model on the validation data once, and store its metrics."""
         if stage not in self.state:
+            self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
             with quiet_transformers():
                 trainer = FinetuningTrainer(model, arguments, **data.trainer_arguments())
@@ -156,6 +198,7 @@ class Run:
         Returns:
             The trainer; its model has the weights of the best step.
         """
+        self.prepare_folder()
         folder = self.folder / "checkpoints" / stage
         if self.is_main_process:
             needed = checkpoint_bytes(model, self.config.save_total_limit)
@@ -226,7 +269,7 @@ class Run:
                 raise ValueError(f"arguments: TrainingArguments has no field {name!r}.{near_matches(name, known)}")
             if name in values or hasattr(config, name):
                 raise ValueError(f"arguments: {name!r} is an option of its own, or set by this command. Leave it out.")
-        return config_class(**values, **stage.arguments)
+        return config_class(**{**LOGGING, **values, **stage.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         """Training arguments of all stages."""
@@ -243,8 +286,6 @@ class Run:
             "dataloader_num_workers": config.dataloader_num_workers,
             "train_sampling_strategy": "group_by_length" if config.data.group_by_length else "random",
             "report_to": list(self.trackers),
-            "logging_steps": LOGGING_STEPS,
-            "logging_first_step": True,
             "include_num_input_tokens_seen": "non_padding",
             "disable_tqdm": not self.console.is_terminal,
         }
@@ -367,32 +408,3 @@ def checkpoint_bytes(model: nn.Module, count: int) -> int:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
     return (count + 1) * (weights + 8 * trained) + 3 * weights
-
-
-def _check_folder(folder: Path, config: TrainingRunConfig) -> None:
-    """Raise an error rather than mix two runs in one folder."""
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"output {str(folder)!r} is a file. Give a folder.")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"output {str(folder)!r} holds files of something else. Give another folder.")
-    if config.overwrite or not _has_results(folder):
-        return
-    if not config.resume:
-        raise ValueError(
-            f"output {str(folder)!r} holds another run. Continue it (--resume), replace it (--overwrite), or give "
-            "another folder."
-        )
-    before = flatten(json.loads(path.read_text(encoding="utf-8")))
-    now = flatten(json.loads(json.dumps(to_dict(config))))
-    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
-    if changed:
-        changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
-        raise ValueError(f"resume: the options differ from those of {str(folder)!r} ({changes}). Use the same ones.")
-
-
-def _has_results(folder: Path) -> bool:
-    """Whether a run got further than reading its data and its model."""
-    return any((folder / name).exists() for name in (STATE_FILE, "checkpoints", "model"))

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -50,27 +50,36 @@ def _requested_sharding() -> str | None:
     return None
 
 
-def check_sharding(accelerator: Accelerator) -> None:
-    """Check how accelerate is configured to spread a model, and complete the configuration of DeepSpeed.
+def check_launch(process: PartialState | Accelerator) -> None:
+    """Check that the processes know of each other, and that sharding, where it is configured, has GPUs.
 
     Raises:
-        NotImplementedError: FSDP1 or Megatron.
-        ValueError: Several processes know nothing of each other; sharding is configured without GPUs; only one process
-            would load the weights; or DeepSpeed is configured for fp16, an optimizer, a scheduler or tensor
-            parallelism.
+        ValueError: They do not, or it has none.
     """
-    kind, requested = accelerator.distributed_type.value, _requested_sharding()
-    unconnected = accelerator.num_processes < _launched_processes()
-    if requested is not None and (unconnected or not kind.startswith(requested)):
+    requested, launched = _requested_sharding(), _launched_processes()
+    unconnected = process.num_processes < launched
+    if requested is not None and (unconnected or process.distributed_type.value in ("NO", "MULTI_CPU")):
         raise ValueError(
             f"accelerate is configured to shard by {requested}, which it does on GPUs only. Do not ask for the CPU "
             "where there are GPUs; without them use data parallelism (torchrun, and no configuration of accelerate)."
         )
     if unconnected:
         raise ValueError(
-            f"{_launched_processes()} processes were started, and accelerate knows of {accelerator.num_processes}: "
-            "each would do the whole run in one folder. Start them with torchrun or accelerate launch."
+            f"{launched} processes were started, and accelerate knows of {process.num_processes}: each would do the "
+            "whole run in one folder. Start them with torchrun or accelerate launch."
         )
+
+
+def check_sharding(accelerator: Accelerator) -> None:
+    """Check how accelerate is configured to spread a model, and complete the configuration of DeepSpeed.
+
+    Raises:
+        NotImplementedError: FSDP1 or Megatron.
+        ValueError: As `check_launch`; only one process would load the weights; or DeepSpeed is configured for fp16, an
+            optimizer, a scheduler or tensor parallelism.
+    """
+    kind = accelerator.distributed_type.value
+    check_launch(accelerator)
     if kind == "DEEPSPEED":
         _configure_zero(accelerator)
     elif kind == "FSDP" and accelerator.is_fsdp2:

@@ -57,8 +57,8 @@ class FinetuningTrainer(Trainer):
       number, so that their accumulated gradients come out too large by a factor of `gradient_accumulation_steps`.
     - A checkpoint is written to a hidden folder and then renamed. The Trainer writes in place: a process that is killed
       meanwhile leaves a folder from which it cannot resume.
-    - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits (see `EpochSampler`
-      and `SeededCollator`; a data set whose rows are random themselves is beyond that).
+    - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits, given the same number
+      of threads (see `EpochSampler` and `SeededCollator`; a data set whose rows are random themselves is beyond that).
     - SIGINT and SIGTERM write a checkpoint and raise an `InterruptedRunError`, unless `callbacks` has an
       `InterruptionCallback` of its own.
     - A loss that is infinite or NaN raises a FloatingPointError that names the learning rate.

@@ -160,17 +160,18 @@ def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False
     try:
         check_writable(folder)
         if overwrite:
-            _clear(folder)
+            clear_folder(folder)
         yield
     except BaseException:
         if folder.is_dir() and not any((folder / result).exists() for result in results):
-            _clear(folder)
+            clear_folder(folder)
             for path in created:
                 path.rmdir()
         raise
 
 
-def _clear(folder: Path) -> None:
+def clear_folder(folder: Path) -> None:
+    """Remove everything in a folder."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

@@ -312,7 +312,7 @@ def test_bad_options_are_errors_before_training(
     config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", **changes)
     with pytest.raises(error, match=message):
         convert(config, console=quiet())
-    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_a_run_that_was_refused_can_be_used(folder: Path, tmp_path: Path) -> None:
@@ -345,17 +345,29 @@ def test_further_training_arguments(arguments: dict[str, Any], message: str, fol
 def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any], str], folder: Path) -> None:
     out, _, _ = converted
     before = weights(out)
-    with pytest.raises(ValueError, match=r"holds another run.*--resume.*--overwrite"):
+    with pytest.raises(ValueError, match=r"holds an earlier result.*--resume.*--overwrite"):
         convert(convert_config(folder / "encoder", folder / "task", out), console=quiet())
     with pytest.raises(ValueError, match=r"distill\.max_steps was 40, now 6"):
         convert(convert_config(folder / "encoder", folder / "task", out, resume=True), console=quiet())
+    misspelt = convert_config(folder / "encoder", folder / "task", out, data__dataset="nowhere.csv", overwrite=True)
+    with pytest.raises(OSError, match="nowhere"):
+        convert(misspelt, console=quiet())
     assert weights(out) == before
+
+
+def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    finetune(finetune_config(*paths, train__max_steps=1), console=quiet())
+    (paths[2] / "notes.txt").write_text("of the first run", encoding="utf-8")
+    finetune(finetune_config(*paths, train__max_steps=2, overwrite=True), console=quiet())
+    assert [row["step"] for row in log_rows(paths[2], "train") if "train_loss" in row] == [2]
+    assert not (paths[2] / "notes.txt").exists()
 
 
 def test_a_foreign_folder_is_not_touched(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear", encoding="utf-8")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="something else"):
+        with pytest.raises(ValueError, match="no result of this command"):
             convert(
                 convert_config(folder / "encoder", folder / "task", tmp_path, overwrite=overwrite),
                 console=quiet(),
@@ -377,7 +389,7 @@ def test_a_full_disk_is_an_error_before_training(folder: Path, tmp_path: Path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 1000))
     with pytest.raises(OSError, match=r"GB free.*save_total_limit"):
         convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out"), console=quiet())
-    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_losses_are_those_of_data_parallelism(stage: str, folder: Path, kind: st
     copies, sharded = (
         [line["loss"] for line in log_rows(folder / name, stage) if "loss" in line] for name in ("copies", kind)
     )
-    assert copies
+    assert len(copies) >= 2
     assert sharded == pytest.approx(copies, rel=1e-3)
 
 
@@ -196,15 +196,15 @@ def test_weights_that_one_process_loads_are_refused(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate shards here")
-@pytest.mark.parametrize("cpu", ["true", "false"])
+@pytest.mark.parametrize("device", ["cpu", "auto"])
 @pytest.mark.parametrize("name", ["FSDP", pytest.param("DEEPSPEED", marks=needs_deepspeed)])
-def test_without_gpus_nothing_is_sharded_in_silence(name: str, cpu: str, folder: Path) -> None:
+def test_without_gpus_nothing_is_sharded_in_silence(name: str, device: str, folder: Path) -> None:
     """accelerate would take each process for the only one, or share the work without sharding the model."""
-    path = settings_file(folder, f"no-gpu-{name}-{cpu}", 4)
-    done = start(path, 2, "--run.cpu", cpu, **{f"ACCELERATE_USE_{name}": "true"})
+    path = settings_file(folder, f"no-gpu-{name}-{device}", 4)
+    done = start(path, 2, "--device", device, **{f"ACCELERATE_USE_{name}": "true"})
     assert done.returncode != 0
     assert f"shard by {name}, which it does on GPUs only" in done.stderr
-    assert not (folder / f"no-gpu-{name}-{cpu}").exists()
+    assert not (folder / f"no-gpu-{name}-{device}").exists()
 
 
 @pytest.mark.parametrize(("kind", "message"), [("FSDP", "FSDP with fsdp_version 1"), ("MEGATRON_LM", "LM, which")])

@@ -114,7 +114,9 @@ def test_a_resumed_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> Non
 KILLED_RUN = """
 import os, signal, sys
 from pathlib import Path
+import torch
 from tests.training.test_trainers import At, make_trainer
+torch.set_num_threads(int(sys.argv[2]))  # sums in another number of threads have other bits
 kill = At(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
 make_trainer("distill", Path(sys.argv[1]), save_steps=3, trainer={"callbacks": [kill]}).train()
 """
@@ -125,7 +127,8 @@ def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path)
     """SIGKILL, as by the operating system when memory runs out."""
     undisturbed = make_trainer("distill", tmp_path / "undisturbed", save_steps=3)
     undisturbed.train()
-    killed = subprocess.run([sys.executable, "-c", KILLED_RUN, str(tmp_path / "killed")], check=False)
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "killed"), str(torch.get_num_threads())]
+    killed = subprocess.run(command, check=False)
     assert killed.returncode == -signal.SIGKILL
     resumed = make_trainer("distill", tmp_path / "killed", save_steps=3)
     resumed.train(resume_from_checkpoint=True)
