@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.common import Features
-from ..ops.fused import FusedMap
+from ..ops.common import FeatureFunction, Features
+from ..ops.fused import FusedMaps
 from ..registry import FEATURE_MAPS
 
 
@@ -70,12 +70,10 @@ class FeatureMap(nn.Module):
     def key(self, x: Tensor, scaling: float) -> Features:
         return self.query(x, scaling)
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         """The formulas of `query` and `key`, for backends that fuse them with the sums; None where there are none.
 
-        A test holds both forms together. Positions `[B | 1, L]`, for maps that use them.
+        A test holds both forms together. Positions `[B | 1, L]` of queries and keys, for maps that use them.
         """
         return None
 
@@ -91,6 +89,16 @@ class FeatureMap(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"
+
+
+def constant_parameter(*sizes: int, value: float = 0.0) -> nn.Parameter:
+    """Return a parameter of equal numbers in float32 on the CPU, whatever torch's default dtype and device are."""
+    return nn.Parameter(torch.full(sizes, float(value), dtype=torch.float32, device="cpu"))
+
+
+def feature_functions(feature_map: FeatureMap, scaling: float) -> tuple[FeatureFunction, FeatureFunction]:
+    """Return the map of queries and that of keys as functions of a block, for a map without positions."""
+    return lambda x, start: feature_map.query(x, scaling), lambda x, start: feature_map.key(x, scaling)
 
 
 FEATURE_MAPS.base_class = FeatureMap

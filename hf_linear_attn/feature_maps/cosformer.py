@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..ops.common import Features
-from ..ops.fused import FusedMap
+from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
+from .options import Options, option
 
 
 @dataclass(frozen=True)
-class CosformerOptions:
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "M, the longest input; weights fall to 0 at distance M (None: the model's limit)"},
+class CosformerOptions(Options):
+    max_length: int | None = option(
+        None, "M, the longest input; weights fall to 0 at distance M (None: the model's limit)", least=1
     )
-    epsilon: float = field(
-        default=0.01,
-        metadata={
-            "help": "added to relu(x); a query that shares no feature with any key then attends to their average"
-        },
+    epsilon: float = option(
+        0.01,
+        "added to relu(x); a query that shares no feature with any key then attends to their average",
+        within="[0, 1)",
     )
-
-    def __post_init__(self) -> None:
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
-            raise ValueError(f"max_length must be a positive integer or None, got {self.max_length!r}.")
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
 
 
 @register_feature_map(
@@ -82,14 +75,12 @@ class CosformerFeatureMap(FeatureMap):
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}, max_length={self.max_length}"
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
-        query, key = (self._rotated(positions) for positions in (query_positions, key_positions))
-        return None if query is None or key is None else (query, key)
-
-    def _rotated(self, positions: Tensor | None) -> FusedMap | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         if positions is None:
             return None
+        query, key = (self._rotated(of_tokens) for of_tokens in positions)
+        return query, key
+
+    def _rotated(self, positions: Tensor) -> FusedMap:
         angle = positions.to(torch.float32) * (math.pi / (2 * self.max_length))
         return FusedMap("rotated-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,23 +10,17 @@ from torch import Tensor
 from ..ops.common import Features
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
+from .options import Options, option
 
 
 @dataclass(frozen=True)
-class DpfpOptions:
-    nu: int = field(default=1, metadata={"help": "number ν of products per entry: m = 2dν features; at most 2d - 1"})
-    epsilon: float = field(
-        default=0.01,
-        metadata={
-            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
-        },
+class DpfpOptions(Options):
+    nu: int = option(1, "number ν of products per entry: m = 2dν features; at most 2d - 1", least=1)
+    epsilon: float = option(
+        0.01,
+        "added to every feature; a query that shares no feature with any key then attends to their average",
+        within="[0, 1)",
     )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.nu, int) or self.nu < 1:
-            raise ValueError(f"nu must be a positive integer, got {self.nu!r}.")
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
 
 
 @register_feature_map(

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..ops.common import Features, exponential
-from ..ops.fused import FusedMap
+from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
+from .options import Options, option
 
 
 @dataclass(frozen=True)
-class EluOptions:
-    alpha: float = field(default=1.0, metadata={"help": "α of the elu; must lie in (0, 1] so that φ stays positive"})
-    split_scaling: bool = field(
-        default=False, metadata={"help": "multiply q and k by √τ first (the paper takes them raw)"}
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha must lie in (0, 1] for elu(x) + 1 to stay positive, got {self.alpha!r}.")
+class EluOptions(Options):
+    alpha: float = option(1.0, "α of the elu; in (0, 1] elu(x) + 1 stays positive", within="(0, 1]")
+    split_scaling: bool = option(False, "multiply q and k by √τ first (the paper takes them raw)")
 
 
 @register_feature_map(
@@ -55,9 +50,7 @@ class EluFeatureMap(FeatureMap):
             below = below.mul_(alpha).add_(1.0 - alpha)
         return Features(below.add_(torch.relu(x)))
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         formula = FusedMap(
             "elu", alpha=self.options.alpha, in_scale=scaling**0.5 if self.options.split_scaling else 1.0
         )

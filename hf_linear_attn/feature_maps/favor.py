@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,32 +12,22 @@ from torch import Tensor
 from ..ops.common import Features
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .favor_plus import LAYER_SEED_STRIDE, check_random_options, gaussian_features
+from .options import option
+from .random_features import LAYER_SEED_STRIDE, RandomFeatureOptions
 
 #: Added to the seed of the rows for the phases, which would otherwise repeat their random bits.
 PHASE_SEED_OFFSET = 500_009
 
 
 @dataclass(frozen=True)
-class FavorOptions:
-    num_features: int = field(
-        default=256, metadata={"help": "number of features m; 'sincos' makes two of each random row (m even)"}
-    )
-    trig: Literal["sincos", "cos"] = field(
-        default="sincos",
-        metadata={"help": "'sincos': [cos(Wx), sin(Wx)]; 'cos' (the paper's form): √2 cos(Wx + b), b ~ U(0, 2π)"},
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the random features; layers draw different ones from it"})
-    orthogonal: bool = field(default=True, metadata={"help": "orthogonal blocks instead of independent rows"})
-    scaling: Literal["chi", "constant"] = field(
-        default="chi",
-        metadata={"help": "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"},
+class FavorOptions(RandomFeatureOptions):
+    num_features: int = option(256, "number of features m; 'sincos' makes two of each random row (m even)", least=1)
+    trig: Literal["sincos", "cos"] = option(
+        "sincos", "'sincos': [cos(Wx), sin(Wx)]; 'cos' (the paper's form): √2 cos(Wx + b), b ~ U(0, 2π)"
     )
 
     def __post_init__(self) -> None:
-        check_random_options(self)
-        if self.trig not in ("sincos", "cos"):
-            raise ValueError(f"trig must be 'sincos' or 'cos', got {self.trig!r}.")
+        super().__post_init__()
         if self.trig == "sincos" and self.num_features % 2:
             raise ValueError(f"num_features must be even for trig='sincos', got {self.num_features!r}.")
 
@@ -69,10 +59,7 @@ class FavorFeatureMap(FeatureMap):
         self.num_features = options.num_features
         seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
         rows = options.num_features // 2 if options.trig == "sincos" else options.num_features
-        weight = gaussian_features(
-            rows, shape.head_dim, seed=seed, orthogonal=options.orthogonal, scaling=options.scaling
-        )
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", options.draw(rows, shape))
         self.register_buffer("phase", _phases(rows, seed) if options.trig == "cos" else None)
 
     def query(self, x: Tensor, scaling: float) -> Features:

@@ -3,84 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.common import Features, exponential
-from ..ops.fused import FusedMap
+from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-
-#: Spreads the seeds of neighbouring layers, so that no two layers of a model share their features.
-LAYER_SEED_STRIDE = 1_000_003
+from .options import option
+from .random_features import RandomFeatureOptions
 
 #: Spreads the seeds of successive draws of one layer.
 REDRAW_SEED_STRIDE = 1_000_000_000_039
 
 
-def gaussian_features(
-    count: int, dim: int, *, seed: int, orthogonal: bool = True, scaling: Literal["chi", "constant"] = "chi"
-) -> Tensor:
-    """Rows for random features, `[count, dim]`, float32 on the CPU, from a generator of their own.
-
-    Independent: rows are N(0, I). Orthogonal: ⌈count/dim⌉ blocks, each the Q of the QR decomposition of a Gaussian
-    matrix with the signs of R's diagonal multiplied in (Haar-distributed); rows are rescaled by the norms of
-    independent Gaussian rows (`scaling="chi"`: each row is N(0, I)) or by √dim (`"constant"`).
-    """
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-
-    def normal(rows: int) -> Tensor:
-        return torch.randn(rows, dim, generator=generator, dtype=torch.float64, device="cpu")
-
-    if not orthogonal:
-        return normal(count).float()
-    blocks = []
-    for _ in range(math.ceil(count / dim)):
-        q, r = torch.linalg.qr(normal(dim))
-        blocks.append((q * torch.sign(torch.diagonal(r))).T)
-    rows = torch.cat([*blocks, torch.empty(0, dim, dtype=torch.float64, device="cpu")])[:count]
-    norms = normal(count).norm(dim=1, keepdim=True) if scaling == "chi" else math.sqrt(dim)
-    return (rows * norms).float()
-
-
-def check_random_options(options: Any) -> None:
-    """Raise a ValueError for bad `num_features`, `seed` or `scaling`."""
-    if not isinstance(options.num_features, int) or options.num_features < 1:
-        raise ValueError(f"num_features must be a positive integer, got {options.num_features!r}.")
-    if not isinstance(options.seed, int) or options.seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {options.seed!r}.")
-    if options.scaling not in ("chi", "constant"):
-        raise ValueError(f"scaling must be 'chi' or 'constant', got {options.scaling!r}.")
-
-
 @dataclass(frozen=True)
-class FavorPlusOptions:
-    num_features: int = field(
-        default=256, metadata={"help": "number of features m; 'hyperbolic' makes two of each random row (m even)"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the random features; layers draw different ones from it"})
-    orthogonal: bool = field(default=True, metadata={"help": "orthogonal blocks instead of independent rows"})
-    scaling: Literal["chi", "constant"] = field(
-        default="chi",
-        metadata={"help": "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"},
-    )
-    hyperbolic: bool = field(default=False, metadata={"help": "[exp(Wx), exp(-Wx)] with m/2 rows: less variance"})
-    redraw_every: int | None = field(
-        default=None,
-        metadata={
-            "help": "draw new features after so many training forward passes of the layer (None: never; never in eval)"
-        },
+class FavorPlusOptions(RandomFeatureOptions):
+    num_features: int = option(256, "number of features m; 'hyperbolic' makes two of each random row (m even)", least=1)
+    hyperbolic: bool = option(False, "[exp(Wx), exp(-Wx)] with m/2 rows: less variance")
+    redraw_every: int | None = option(
+        None,
+        "draw new features after so many training forward passes of the layer (None: never; never in eval)",
+        least=1,
     )
 
     def __post_init__(self) -> None:
-        check_random_options(self)
+        super().__post_init__()
         if self.hyperbolic and self.num_features % 2:
             raise ValueError(f"num_features must be even for hyperbolic=True, got {self.num_features!r}.")
-        if self.redraw_every is not None and (not isinstance(self.redraw_every, int) or self.redraw_every < 1):
-            raise ValueError(f"redraw_every must be a positive integer or None, got {self.redraw_every!r}.")
 
 
 @register_feature_map(
@@ -119,14 +71,8 @@ class FavorPlusFeatureMap(FeatureMap):
             self.register_buffer("passes", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def _rows(self, seed: int) -> Tensor:
-        options = self.options
-        return gaussian_features(
-            options.num_features // 2 if options.hyperbolic else options.num_features,
-            self.shape.head_dim,
-            seed=seed + LAYER_SEED_STRIDE * self.shape.layer_index,
-            orthogonal=options.orthogonal,
-            scaling=options.scaling,
-        )
+        count = self.num_features // 2 if self.options.hyperbolic else self.num_features
+        return self.options.draw(count, self.shape, seed)
 
     def redraw(self, seed: int) -> None:
         """Replace W by the rows that a layer with this `seed` starts with."""
@@ -164,9 +110,7 @@ class FavorPlusFeatureMap(FeatureMap):
         values = exponential(projected.sub_(largest + math.log(self.num_features) / 2))
         return Features(values, (largest - half).squeeze(-1))
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         formula = FusedMap(
             "positive-pair" if self.options.hyperbolic else "positive",
             self.weight.T.unsqueeze(0),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
-from ..ops.fused import Activation, FusedMap
+from ..ops.fused import Activation, FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .favor_plus import gaussian_features
+from .base import AttentionShape, FeatureMap, constant_parameter
+from .options import Options, option
+from .random_features import unit_rows
 
 #: Rows of W for heads below 64, by default. A converted all-MiniLM-L6-v2 (heads of 32) had on STS-B a correlation of
 #: .69 after attention transfer with 64 rows, of .74 with 128; after distillation of .76 and .78 (the exact model: .80).
@@ -23,29 +24,17 @@ _FUSED: dict[str, Activation] = {"softmax": "softmax-pair", "exp": "exp-pair", "
 
 
 @dataclass(frozen=True)
-class HedgehogOptions:
-    feature_dim: int | None = field(
-        default=None,
-        metadata={"help": f"rows f of W per head, 2f features (None: the head size, or {SMALL_HEAD_ROWS} below 64)"},
+class HedgehogOptions(Options):
+    feature_dim: int | None = option(
+        None, f"rows f of W per head, 2f features (None: the head size, or {SMALL_HEAD_ROWS} below 64)", least=1
     )
-    activation: Literal["softmax", "exp", "joint"] = field(
-        default="softmax",
-        metadata={
-            "help": "'softmax': [softmax(y), softmax(-y)]; 'exp' (the paper's): [exp(y), exp(-y)]; "
-            "'joint': softmax([2y, -2y])"
-        },
+    activation: Literal["softmax", "exp", "joint"] = option(
+        "softmax",
+        "'softmax': [softmax(y), softmax(-y)]; 'exp' (the paper's): [exp(y), exp(-y)]; 'joint': softmax([2y, -2y])",
     )
-    temperature: float | None = field(
-        default=None, metadata={"help": "factor s of the features' logits (None: √(τd), from the second-order match)"}
+    temperature: float | None = option(
+        None, "factor s of the features' logits (None: √(τd), from the second-order match)", within="(0, inf)"
     )
-
-    def __post_init__(self) -> None:
-        if self.feature_dim is not None and (not isinstance(self.feature_dim, int) or self.feature_dim < 1):
-            raise ValueError(f"feature_dim must be a positive integer or None, got {self.feature_dim!r}.")
-        if self.activation not in ("softmax", "exp", "joint"):
-            raise ValueError(f"activation must be 'softmax', 'exp' or 'joint', got {self.activation!r}.")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"temperature must be positive or None, got {self.temperature!r}.")
 
 
 @register_feature_map(
@@ -73,11 +62,11 @@ class HedgehogFeatureMap(FeatureMap):
         super().__init__(shape, options)
         rows = options.feature_dim or (shape.head_dim if shape.head_dim >= 64 else SMALL_HEAD_ROWS)
         self.num_features = 2 * rows
-        start = _initial_rows(shape.head_dim, rows, shape.layer_index)
+        start = unit_rows(rows, shape.head_dim, shape.layer_index).T.contiguous().unsqueeze(0)
         self.query_weight = nn.Parameter(start.expand(shape.num_heads, -1, -1).clone())
-        self.query_bias = nn.Parameter(torch.zeros(shape.num_heads, rows, dtype=torch.float32, device="cpu"))
+        self.query_bias = constant_parameter(shape.num_heads, rows)
         self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
-        self.key_bias = nn.Parameter(torch.zeros(shape.num_key_value_heads, rows, dtype=torch.float32, device="cpu"))
+        self.key_bias = constant_parameter(shape.num_key_value_heads, rows)
 
     def query(self, x: Tensor, scaling: float) -> Features:
         return self._features(x, self.query_weight, self.query_bias, scaling)
@@ -95,9 +84,7 @@ class HedgehogFeatureMap(FeatureMap):
         top = y.detach().abs().amax(dim=-1, keepdim=True)
         return Features(torch.cat([(y - top).exp(), (-y - top).exp()], dim=-1), top.squeeze(-1))
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
         activation = _FUSED[self.options.activation]
         query, key = (
@@ -105,10 +92,3 @@ class HedgehogFeatureMap(FeatureMap):
             for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
         )
         return query, key
-
-
-def _initial_rows(head_dim: int, rows: int, layer_index: int) -> Tensor:
-    """`[1, head_dim, rows]`: the identity, continued by orthogonal unit rows where more features are asked for."""
-    extra = gaussian_features(max(rows - head_dim, 0), head_dim, seed=layer_index, scaling="constant")
-    stacked = torch.cat([torch.eye(head_dim, device="cpu"), extra / head_dim**0.5])[:rows]
-    return stacked.T.contiguous().unsqueeze(0)

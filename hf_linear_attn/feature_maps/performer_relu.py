@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..ops.common import Features
-from ..ops.fused import FusedMap
+from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .favor_plus import LAYER_SEED_STRIDE, check_random_options, gaussian_features
+from .options import option
+from .random_features import RandomFeatureOptions
 
 #: Nonlinearities that are never negative, but for `exp`, which is computed with a log scale.
 POSITIVE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,35 +29,16 @@ SIGNED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "tanh"
 
 
 @dataclass(frozen=True)
-class PerformerReluOptions:
-    num_features: int = field(default=256, metadata={"help": "number of random features m"})
-    kernel: Literal["relu", "exp", "abs", "sigmoid", "softplus", "gelu", "tanh"] = field(
-        default="relu",
-        metadata={"help": "the nonlinearity f: relu, exp, abs, sigmoid or softplus; gelu and tanh give signed weights"},
+class PerformerReluOptions(RandomFeatureOptions):
+    kernel: Literal["relu", "exp", "abs", "sigmoid", "softplus", "gelu", "tanh"] = option(
+        "relu", "the nonlinearity f: relu, exp, abs, sigmoid or softplus; gelu and tanh give signed weights"
     )
-    epsilon: float = field(
-        default=1e-3,
-        metadata={
-            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
-        },
+    epsilon: float = option(
+        1e-3,
+        "added to every feature; a query that shares no feature with any key then attends to their average",
+        within="[0, 1)",
     )
-    split_scaling: bool = field(
-        default=False, metadata={"help": "multiply q and k by √τ first (the paper takes them raw)"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the random features; layers draw different ones from it"})
-    orthogonal: bool = field(default=True, metadata={"help": "orthogonal blocks instead of independent rows"})
-    scaling: Literal["chi", "constant"] = field(
-        default="chi",
-        metadata={"help": "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"},
-    )
-
-    def __post_init__(self) -> None:
-        check_random_options(self)
-        known = ["exp", *POSITIVE, *SIGNED]
-        if self.kernel not in known:
-            raise ValueError(f"kernel must be one of {', '.join(map(repr, sorted(known)))}, got {self.kernel!r}.")
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
+    split_scaling: bool = option(False, "multiply q and k by √τ first (the paper takes them raw)")
 
 
 @register_feature_map(
@@ -83,14 +65,7 @@ class PerformerReluFeatureMap(FeatureMap):
         self.num_features = options.num_features
         self.signed = options.kernel in SIGNED
         self.distribution = not self.signed and (options.epsilon > 0 or options.kernel not in ("relu", "abs"))
-        weight = gaussian_features(
-            options.num_features,
-            shape.head_dim,
-            seed=options.seed + LAYER_SEED_STRIDE * shape.layer_index,
-            orthogonal=options.orthogonal,
-            scaling=options.scaling,
-        )
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", options.draw(options.num_features, shape))
 
     def query(self, x: Tensor, scaling: float) -> Features:
         if self.options.split_scaling:
@@ -103,9 +78,7 @@ class PerformerReluFeatureMap(FeatureMap):
         function = (SIGNED if self.signed else POSITIVE)[self.options.kernel]
         return Features(function(projected) * self.num_features**-0.5 + self.options.epsilon)
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         if self.options.kernel != "relu":
             return None
         scale = (scaling**0.5 if self.options.split_scaling else 1.0) * self.num_features**-0.5

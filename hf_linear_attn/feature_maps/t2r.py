@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common import Features
-from ..ops.fused import FusedMap
+from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .favor_plus import gaussian_features
+from .base import AttentionShape, FeatureMap, constant_parameter
+from .options import Options, option
+from .random_features import unit_rows
 
 
 @dataclass(frozen=True)
-class T2ROptions:
-    num_features: int | None = field(
-        default=None, metadata={"help": "number of features m per head (None: four times the head size)"}
+class T2ROptions(Options):
+    num_features: int | None = option(None, "number of features m per head (None: four times the head size)", least=1)
+    bias_init: float = option(
+        -1.0, "start of b; below 0 only keys well aligned with a feature count: spikier weights", within="(-inf, inf)"
     )
-    bias_init: float = field(
-        default=-1.0,
-        metadata={"help": "start of b; below 0 only keys well aligned with a feature count: spikier weights"},
+    epsilon: float = option(
+        0.01,
+        "added to every feature; a query that shares no feature with any key then attends to their average",
+        within="[0, 1)",
     )
-    epsilon: float = field(
-        default=0.01,
-        metadata={
-            "help": "added to every feature; a query that shares no feature with any key then attends to their average"
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.num_features is not None and (not isinstance(self.num_features, int) or self.num_features < 1):
-            raise ValueError(f"num_features must be a positive integer or None, got {self.num_features!r}.")
-        if not abs(self.bias_init) < float("inf"):
-            raise ValueError(f"bias_init must be finite, got {self.bias_init!r}.")
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon must lie in [0, 1), got {self.epsilon!r}.")
 
 
 @register_feature_map(
@@ -66,9 +55,8 @@ class T2RFeatureMap(FeatureMap):
         self.key_weight, self.key_bias = self._layer(shape.num_key_value_heads, start)
 
     def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-        bias = torch.full((heads, self.num_features), float(self.options.bias_init), dtype=torch.float32, device="cpu")
-        weight = start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(weight), nn.Parameter(bias)
+        weight = nn.Parameter(start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format))
+        return weight, constant_parameter(heads, self.num_features, value=self.options.bias_init)
 
     def query(self, x: Tensor, scaling: float) -> Features:
         return self._features(x, self.query_weight, self.query_bias, scaling)
@@ -81,9 +69,7 @@ class T2RFeatureMap(FeatureMap):
         y = (x @ weight.to(x.dtype)) * temperature + bias.to(x.dtype).unsqueeze(-2)
         return Features(torch.relu(y) + self.options.epsilon)
 
-    def fused(
-        self, scaling: float, query_positions: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> tuple[FusedMap, FusedMap] | None:
+    def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = (scaling * self.shape.head_dim) ** 0.5
         query, key = (
             FusedMap("relu", weight, bias, in_scale=temperature, epsilon=self.options.epsilon)
@@ -95,6 +81,5 @@ class T2RFeatureMap(FeatureMap):
 def _paired_rows(head_dim: int, count: int, layer_index: int) -> Tensor:
     """`[1, head_dim, count]`: unit rows and their negatives, the identity first (an odd row out has no partner)."""
     half = (count + 1) // 2
-    extra = gaussian_features(max(half - head_dim, 0), head_dim, seed=layer_index, scaling="constant")
-    rows = torch.cat([torch.eye(head_dim, device="cpu"), extra / head_dim**0.5])[:half]
+    rows = unit_rows(half, head_dim, layer_index)
     return torch.cat([rows, -rows])[:count].T.unsqueeze(0)

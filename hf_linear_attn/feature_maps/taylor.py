@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +10,18 @@ from torch import Tensor, nn
 from ..ops.common import Features
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .favor_plus import gaussian_features
+from .options import Options, option
+from .random_features import gaussian_features
 
 
 @dataclass(frozen=True)
-class TaylorOptions:
-    projection_dim: int | None = field(
-        default=None,
-        metadata={
-            "help": "d' of a learned projection of q and k before the expansion (None: none, nothing is learned); "
-            "the state grows with d'²"
-        },
+class TaylorOptions(Options):
+    projection_dim: int | None = option(
+        None,
+        "d' of a learned projection of q and k before the expansion (None: none, nothing is learned); the state grows "
+        "with d'²",
+        least=1,
     )
-
-    def __post_init__(self) -> None:
-        if self.projection_dim is not None and (not isinstance(self.projection_dim, int) or self.projection_dim < 1):
-            raise ValueError(f"projection_dim must be a positive integer or None, got {self.projection_dim!r}.")
 
 
 @register_feature_map(

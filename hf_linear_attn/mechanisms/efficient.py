@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from ..feature_maps.options import Options, option
 from ..ops import efficient as ops
 from ..ops.common import State, mask_tokens
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention, visible
 
-SCALES = ("raw", "split", "matched")
-
 
 @dataclass(frozen=True)
-class EfficientOptions:
-    scale: Literal["raw", "split", "matched"] = field(
-        default="raw",
-        metadata={"help": "factor of q and k: 'raw' (the paper's): 1; 'split': √τ; 'matched': √(τd), see the class"},
+class EfficientOptions(Options):
+    scale: Literal["raw", "split", "matched"] = option(
+        "raw", "factor of q and k: 'raw' (the paper's): 1; 'split': √τ; 'matched': √(τd), see the class"
     )
-
-    def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ValueError(f"scale must be one of {', '.join(map(repr, SCALES))}, got {self.scale!r}.")
 
 
 @register_attention(

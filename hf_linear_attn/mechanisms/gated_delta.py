@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape
+from ..feature_maps.base import AttentionShape, constant_parameter
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
+from ..feature_maps.options import Options, option
 from ..ops import gated_delta as ops
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..registry import register_attention
@@ -21,24 +22,18 @@ MIN_RATE = 1e-4
 
 
 @dataclass(frozen=True)
-class GatedDeltaOptions:
-    feature_dim: int | None = field(
-        default=None, metadata={"help": "rows f of the feature map per head (None: the head size); 2f features"}
+class GatedDeltaOptions(Options):
+    feature_dim: int | None = option(
+        None, "rows f of the feature map per head (None: the head size); 2f features", least=1
     )
-    initial_decay: float = field(
-        default=1e-2, metadata={"help": "share of the state that is forgotten per token at the start, in (0, 0.5]"}
+    initial_decay: float = option(
+        1e-2, "share of the state that is forgotten per token at the start, in (0, 0.5]", within="(0, 0.5]"
     )
-    initial_rate: float = field(
-        default=1e-2,
-        metadata={"help": "β at the start, in (0.0001, 1): near 0 values are averaged, near 1 the last one replaces"},
+    initial_rate: float = option(
+        1e-2,
+        "β at the start, in (0.0001, 1): near 0 values are averaged, near 1 the last one replaces",
+        within=f"({MIN_RATE}, 1)",
     )
-
-    def __post_init__(self) -> None:
-        HedgehogOptions(feature_dim=self.feature_dim)
-        if not 0 < self.initial_decay <= 0.5:
-            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
-        if not MIN_RATE < self.initial_rate < 1:
-            raise ValueError(f"initial_rate must lie in ({MIN_RATE}, 1), got {self.initial_rate!r}.")
 
 
 @register_attention(
@@ -75,24 +70,17 @@ class GatedDeltaAttention(LinearAttention):
         rate = (options.initial_rate - MIN_RATE) / (1 - MIN_RATE)
         starts = (-math.log(options.initial_decay / (1 - options.initial_decay)), math.log(rate / (1 - rate)))
         #: Rows: decay and rate.
-        self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 2, dtype=torch.float32, device="cpu"))
+        self.gate_weight = constant_parameter(groups, shape.head_dim, 2)
         self.gate_bias = nn.Parameter(torch.tensor(starts, dtype=torch.float32, device="cpu").repeat(groups, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         _check(inputs.causal)
-
-        def query_features(x: Tensor, start: int) -> Features:
-            return Features(functional.normalize(self.feature_map.query(x, inputs.scaling).values, dim=-1))
-
-        def delta_keys(x: Tensor, start: int) -> ops.DeltaKeys:
-            return self._keys(x, inputs.scaling)
-
         return ops.delta_causal(
             inputs.query,
             inputs.key,
             inputs.value,
-            query_features,
-            delta_keys,
+            lambda x, start: self._queries(x, inputs.scaling),
+            lambda x, start: self._keys(x, inputs.scaling),
             num_features=self.feature_map.num_features,
             mask=inputs.mask,
             state=inputs.state,
@@ -104,8 +92,10 @@ class GatedDeltaAttention(LinearAttention):
         _check(causal)
         dtype = compute_dtype(query)
         keys = ops.masked_delta_keys(self._keys(mask_tokens(key.to(dtype), mask), scaling), mask)
-        features = functional.normalize(self.feature_map.query(query.to(dtype), scaling).values, dim=-1)
-        return ops.dense_delta_weights(features, keys)
+        return ops.dense_delta_weights(self._queries(query.to(dtype), scaling).values, keys)
+
+    def _queries(self, query: Tensor, scaling: float) -> Features:
+        return Features(functional.normalize(self.feature_map.query(query, scaling).values, dim=-1))
 
     def _keys(self, key: Tensor, scaling: float) -> ops.DeltaKeys:
         weight, bias = self.gate_weight.to(key.dtype), self.gate_bias.to(key.dtype)

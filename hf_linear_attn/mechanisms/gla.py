@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.favor_plus import gaussian_features
+from ..feature_maps.base import AttentionShape, constant_parameter
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
+from ..feature_maps.options import Options, option
+from ..feature_maps.random_features import gaussian_features
 from ..ops import backends
 from ..ops import gated as ops
-from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.common import State, compute_dtype, mask_tokens
 from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
-class GLAOptions:
-    feature_dim: int | None = field(
-        default=None, metadata={"help": "rows f of the feature map per head (None: the head size); 2f features"}
+class GLAOptions(Options):
+    feature_dim: int | None = option(
+        None, "rows f of the feature map per head (None: the head size); 2f features", least=1
     )
-    activation: Literal["softmax", "joint"] = field(
-        default="softmax", metadata={"help": "of the hedgehog map: 'softmax' or 'joint'"}
+    activation: Literal["softmax", "joint"] = option("softmax", "of the hedgehog map: 'softmax' or 'joint'")
+    gate_rank: int = option(16, "rank of the map from keys to the features' decays", least=1)
+    initial_decay: float = option(
+        1e-2, "share that a feature forgets per token at the start, in (0, 0.5]", within="(0, 0.5]"
     )
-    gate_rank: int = field(default=16, metadata={"help": "rank of the map from keys to the features' decays"})
-    initial_decay: float = field(
-        default=1e-2, metadata={"help": "share that a feature forgets per token at the start, in (0, 0.5]"}
-    )
-
-    def __post_init__(self) -> None:
-        HedgehogOptions(feature_dim=self.feature_dim, activation=self.activation)
-        if self.activation not in ("softmax", "joint"):
-            raise ValueError(f"activation must be 'softmax' or 'joint', got {self.activation!r}.")
-        if not isinstance(self.gate_rank, int) or self.gate_rank < 1:
-            raise ValueError(f"gate_rank must be a positive integer, got {self.gate_rank!r}.")
-        if not 0 < self.initial_decay <= 0.5:
-            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
 
 
 @register_attention(
@@ -73,27 +63,18 @@ class GatedLinearAttention(LinearAttention):
         size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
         self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone(memory_format=torch.contiguous_format))
-        self.gate_up = nn.Parameter(torch.zeros(groups, rank, size, dtype=torch.float32, device="cpu"))
+        self.gate_up = constant_parameter(groups, rank, size)
         log_decay = -math.log1p(-options.initial_decay) / ops.MAX_DECAY
-        self.gate_bias = nn.Parameter(
-            torch.full((groups, size), math.log(log_decay / (1 - log_decay)), dtype=torch.float32, device="cpu")
-        )
+        self.gate_bias = constant_parameter(groups, size, value=math.log(log_decay / (1 - log_decay)))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         _check(inputs.causal)
-
-        def query_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.query(x, inputs.scaling)
-
-        def key_gates(x: Tensor, start: int) -> ops.GatedKeys:
-            return self._keys(x, inputs.scaling)
-
         call = GatedCall(
             inputs.query,
             inputs.key,
             inputs.value,
-            query_features,
-            key_gates,
+            lambda x, start: self.feature_map.query(x, inputs.scaling),
+            lambda x, start: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
             per_feature=True,
             mask=inputs.mask,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, FeatureMap
+from ..feature_maps.base import AttentionShape, FeatureMap, feature_functions
 from ..ops import backends
 from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
-from ..ops.fused import FusedMap, KernelizedCall
+from ..ops.fused import FusedMaps, KernelizedCall
 from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, FeatureMapEntry
 from .base import AttentionInputs, LinearAttention, visible
@@ -53,8 +53,7 @@ class KernelizedAttention(LinearAttention):
             query,
             key,
             value,
-            *self._feature_functions(scaling, positions, query.shape[2]),
-            self._fused(scaling, positions, query.shape[2]),
+            *self._maps(scaling, positions, query.shape[2]),
             feature_map.num_features,
             causal,
             feature_map.signed,
@@ -80,7 +79,7 @@ class KernelizedAttention(LinearAttention):
         dtype = compute_dtype(query)
         # With a mask [B, H, L, S] positions in the sequence count: they preserve all distances inside of a document.
         positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
-        query_features, key_features = self._feature_functions(scaling, positions, query.shape[2])
+        query_features, key_features, _ = self._maps(scaling, positions, query.shape[2])
         features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
         return ops.dense_weights(*features, visible(mask, query, key, causal), signed=self.feature_map.signed)
 
@@ -117,35 +116,26 @@ class KernelizedAttention(LinearAttention):
                 f"max_length={limit}. Shorten the input, or patch again with max_length={longest} or more."
             )
 
-    def _feature_functions(
+    def _maps(
         self, scaling: float, positions: Tensor | None, queries: int
-    ) -> tuple[FeatureFunction, FeatureFunction]:
-        """Return the query map and the key map as functions of a block and its start.
+    ) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+        """Return the query map and the key map as functions of a block and its start, and as formulas or None.
 
         The queries are the last `queries` positions.
         """
-        feature_map = self.feature_map
-        query_map: Any = feature_map.query
-        key_map: Any = feature_map.key
+        feature_map: Any = self.feature_map
+        if positions is None:
+            functions = feature_functions(feature_map, scaling)
+            return *functions, feature_map.fused(scaling)
+        query_positions = positions[:, positions.shape[1] - queries :]
 
         def query_features(x: Tensor, start: int) -> Features:
-            if positions is None:
-                return query_map(x, scaling)
-            first = positions.shape[1] - queries + start
-            return query_map(x, scaling, positions[:, first : first + x.shape[2]])
+            return feature_map.query(x, scaling, query_positions[:, start : start + x.shape[2]])
 
         def key_features(x: Tensor, start: int) -> Features:
-            if positions is None:
-                return key_map(x, scaling)
-            return key_map(x, scaling, positions[:, start : start + x.shape[2]])
+            return feature_map.key(x, scaling, positions[:, start : start + x.shape[2]])
 
-        return query_features, key_features
-
-    def _fused(self, scaling: float, positions: Tensor | None, queries: int) -> tuple[FusedMap, FusedMap] | None:
-        """Return the formulas of the query map and the key map, where the feature map has them."""
-        if positions is None:
-            return self.feature_map.fused(scaling)
-        return self.feature_map.fused(scaling, positions[:, positions.shape[1] - queries :], positions)
+        return query_features, key_features, feature_map.fused(scaling, (query_positions, positions))
 
     def state_bytes(self, length: int = 0) -> int:
         return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)

@@ -2,63 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
+from ..feature_maps.options import Options, option
 from ..ops import linformer as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
-CHOICES = {
-    "projection": ("linear", "mean-pool", "conv"),
-    "sharing": ("none", "headwise", "kv", "layerwise"),
-    "init": ("segment-mean", "gaussian"),
-    "fit": ("resample", "truncate"),
-}
-
 
 @dataclass(frozen=True)
-class LinformerOptions:
-    num_slots: int = field(default=128, metadata={"help": "k, the number of projected keys and values"})
-    max_length: int | None = field(
-        default=None, metadata={"help": "n_max, the longest input (None: the model's own limit)"}
+class LinformerOptions(Options):
+    num_slots: int = option(128, "k, the number of projected keys and values", least=1)
+    max_length: int | None = option(None, "n_max, the longest input (None: the model's own limit)", least=1)
+    projection: Literal["linear", "mean-pool", "conv"] = option(
+        "linear",
+        "'linear': learned k x n_max; 'conv': one learned kernel of n_max/k, applied to every segment; "
+        "'mean-pool': means of segments, nothing learned",
     )
-    projection: Literal["linear", "mean-pool", "conv"] = field(
-        default="linear",
-        metadata={
-            "help": "'linear': learned k x n_max; 'conv': one learned kernel of n_max/k, applied to every segment; "
-            "'mean-pool': means of segments, nothing learned"
-        },
+    sharing: Literal["none", "headwise", "kv", "layerwise"] = option(
+        "headwise",
+        "'none': E, F per head; 'headwise': E, F shared by the heads; 'kv': E = F as well; 'layerwise': "
+        "one E for all layers of the model that have these options",
     )
-    sharing: Literal["none", "headwise", "kv", "layerwise"] = field(
-        default="headwise",
-        metadata={
-            "help": "'none': E, F per head; 'headwise': E, F shared by the heads; 'kv': E = F as well; 'layerwise': "
-            "one E for all layers of the model that have these options"
-        },
+    init: Literal["segment-mean", "gaussian"] = option(
+        "segment-mean", "start of E and F: segment means, or the paper's N(0, 1/k)"
     )
-    init: Literal["segment-mean", "gaussian"] = field(
-        default="segment-mean", metadata={"help": "start of E and F: segment means, or the paper's N(0, 1/k)"}
+    fit: Literal["resample", "truncate"] = option(
+        "resample", "shorter inputs: resample E to the true length, or take its first columns"
     )
-    fit: Literal["resample", "truncate"] = field(
-        default="resample",
-        metadata={"help": "shorter inputs: resample E to the true length, or take its first columns"},
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the gaussian start"})
-
-    def __post_init__(self) -> None:
-        for name in ("num_slots", "max_length"):
-            value = getattr(self, name)
-            if not (value is None and name == "max_length") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
+    seed: int = option(0, "seed of the gaussian start")
 
 
 @register_attention(

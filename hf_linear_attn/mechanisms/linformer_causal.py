@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
+from ..feature_maps.options import Options, option
 from ..ops import linformer as ops
 from ..ops.common import State
 from ..registry import register_attention
@@ -14,16 +15,13 @@ from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
-class LinformerCausalOptions:
-    block_size: int = field(default=64, metadata={"help": "c, the tokens of a block"})
-    slots_per_block: int = field(default=4, metadata={"help": "r, the slots that a finished block leaves"})
-    per_head: bool = field(default=False, metadata={"help": "separate projections for each key-value head"})
+class LinformerCausalOptions(Options):
+    block_size: int = option(64, "c, the tokens of a block", least=1)
+    slots_per_block: int = option(4, "r, the slots that a finished block leaves", least=1)
+    per_head: bool = option(False, "separate projections for each key-value head")
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "slots_per_block"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        super().__post_init__()
         if self.slots_per_block > self.block_size:
             raise ValueError(
                 f"slots_per_block={self.slots_per_block} exceeds block_size={self.block_size}: nothing is compressed."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..feature_maps.base import AttentionShape
-from ..feature_maps.favor_plus import LAYER_SEED_STRIDE
+from ..feature_maps.options import Options, option
+from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import luna as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..ops.linformer import low_rank_attention
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention, visible
-
-ACTIVATIONS = ("elu", "softplus")
 
 #: Standard deviations of P at the start, measured on pretrained models. Bidirectional: each row of P should find a few
 #: keys of its own. Causal: nothing normalises a_j, and P = 0 is the mean of the values; a small P stays near it.
@@ -27,26 +26,16 @@ CAUSAL_INIT = 0.1
 
 
 @dataclass(frozen=True)
-class LunaOptions:
-    num_packed: int = field(default=64, metadata={"help": "l, the length of the learned sequence P"})
-    activation: Literal["elu", "softplus"] = field(
-        default="elu", metadata={"help": "f of the causal form: 'elu': elu(x) + 1; 'softplus': with β = ln 2"}
+class LunaOptions(Options):
+    num_packed: int = option(64, "l, the length of the learned sequence P", least=1)
+    activation: Literal["elu", "softplus"] = option(
+        "elu", "f of the causal form: 'elu': elu(x) + 1; 'softplus': with β = ln 2"
     )
-    scale_query: bool = field(default=False, metadata={"help": "causal form: multiply q·k by τ, as the weights are"})
-    init_scale: float | None = field(
-        default=None, metadata={"help": "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)"}
+    scale_query: bool = option(False, "causal form: multiply q·k by τ, as the weights are")
+    init_scale: float | None = option(
+        None, "standard deviation of P at the start (None: 2 bidirectional, 0.1 causal)", within="(0, inf)"
     )
-    seed: int = field(default=0, metadata={"help": "seed of the start of P; layers draw different ones from it"})
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.num_packed, int) or self.num_packed < 1:
-            raise ValueError(f"num_packed must be a positive integer, got {self.num_packed!r}.")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be 'elu' or 'softplus', got {self.activation!r}.")
-        if self.init_scale is not None and not self.init_scale > 0:
-            raise ValueError(f"init_scale must be positive or None, got {self.init_scale!r}.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
+    seed: int = option(0, "seed of the start of P; layers draw different ones from it", least=0)
 
 
 @register_attention(

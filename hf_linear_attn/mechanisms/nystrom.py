@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape
+from ..feature_maps.base import AttentionShape, constant_parameter
+from ..feature_maps.options import Options, option
 from ..ops import nystrom as ops
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
@@ -15,19 +16,15 @@ from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
-class NystromOptions:
-    num_landmarks: int = field(default=64, metadata={"help": "m, the landmarks; shorter inputs are exact"})
-    iterations: int = field(default=6, metadata={"help": "steps of the pseudo-inverse; many invert the noise as well"})
-    conv_kernel: int | None = field(
-        default=None,
-        metadata={"help": "odd size of a learned depthwise convolution of the values, added to the output (None: off)"},
+class NystromOptions(Options):
+    num_landmarks: int = option(64, "m, the landmarks; shorter inputs are exact", least=1)
+    iterations: int = option(6, "steps of the pseudo-inverse; many invert the noise as well", least=1)
+    conv_kernel: int | None = option(
+        None, "odd size of a learned depthwise convolution of the values, added to the output (None: off)"
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_landmarks", "iterations"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        super().__post_init__()
         size = self.conv_kernel
         if size is not None and (not isinstance(size, int) or size < 1 or size % 2 == 0):
             raise ValueError(f"conv_kernel must be an odd positive integer or None, got {size!r}.")
@@ -63,9 +60,7 @@ class NystromAttention(LinearAttention):
         super().__init__(shape, options)
         self.kernel: nn.Parameter | None = None
         if options.conv_kernel is not None:
-            self.kernel = nn.Parameter(
-                torch.zeros(shape.num_heads, options.conv_kernel, dtype=torch.float32, device="cpu")
-            )
+            self.kernel = constant_parameter(shape.num_heads, options.conv_kernel)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self._check(inputs.causal)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.favor_plus import LAYER_SEED_STRIDE, gaussian_features
+from ..feature_maps.base import AttentionShape, constant_parameter
+from ..feature_maps.options import Options, option
+from ..feature_maps.random_features import LAYER_SEED_STRIDE, gaussian_features
 from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import GatedCall, KernelizedCall
@@ -20,24 +21,19 @@ from .base import AttentionInputs, LinearAttention, visible
 
 
 @dataclass(frozen=True)
-class RFAOptions:
-    num_features: int = field(default=256, metadata={"help": "number of features m, two of each random row (even)"})
-    sigma_init: float = field(default=1.0, metadata={"help": "start of the learned scales σ of the random rows"})
-    gate: bool = field(default=True, metadata={"help": "learned forgetting, in causal layers"})
-    initial_decay: float = field(
-        default=1e-2, metadata={"help": "share of the state that is forgotten per token at the start, in (0, 0.5]"}
+class RFAOptions(Options):
+    num_features: int = option(256, "number of features m, two of each random row (even)")
+    sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", within="(0, inf)")
+    gate: bool = option(True, "learned forgetting, in causal layers")
+    initial_decay: float = option(
+        1e-2, "share of the state that is forgotten per token at the start, in (0, 0.5]", within="(0, 0.5]"
     )
-    seed: int = field(default=0, metadata={"help": "seed of the random rows; layers draw different ones from it"})
+    seed: int = option(0, "seed of the random rows; layers draw different ones from it", least=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.num_features, int) or self.num_features < 2 or self.num_features % 2:
             raise ValueError(f"num_features must be a positive even number, got {self.num_features!r}.")
-        if not self.sigma_init > 0:
-            raise ValueError(f"sigma_init must be positive, got {self.sigma_init!r}.")
-        if not 0 < self.initial_decay <= 0.5:
-            raise ValueError(f"initial_decay must lie in (0, 0.5], got {self.initial_decay!r}.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
 
 
 @register_attention(
@@ -71,15 +67,13 @@ class RandomFeatureAttention(LinearAttention):
         groups = shape.num_key_value_heads
         seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
         self.register_buffer("weight", gaussian_features(options.num_features // 2, shape.head_dim, seed=seed))
-        self.sigma = nn.Parameter(
-            torch.full((groups, shape.head_dim), float(options.sigma_init), dtype=torch.float32, device="cpu")
-        )
+        self.sigma = constant_parameter(groups, shape.head_dim, value=options.sigma_init)
         self.gated = options.gate and shape.causal
         self.dense_masks = not self.gated
         if self.gated:
             bias = -math.log(options.initial_decay / (1 - options.initial_decay))
-            self.gate_weight = nn.Parameter(torch.zeros(groups, shape.head_dim, 1, dtype=torch.float32, device="cpu"))
-            self.gate_bias = nn.Parameter(torch.full((groups, 1), bias, dtype=torch.float32, device="cpu"))
+            self.gate_weight = constant_parameter(groups, shape.head_dim, 1)
+            self.gate_bias = constant_parameter(groups, 1, value=bias)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         inputs.refuse_bidirectional_state()
@@ -89,11 +83,14 @@ class RandomFeatureAttention(LinearAttention):
             settings |= {"fused": None, "causal": inputs.causal, "state": inputs.state, "return_state": inputs.causal}
             call = KernelizedCall(*tensors, self._features, **settings)
             return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
-
-        def gated_keys(x: Tensor, start: int) -> gated.GatedKeys:
-            return self._gated_keys(x, inputs.scaling)
-
-        return backends.attend(GatedCall(*tensors, gated_keys, per_feature=False, **settings, state=inputs.state))
+        call = GatedCall(
+            *tensors,
+            lambda x, start: self._gated_keys(x, inputs.scaling),
+            per_feature=False,
+            state=inputs.state,
+            **settings,
+        )
+        return backends.attend(call)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

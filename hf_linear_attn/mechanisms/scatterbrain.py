@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape
-from ..feature_maps.favor_plus import LAYER_SEED_STRIDE
+from ..feature_maps.options import Options, option
+from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import banded, buckets, windowed
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import WindowedCall
@@ -22,26 +23,19 @@ HASH_SEED_OFFSET = 500_009
 
 
 @dataclass(frozen=True)
-class ScatterbrainOptions:
-    window_size: int = field(default=64, metadata={"help": "the band: the last w tokens, or |i - j| < w"})
-    feature_map: str = field(default="favor+", metadata={"help": "φ, an estimate of exp(τ q·k), outside the support"})
+class ScatterbrainOptions(Options):
+    window_size: int = option(64, "the band: the last w tokens, or |i - j| < w", least=1)
+    feature_map: str = option("favor+", "φ, an estimate of exp(τ q·k), outside the support")
     feature_map_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of that map"})
-    num_hash_buckets: int = field(
-        default=0, metadata={"help": "hash buckets beside the band, an even number (0: the band only)"}
-    )
-    hash_rounds: int = field(default=1, metadata={"help": "independent rounds of hashing"})
-    bucket_capacity: int = field(default=16, metadata={"help": "keys that a query takes from its bucket in each round"})
-    seed: int = field(default=0, metadata={"help": "seed of the hash directions; layers draw different ones from it"})
+    num_hash_buckets: int = option(0, "hash buckets beside the band, an even number (0: the band only)")
+    hash_rounds: int = option(1, "independent rounds of hashing", least=1)
+    bucket_capacity: int = option(16, "keys that a query takes from its bucket in each round", least=1)
+    seed: int = option(0, "seed of the hash directions; layers draw different ones from it", least=0)
 
     def __post_init__(self) -> None:
-        for name in ("window_size", "hash_rounds", "bucket_capacity"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        super().__post_init__()
         if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
             raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be a non-negative integer, got {self.seed!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
         if entry.cls.uses_positions:
             raise ValueError(
@@ -168,18 +162,8 @@ class ScatterbrainAttention(LinearAttention):
         return buckets.Hashing(directions, self.options.bucket_capacity)
 
     def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
-        def with_scale(features: Features) -> Features:
-            if features.log_scale is not None:
-                return features
-            return Features(features.values, features.values.new_zeros(features.values.shape[:-1]))
-
-        def query_features(x: Tensor, start: int) -> Features:
-            return with_scale(self.feature_map.query(x, scaling))
-
-        def key_features(x: Tensor, start: int) -> Features:
-            return with_scale(self.feature_map.key(x, scaling))
-
-        return query_features, key_features
+        query_map, key_map = self.feature_map.query, self.feature_map.key
+        return lambda x, start: _with_scale(query_map(x, scaling)), lambda x, start: _with_scale(key_map(x, scaling))
 
     @property
     def exact_length(self) -> int:
@@ -197,3 +181,9 @@ class ScatterbrainAttention(LinearAttention):
     def extra_repr(self) -> str:
         hashed = f", num_hash_buckets={self.options.num_hash_buckets}" if self.options.num_hash_buckets else ""
         return f"window_size={self.options.window_size}{hashed}"
+
+
+def _with_scale(features: Features) -> Features:
+    """Give features without a log scale one of zero."""
+    values, log_scale = features
+    return features if log_scale is not None else Features(values, values.new_zeros(values.shape[:-1]))

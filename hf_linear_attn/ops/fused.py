@@ -74,6 +74,10 @@ class FusedMap(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias))
 
 
+FusedMaps = tuple[FusedMap, FusedMap]
+"""The maps of queries and of keys."""
+
+
 class GatedKeys(NamedTuple):
     """Features of keys `[B, G, L, m]`, their log decay `[B, G, L, 1 | m]`, and their log scale `[B, G, L]` or None."""
 
@@ -109,7 +113,7 @@ class KernelizedCall(NamedTuple):
     value: Tensor
     query_features: FeatureFunction
     key_features: FeatureFunction
-    fused: tuple[FusedMap, FusedMap] | None
+    fused: FusedMaps | None
     num_features: int
     causal: bool
     signed: bool = False
@@ -165,7 +169,7 @@ class WindowedCall(NamedTuple):
     value: Tensor
     query_features: FeatureFunction
     key_features: FeatureFunction
-    fused: tuple[FusedMap, FusedMap] | None
+    fused: FusedMaps | None
     num_features: int
     causal: bool
     window: int

@@ -68,7 +68,10 @@ def test_features_come_from_the_seed_and_are_saved(trig, tmp_path):
 
 def test_phases_do_not_follow_the_rows():
     """The same seed must not give phases that are a function of the first row's random bits."""
-    drawn = [FavorFeatureMap(AttentionShape(1, 1, 1, 1), FavorOptions(1, "cos", seed, False)) for seed in range(300)]
+    drawn = [
+        FavorFeatureMap(AttentionShape(1, 1, 1, 1), FavorOptions(1, trig="cos", seed=seed, orthogonal=False))
+        for seed in range(300)
+    ]
     pairs = torch.tensor([[float(phi.weight), float(phi.phase)] for phi in drawn]).T
     assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / 300**0.5
     assert 0 <= float(pairs[1].min()) < 0.2

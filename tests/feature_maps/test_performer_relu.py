@@ -69,7 +69,7 @@ def test_a_window_takes_positive_kernels_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": "selu"}, "kernel must be one of 'abs', .* got 'selu'"),
+        ({"kernel": "selu"}, "kernel must be one of 'relu', .* got 'selu'"),
         ({"epsilon": 1.5}, r"epsilon must lie in \[0, 1\), got 1.5"),
         ({"num_features": -4}, "num_features must be a positive integer, got -4"),
     ],

@@ -78,7 +78,7 @@ def make_call(feature_map, query, key, value, causal, mask=None, state=None, sta
     def key_features(x, first):
         return feature_map.key(x, scaling, *(p[:, first : first + x.shape[2]] for p in rotated))
 
-    fused = feature_map.fused(scaling, *(rotated * 2))
+    fused = feature_map.fused(scaling, rotated * 2 or None)
     return KernelizedCall(
         query,
         key,
@@ -386,7 +386,7 @@ def test_formulas_and_functions_are_two_forms_of_one_map():
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
         feature_map = entry.cls(shape, entry.cls.resolve_options(shape, entry.options()))
         positions = torch.arange(40).unsqueeze(0)
-        if feature_map.fused(0.35, positions, positions) is None:
+        if feature_map.fused(0.35, (positions, positions)) is None:
             continue
         actual += 1
         call = make_call(feature_map, *inputs((1, 2, 2, 40), 8, 8), True, scaling=0.35)

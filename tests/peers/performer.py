@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.favor_plus import gaussian_features
+from hf_linear_attn.feature_maps.random_features import gaussian_features
 from hf_linear_attn.mechanisms import AttentionInputs
 from tests.helpers import padding_mask
 from tests.peers.comparing import (

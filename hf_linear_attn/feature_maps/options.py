@@ -1,0 +1,65 @@
+"""Options of feature maps and mechanisms: dataclass fields that carry their help text and their limits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_INTERVALS_IN_WORDS = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
+
+
+def option(default: Any, help: str, *, least: int | None = None, within: str | None = None) -> Any:
+    """Return a field of `Options`.
+
+    Args:
+        default: The default value.
+        help: One line for users.
+        least: The least value of an integer, 0 or 1.
+        within: The interval of a number, such as `"[0, 1)"`.
+    """
+    return field(default=default, metadata={"help": help, "least": least, "within": within})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base class of options. A value outside of its field's limits or `Literal` choices is a ValueError."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value, hints = getattr(self, entry.name), _field_hints(type(self))[entry.name]
+            if value is None and NoneType in hints:
+                continue
+            unmet = _unmet_requirement(value, hints, entry.metadata.get("least"), entry.metadata.get("within"))
+            if unmet:
+                optional = " or None" if NoneType in hints else ""
+                raise ValueError(f"{entry.name} must {unmet}{optional}, got {value!r}.")
+
+
+@functools.cache
+def _field_hints(options: type) -> dict[str, tuple[Any, ...]]:
+    """Return the types in the union that each field is annotated with."""
+    hints = get_type_hints(options)
+    return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
+def _unmet_requirement(value: Any, hints: tuple[Any, ...], least: int | None, within: str | None) -> str | None:
+    choices = [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
+    if choices and value not in choices:
+        names = [repr(choice) for choice in choices]
+        return "be " + (" or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}")
+    if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        return "be a positive integer" if least else "be a non-negative integer"
+    if within is not None and not _lies_within(value, within):
+        return _INTERVALS_IN_WORDS.get(within, f"lie in {within}")
+    return None
+
+
+def _lies_within(value: Any, interval: str) -> bool:
+    if not isinstance(value, Real):
+        return False
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    return above and (value <= high if interval[-1] == "]" else value < high)

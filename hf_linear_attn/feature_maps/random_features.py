@@ -1,0 +1,65 @@
+"""Random rows of feature maps, from generators of their own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .base import AttentionShape
+from .options import Options, option
+
+#: Spreads the seeds of neighbouring layers, so that no two layers of a model share their features.
+LAYER_SEED_STRIDE = 1_000_003
+
+
+def gaussian_features(
+    count: int, dim: int, *, seed: int, orthogonal: bool = True, scaling: Literal["chi", "constant"] = "chi"
+) -> Tensor:
+    """Rows for random features, `[count, dim]`, float32 on the CPU, from a generator of their own.
+
+    Independent: rows are N(0, I). Orthogonal: ⌈count/dim⌉ blocks, each the Q of the QR decomposition of a Gaussian
+    matrix with the signs of R's diagonal multiplied in (Haar-distributed); rows are rescaled by the norms of
+    independent Gaussian rows (`scaling="chi"`: each row is N(0, I)) or by √dim (`"constant"`).
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(rows, dim, generator=generator, dtype=torch.float64, device="cpu")
+
+    if not orthogonal:
+        return normal(count).float()
+    blocks = []
+    for _ in range(math.ceil(count / dim)):
+        q, r = torch.linalg.qr(normal(dim))
+        blocks.append((q * torch.sign(torch.diagonal(r))).T)
+    rows = torch.cat([*blocks, torch.empty(0, dim, dtype=torch.float64, device="cpu")])[:count]
+    norms = normal(count).norm(dim=1, keepdim=True) if scaling == "chi" else math.sqrt(dim)
+    return (rows * norms).float()
+
+
+def unit_rows(count: int, dim: int, layer_index: int) -> Tensor:
+    """Rows `[count, dim]` of length one: the identity, continued by random orthonormal rows where count > dim."""
+    extra = gaussian_features(max(count - dim, 0), dim, seed=layer_index, scaling="constant")
+    return torch.cat([torch.eye(dim, device="cpu"), extra / dim**0.5])[:count]
+
+
+@dataclass(frozen=True)
+class RandomFeatureOptions(Options):
+    """Options of maps with random rows."""
+
+    num_features: int = option(256, "number of random features m", least=1)
+    seed: int = option(0, "seed of the random features; layers draw different ones from it", least=0)
+    orthogonal: bool = option(True, "orthogonal blocks instead of independent rows")
+    scaling: Literal["chi", "constant"] = option(
+        "chi", "row norms of orthogonal features: 'chi' (as Gaussian rows) or 'constant' (√d)"
+    )
+
+    def draw(self, count: int, shape: AttentionShape, seed: int | None = None) -> Tensor:
+        """Draw rows `[count, d]` for a layer, from `seed` instead of the option where it is given."""
+        seed = (self.seed if seed is None else seed) + LAYER_SEED_STRIDE * shape.layer_index
+        kind = {"orthogonal": self.orthogonal, "scaling": self.scaling}
+        return gaussian_features(count, shape.head_dim, seed=seed, **kind)
