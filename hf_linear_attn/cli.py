@@ -63,7 +63,7 @@ hf-linear-attn patch ./bert out --attention hedgehog --max_length 4096
 plan.json (or plan.yaml) names the mechanism of each layer, for example
   {"default": "hedgehog", "0": "softmax", "-1": {"attention": "window", "window_size": 128}}
 
-The output folder appears completely or not at all. Load it with hf_linear_attn.load_pretrained("out").""",
+The output folder appears completely or not at all. load_pretrained("out") loads it.""",
     ),
     "info": Verb(
         "cli_checkpoints:InfoConfig",
@@ -102,8 +102,8 @@ accelerate launch -m hf_linear_attn finetune --config recipe.yaml""",
         """\
 hf-linear-attn evaluate gpt2 --data.dataset mine.txt --length 4096
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --attention hedgehog window --seeds 0 1 2
-hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model --baseline run0/control
-hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte mrpc=./bert-mrpc --attention hedgehog
+hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model
+hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte --attention hedgehog
 hf-linear-attn evaluate ./encoder --data.sts glue --speed.batch_size 32 --speed.dtype bfloat16
 hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention gla --resume
 
@@ -148,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suggestion = near_matches(name, VERBS) or f" Verbs: {', '.join(VERBS)}."
         sys.stderr.write(f"error: unknown {kind} {name!r}.{suggestion}\n")
         return 2
-    return exit_code(lambda: run_verb(name, rest), traceback="--traceback" in rest)
+    config_class = _resolve(VERBS[name].config)
+    return exit_code(lambda: run_verb(name, rest), traceback="--traceback" in rest, config_class=config_class)
 
 
 def parse_verb(name: str, arguments: Sequence[str]) -> Any:

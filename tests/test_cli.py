@@ -62,7 +62,8 @@ def test_nothing_passed_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_short_and_full_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_short_and_full_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert run(verb, "--help") == 0
     short = capsys.readouterr().out
     assert f"usage: hf-linear-attn {verb}" in short
@@ -71,6 +72,9 @@ def test_short_and_full_help(capsys: pytest.CaptureFixture[str], verb: str) -> N
     assert run(verb, "--help_all") == 0
     assert capsys.readouterr().out == full
     assert len(short) <= len(full) + 100
+    lines = short.splitlines()
+    assert len(lines) <= 45, "the short help fits one screen"
+    assert max(map(len, lines)) <= 100
 
 
 def test_help_of_every_verb_is_light() -> None:
@@ -96,6 +100,7 @@ def test_help_of_every_verb_is_light() -> None:
         (["patch", "a", "b", "--attention", "elu", "--dtype", "float8"], "--dtype must be one of 'auto', 'float32'"),
         (["patch", "a", "b", "--atention", "elu"], "Did you mean '--attention'"),
         (["patch", "a", "b", "c"], "unexpected argument 'c'"),
+        (["patch", "-o", "a"], "unexpected argument '-o'"),
         (["patch", "a", "b", "--attention"], "--attention needs a value"),
         (["patch", "a", "--attention", "elu"], "OUTPUT is missing"),
         (["info"], "MODEL is missing"),
@@ -109,6 +114,16 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], c
     assert complaint in captured.err
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
+
+
+def test_errors_name_the_flags_that_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in (
+        (["convert", "a", "--data.max_length", "-1"], "error: --data.max_length must be positive, got -1."),
+        (["convert", "a", "--resume", "--overwrite"], "error: --resume and --overwrite exclude each other."),
+        (["evaluate", "a", "--steps", "-1"], "error: --steps must be a whole number"),
+        (["plan", "a", "--budget", "1x at 64", "--data.folder", "b"], "files: give --data.task, too"),
+    ):
+        assert complaint in error_of(capsys, *arguments)
 
 
 def test_yaml_and_flags(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

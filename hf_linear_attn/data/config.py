@@ -19,8 +19,8 @@ class DataConfig:
     folder: str | None = option(None, "folder with the task's files (default: the Hub's)", common=True)
     dataset: str | None = option(
         None,
-        "or your own data: csv, tsv, json, jsonl, parquet or text file, a folder of them by split, a save_to_disk "
-        "folder, or a data set of the Hub",
+        "own data: a csv, tsv, json, jsonl, parquet or text file, a folder of them by split or of save_to_disk, or a "
+        "Hub data set",
         common=True,
     )
     dataset_config: str | None = option(None, "configuration of a data set of the Hub")

@@ -134,7 +134,7 @@ class TrainingRunConfig:
         ValueError: A value out of range, or two that exclude each other.
     """
 
-    model: str | None = option(None, "a local folder, or a repository on the Hub", common=True)
+    model: str | None = option(None, "a local folder or a repository on the Hub", common=True)
     attention: str | None = option(
         DEFAULT_ATTENTION, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True
     )
@@ -161,7 +161,7 @@ class TrainingRunConfig:
         factory=dict, help="changes to the model's config: --config_overrides.hidden_dropout_prob 0.0"
     )
 
-    seed: int = option(0, "seed of the order of the data, dropout, random features and new heads", common=True)
+    seed: int = option(0, "seed of data order, dropout, random features and new heads", common=True)
     device: Literal["auto", "cpu"] = option("auto", "cpu: leave a GPU alone")
     threads: int | None = option(None, "CPU threads (default: torch's)")
     bf16: bool = option(False, "mixed precision in bfloat16", common=True)
@@ -170,7 +170,7 @@ class TrainingRunConfig:
     per_device_eval_batch_size: int | None = option(None, "default: twice the batch size of training")
     dataloader_num_workers: int = option(0, "processes that prepare batches")
     resume: bool = option(False, "continue a run with the same options where it stopped", common=True)
-    overwrite: bool = option(False, "replace the result of another run in the output folder")
+    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted")
     save_total_limit: int = option(2, "number of checkpoints to keep")
     report_to: tuple[str, ...] = option(

@@ -7,13 +7,14 @@ A config is a frozen dataclass whose fields are made by `option`. Fields that ar
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,11 +26,17 @@ Config = TypeVar("Config")
 #: Errors of a user's input or surroundings: one line without a traceback.
 EXPECTED_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, FloatingPointError)
 
-#: Flags of every command beside the fields of its config.
-COMMON_FLAGS = ("config", "print_config", "help", "help_all", "traceback")
+#: How the help shows a value of a type, and what error messages call it.
+TYPES = {
+    int: ("INT", "a whole number"),
+    float: ("FLOAT", "a finite number"),
+    bool: ("", "true or false"),
+    str: ("TEXT", "text"),
+    dict: ("MAPPING", "a mapping such as {key: value}"),
+}
 
-_TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping"}
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", dict: "MAPPING"}
+#: Columns of the help, where the terminal has as many.
+HELP_WIDTH = 100
 
 
 class UsageError(ValueError):
@@ -97,38 +104,33 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Option:
-    """One option: its type without None, and what `--help` says."""
+    """One option: its type without None, and what `--help` says. Without a type it is a key of a mapping."""
 
-    hint: Any
-    optional: bool
-    default: Any
-    help: str
-    common: bool
-
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.hint) in (tuple, list)
+    hint: Any = Any
+    optional: bool = True
+    default: Any = None
+    help: str = ""
+    common: bool = False
 
     @property
-    def is_mapping(self) -> bool:
-        return self.hint is dict or get_origin(self.hint) is dict
+    def kind(self) -> Any:
+        """The type without its arguments: tuple for a list, dict for a mapping, Literal for a choice."""
+        return get_origin(self.hint) or self.hint
 
     @property
     def expected(self) -> str:
         """What a value must be, for error messages."""
-        if get_origin(self.hint) is Literal:
+        if self.kind is Literal:
             return f"one of {', '.join(map(repr, get_args(self.hint)))}"
-        if self.is_list:
-            return f"a list, each entry {_TYPE_NAMES.get(get_args(self.hint)[0], 'text')}"
-        return _TYPE_NAMES.get(dict if self.is_mapping else self.hint, str(self.hint))
+        if self.kind is tuple:
+            return f"a list, each entry {TYPES[get_args(self.hint)[0]][1]}"
+        return TYPES[self.kind][1]
 
     @property
     def metavar(self) -> str:
-        if get_origin(self.hint) is Literal:
+        if self.kind is Literal:
             return "{" + ",".join(map(str, get_args(self.hint))) + "}"
-        if self.is_list:
-            return f"{_METAVARS.get(get_args(self.hint)[0], 'TEXT')} ..."
-        return "[true|false]" if self.hint is bool else _METAVARS.get(dict if self.is_mapping else self.hint, "VALUE")
+        return f"{TYPES[get_args(self.hint)[0]][0]} ..." if self.kind is tuple else TYPES[self.kind][0]
 
     @property
     def help_text(self) -> str:
@@ -142,38 +144,36 @@ def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str
     """All options of a config class by dotted name; `base` holds the defaults that the parent chose for a section."""
     hints = get_type_hints(config_class)
     options: dict[str, _Option] = {}
-    for entry in fields(config_class):
-        if not entry.init:
-            continue
-        hint, optional = _without_none(hints[entry.name])
+    for entry in (entry for entry in fields(config_class) if entry.init):
+        parts = get_args(hints[entry.name]) if get_origin(hints[entry.name]) in (Union, UnionType) else ()
+        optional = NoneType in parts
+        hint = parts[1 - parts.index(NoneType)] if optional and len(parts) == 2 else hints[entry.name]
         default: Any = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         if base is not None:
             default = getattr(base, entry.name)
         if is_dataclass(hint):
             options.update(_options(hint, f"{prefix}{entry.name}.", None if default is MISSING else default))  # type: ignore[arg-type]
         else:
-            help_text, common = str(entry.metadata.get("help", "")), bool(entry.metadata.get("common", False))
-            options[prefix + entry.name] = _Option(hint, optional, default, help_text, common)
+            options[prefix + entry.name] = _Option(hint, optional, default, **entry.metadata)
     return options
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return (kinds[0] if len(kinds) == 1 else hint), True
-    return hint, False
+def _find(name: str, options: Mapping[str, _Option], location: str, dashes: str = "") -> _Option:
+    """The option of a dotted name, or of a key of a mapping such as `options.num_features`.
 
-
-def _option_of(options: Mapping[str, _Option], name: str) -> _Option | None:
-    """The option of a dotted name, or the mapping that an entry such as `options.num_features` belongs to."""
+    Raises:
+        UsageError: There is no such option. The message begins with `location` and suggests similar ones.
+    """
     if name in options:
         return options[name]
     parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        parent = options.get(".".join(parts[:count]))
-        if parent is not None and parent.is_mapping:
-            return _Option(Any, True, None, "", False)
-    return None
+    parents = [options.get(".".join(parts[:count])) for count in range(1, len(parts))]
+    if any(parent is not None and parent.kind is dict for parent in parents):
+        return _Option()
+    same_name = [repr(dashes + known) for known in options if known.rpartition(".")[2] == parts[-1]]
+    suggestion = f" Did you mean {' or '.join(same_name[:3])}?" if same_name else ""
+    suggestion = suggestion or near_matches(dashes + name, [dashes + known for known in options]) or " See --help all."
+    raise UsageError(f"{location}unknown option {dashes + name if dashes else repr(name)}.{suggestion}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -208,29 +208,34 @@ def parse_config(
         ValueError: The config refuses its values.
         SystemExit: The help or the config was printed.
     """
-    options, arguments = _options(config_class), list(arguments)
+    from jsonargparse import ArgumentParser
+
+    options = _options(config_class)
     if any(argument in ("-h", "--help", "--help_all", "--help-all") for argument in arguments):
-        index = next(index for index, argument in enumerate(arguments) if argument.startswith(("-h", "--help")))
-        full = arguments[index] in ("--help_all", "--help-all") or arguments[index + 1 : index + 2] == ["all"]
-        sys.stdout.write(_help(config_class, options, program, description, examples, positionals, full))
+        full = not {"all", "--help_all", "--help-all"}.isdisjoint(arguments)
+        sys.stdout.write(_help(options, program, description, examples, positionals, full))
         raise SystemExit(0)
-    files, values = _split_arguments(arguments, options, positionals)
-    contents = [_checked_yaml(_read_yaml(file), options, file) for file in files]
-    parser_arguments = [f"--config={json.dumps(content, ensure_ascii=False)}" for content in contents if content]
-    parser_arguments += [f"--{name}={value}" for name, value in values if name not in COMMON_FLAGS]
-    known = {name for name, _ in values}.union(*(flatten(content) for content in contents))
+    flags = list(_flag_values(arguments, options, positionals))
+    files = [value for name, value in flags if name == "config"]
+    values = [value for file in files for value in _file_values(_read_yaml(file), options, file)]
+    values += [(name, value) for name, value in flags if name not in ("config", "print_config", "traceback")]
     for name, entry in options.items():
-        if entry.default is MISSING and name not in known:
+        if entry.default is MISSING and name not in dict(values):
             raise UsageError(f"{name.upper() if name in positionals else f'--{name}'} is missing. See --help.")
-    parser = _parser(config_class, program)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(config_class)
     try:
-        namespace = parser.parse_args(parser_arguments)
+        namespace = parser.parse_object(_nested(values))
     except argparse.ArgumentError as error:
-        raise UsageError(_type_error(str(error), options)) from error
-    _check_finite(namespace, options)
-    namespace.pop("config", None)
+        match = re.search(r'key "([\w.]+)":.*(?:Got|Given) value: (.*)', str(error), re.DOTALL)
+        if match is None or match[1] not in options:
+            raise UsageError(str(error)) from error
+        raise UsageError(f"--{match[1]} must be {options[match[1]].expected}, got {match[2]!r}.") from error
+    for name, entry in options.items():
+        if entry.hint is float and namespace.get(name) is not None and not math.isfinite(namespace[name]):
+            raise UsageError(f"--{name} must be a finite number, got {namespace[name]!r}.")
     config = config_class(**vars(parser.instantiate(namespace)))
-    if any(name == "print_config" for name, _ in values):
+    if ("print_config", "true") in flags:
         import yaml
 
         sys.stdout.write(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
@@ -238,114 +243,46 @@ def parse_config(
     return config
 
 
-def exit_code(command: Callable[[], int], *, traceback: bool = False) -> int:
-    """Run a command and return its exit code: expected errors become one line on stderr.
-
-    Args:
-        command: Returns the exit code.
-        traceback: Whether an expected error is raised instead.
-
-    Returns:
-        The command's own exit code, or 1 for an expected error, 2 for a UsageError, 130 for Ctrl-C.
-    """
-    try:
-        return command()
-    except SystemExit as finished:
-        return finished.code if isinstance(finished.code, int) else 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output is gone. Without this, the interpreter would report the error again while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except EXPECTED_ERRORS as error:
-        if traceback:
-            raise
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        return 2 if isinstance(error, UsageError) else 1
-    except RuntimeError as error:
-        code = getattr(error, "code", None)
-        if not isinstance(code, int):
-            raise
-        # Training was stopped by a signal, after a checkpoint.
-        sys.stderr.write(f"{error}\n")
-        return code
-
-
-def _parser(config_class: type, program: str) -> Any:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog=program, exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", action="config", help="YAML file with options; flags override it")
-    parser.add_class_arguments(config_class)
-    return parser
-
-
-def _split_arguments(
+def _flag_values(
     arguments: Sequence[str], options: Mapping[str, _Option], positionals: Sequence[str]
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the YAML files and the (name, value) pairs of a command line, in the form that jsonargparse reads."""
-    files: list[str] = []
-    values: list[tuple[str, str]] = []
+) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the flags: of a list all its entries, of a mapping a dict, of others the text."""
+    known = {**options, "config": _Option(str), **dict.fromkeys(("print_config", "traceback"), _Option(bool))}
     lists: dict[str, list[str]] = {}
-    unfilled_positionals = list(positionals)
+    unfilled = list(positionals)
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
         if not argument.startswith("--"):
-            if not unfilled_positionals:
+            if not unfilled or re.match(r"-[A-Za-z]", argument):
                 raise UsageError(f"unexpected argument {argument!r}. Options are given as --name value.")
-            values.append((unfilled_positionals.pop(0), argument))
+            yield unfilled.pop(0), argument
             continue
-        flag, equals, value = argument[2:].partition("=")
+        flag, equals, text = argument[2:].partition("=")
         name = flag.replace("-", "_")
-        if name in ("print_config", "traceback"):
-            values.append((name, "true"))
+        entry = _find(name, known, "", "--")
+        following = list(takewhile(lambda value: not value.startswith("--"), remaining))
+        if entry.kind is bool and not equals and following[:1] not in (["true"], ["false"], ["null"]):
+            yield name, "true"
             continue
-        entry = options.get(name) or _option_of(options, name)
-        if entry is None and name != "config":
-            raise UsageError(f"unknown option --{flag}.{_suggestion(name, options, '--')}")
-        flag_values = [value] if equals else _pop_values(remaining, name, entry)
-        if name == "config":
-            files.append(flag_values[0])
-        elif entry is not None and entry.is_list and flag_values != ["null"]:
-            lists.setdefault(name, []).extend(_list_items(flag_values))
+        values = [text] if equals else following if entry.kind is tuple else following[:1]
+        del remaining[: 0 if equals else len(values)]
+        if not values:
+            raise UsageError(f"--{name} needs a value.")
+        if entry.kind is tuple and values[0] != "null" and not values[0].lstrip().startswith("["):
+            lists.setdefault(name, []).extend(item for value in values for item in value.split(",") if item)
         else:
-            values.append((name, flag_values[0]))
-    values += [(name, json.dumps(items, ensure_ascii=False)) for name, items in lists.items()]
-    return files, values
+            yield name, _mapping(name, values[0]) if entry.kind is dict else values[0]
+    yield from lists.items()
 
 
-def _pop_values(remaining: list[str], name: str, entry: _Option | None) -> list[str]:
-    """Remove the values of a flag from the front of the arguments that follow it, and return them."""
-    count = 0
-    while count < len(remaining) and not remaining[count].startswith("--"):
-        count += 1
-        if entry is None or not entry.is_list:
-            break
-    is_flag = entry is not None and entry.hint is bool
-    if is_flag and (not count or remaining[0].lower() not in ("true", "false", "null")):
-        return ["true"]
-    if not count:
-        raise UsageError(f"--{name} needs a value.")
-    values = remaining[:count]
-    del remaining[:count]
-    return values
-
-
-def _list_items(values: Sequence[str]) -> list[Any]:
-    """The entries of a list from `a b`, `a,b` or `[a, b]`."""
+def _mapping(name: str, value: Any) -> dict[str, Any]:
     import yaml
 
-    items: list[Any] = []
-    for value in values:
-        if value.lstrip().startswith("["):
-            loaded = yaml.safe_load(value)
-            items += loaded if isinstance(loaded, list) else [value]
-        else:
-            items += [item for item in value.split(",") if item]
-    return items
+    loaded = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(loaded, dict):
+        raise UsageError(f"--{name} must be {TYPES[dict][1]}, got {value!r}. One key is given as --{name}.KEY VALUE.")
+    return loaded
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
@@ -364,56 +301,87 @@ def _read_yaml(file: str) -> dict[str, Any]:
     return content or {}
 
 
-def _checked_yaml(
+def _file_values(
     content: Mapping[str, Any], options: Mapping[str, _Option], file: str, prefix: str = ""
-) -> dict[str, Any]:
-    """The content of a YAML file without sections whose lines are all commented out.
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of the options in a YAML file. A section without lines says nothing.
 
     Raises:
         UsageError: A key is no option, or a value is null where the option needs one.
     """
-    checked: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}{key}".replace("-", "_")
-        entry = options.get(name)
-        if entry is not None:
-            if value is None and not entry.optional:
-                raise UsageError(f"{file}: {name} must be {entry.expected}, got null.")
-            checked[name.rpartition(".")[2]] = value
-        elif not any(known.startswith(f"{name}.") for known in options):
-            raise UsageError(f"{file}: unknown option {name!r}.{_suggestion(name, options, '')}")
-        elif isinstance(value, Mapping):
-            checked[str(key)] = _checked_yaml(value, options, file, f"{name}.")
-        elif value is not None:
-            raise UsageError(f"{file}: {name!r} is a section. Give its options by name, got {value!r}.")
-    return checked
+        if name not in options and any(known.startswith(f"{name}.") for known in options):
+            if not isinstance(value, Mapping | None):
+                raise UsageError(f"{file}: {name!r} is a section. Give its options by name, got {value!r}.")
+            yield from _file_values(value or {}, options, file, f"{name}.")
+            continue
+        entry = _find(name, options, f"{file}: ")
+        if value is None and not entry.optional:
+            raise UsageError(f"{file}: {name} must be {entry.expected}, got null.")
+        yield name, _mapping(name, value) if entry.kind is dict and value is not None else value
 
 
-def _suggestion(name: str, options: Mapping[str, _Option], dashes: str) -> str:
-    """A sentence with the options of the same name in another section, or of a similar name."""
-    last = name.rpartition(".")[2]
-    same_name = [dashes + known for known in options if known.rpartition(".")[2] == last]
-    if same_name:
-        return f" Did you mean {' or '.join(map(repr, same_name[:3]))}?"
-    return near_matches(dashes + name, [dashes + known for known in options]) or " See --help all."
+def _nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by dotted name as nested dicts; later ones override."""
+    nested: dict[str, Any] = {}
+    for name, value in values:
+        *sections, key = name.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[key] = dict(value) if isinstance(value, dict) else value
+    return nested
 
 
-def _type_error(message: str, options: Mapping[str, _Option]) -> str:
-    """Rewrite jsonargparse's message about a value: the flag, what it must be, and the value."""
-    key = re.search(r'[Kk]ey "([\w.]+)"', message)
-    entry = options.get(key[1]) if key else None
-    value = re.search(r"(?:Got value|Given value): (.*)", message)
-    if key is None or entry is None:
-        return " ".join(message.split())
-    value_text = f", got {value[1]!r}" if value else ""
-    return f"--{key[1]} must be {entry.expected}{value_text}."
+def exit_code(command: Callable[[], int], *, traceback: bool = False, config_class: type | None = None) -> int:
+    """Run a command and return its exit code: expected errors become one line on stderr.
+
+    Args:
+        command: Returns the exit code.
+        traceback: Whether an expected error is raised instead.
+        config_class: The config of the command: messages name its options as flags, `--data.task` for `data.task`.
+
+    Returns:
+        The command's own exit code, or 1 for an expected error, 2 for a UsageError, 130 for Ctrl-C.
+    """
+    try:
+        return command()
+    except SystemExit as finished:
+        return finished.code if isinstance(finished.code, int) else 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone. Without this, the interpreter would report the error again while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except EXPECTED_ERRORS as error:
+        if traceback:
+            raise
+        message = " ".join(str(error).split())
+        sys.stderr.write(f"error: {message if config_class is None else _with_flags(message, config_class)}\n")
+        return 2 if isinstance(error, UsageError) else 1
+    except RuntimeError as error:
+        code = getattr(error, "code", None)
+        if not isinstance(code, int):
+            raise
+        # Training was stopped by a signal, after a checkpoint.
+        sys.stderr.write(f"{error}\n")
+        return code
 
 
-def _check_finite(namespace: Any, options: Mapping[str, _Option]) -> None:
-    for name, entry in options.items():
-        value = namespace.get(name)
-        if entry.hint is float and isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"--{name} must be a finite number, got {value!r}.")
+def _with_flags(message: str, config_class: type) -> str:
+    """The message with dashes before the names of options: before sections' ones anywhere, else in its subject."""
+    names = _options(config_class)
+    message = re.sub(
+        r"(?<![-\w./'])[a-z]+(?:\.[a-z_]+)+", lambda found: f"--{found[0]}" if found[0] in names else found[0], message
+    )
+    subject = re.match(r"([a-z_]+)(?: and ([a-z_]+))?(?=[ :])", message)
+    for name in filter(None, subject.groups() if subject else ()):
+        if name in names:
+            message = re.sub(rf"(?<![-\w./']){name}\b", f"--{name}", message, count=1)
+    return message
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -421,7 +389,6 @@ def _check_finite(namespace: Any, options: Mapping[str, _Option]) -> None:
 
 
 def _help(
-    config_class: type,
     options: Mapping[str, _Option],
     program: str,
     description: str,
@@ -430,30 +397,29 @@ def _help(
     full: bool,
 ) -> str:
     """The help; the short one shows the options that are marked `common`, or all if none is."""
-    full = full or not any(entry.common for entry in options.values())
+    shown = {name: entry for name, entry in options.items() if full or entry.common} or options
+    width = min(HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 0)).columns)
     arguments = "".join(f" [{name.upper()}]" for name in positionals)
     parser = argparse.ArgumentParser(
-        prog=program,
         usage=f"{program}{arguments} [--config FILE.yaml] [--option VALUE ...]",
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=37, width=width),
         add_help=False,
     )
-    groups: dict[str, Any] = {"": parser.add_argument_group("options")}
-    hidden = 0
-    for name, entry in options.items():
-        section = name.rpartition(".")[0]
-        if not (full or entry.common):
-            hidden += 1
-            continue
+    groups: dict[str, Any] = {}
+    for name, entry in shown.items():
+        section = name.rpartition(".")[0] if full else ""
         if section not in groups:
-            groups[section] = parser.add_argument_group(f"options of the section {section!r}")
-        groups[section].add_argument(f"--{name}", metavar=entry.metavar, help=entry.help_text.replace("%", "%%"))
+            title = f"options of the section {section!r}" if section else "options"
+            groups[section] = parser.add_argument_group(title)
+        value: dict[str, Any] = {"metavar": entry.metavar} if entry.metavar else {"action": "store_true"}
+        groups[section].add_argument(f"--{name}", help=entry.help_text.replace("%", "%%"), **value)
     general = parser.add_argument_group("every command")
     general.add_argument("--config", metavar="FILE", help="YAML file with options; flags override it")
     general.add_argument("--print_config", action="store_true", help="print the config as YAML and exit")
     general.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    if hidden:
+    if len(shown) < len(options):
+        hidden = len(options) - len(shown)
         general.add_argument("--help all", action="store_true", help=f"show the {hidden} other options, too")
     return parser.format_help()
