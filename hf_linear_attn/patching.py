@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from .config import DEFAULT_ATTENTION, LinearAttentionConfig
 from .integration.context import CONFIG_FIELD, SUBMODULE, is_patched
 from .integration.discovery import longest_input, self_attention
 from .integration.layers import build_mechanisms, plan_layers, remove_layers
-from .integration.model_class import auto_map, install, uninstall_class
+from .integration.model_class import PATCHED_NAME, auto_map, install, uninstall_class
 from .integration.models import base_class, check_model, own_configs
 from .integration.positions import (
     PositionChange,
@@ -36,6 +38,8 @@ __all__ = [
     "patch_report",
     "unpatch_model",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def patch_model(
@@ -61,7 +65,9 @@ def patch_model(
             from the end).
         max_length: The longest input in tokens. Learned positions are extended to it as `extend_positions` does
             (`how="tile"`; `unpatch_model` removes the new ones again), and mechanisms that are built for a largest
-            length (Linformer, cosFormer) get it as their option `max_length` where they have none of their own.
+            length (Linformer, cosFormer) get it as their option `max_length` where they have none of their own. What
+            truncates inputs has limits of its own: set `tokenizer.model_max_length`, and `max_seq_length` of a
+            SentenceTransformer.
         options: With a name, the mechanism's options, e.g. `num_features=256, seed=0`.
 
     Returns:
@@ -85,11 +91,21 @@ def patch_model(
         config = config.with_default("max_length", max_length)
         longest = None if longest is None else longest + positions.added
     built = build_mechanisms(model, plan_layers(model, config), longest)
-    classes = auto_map(model)
+    classes, extended = auto_map(model), positions.added > 0
     # From here on there are only assignments, which cannot fail half-way.
     own_configs(model)
     positions.apply(model, record=True)
     install(model, built, classes)
+    if model.name_or_path:
+        model.name_or_path += PATCHED_NAME
+    if extended and "sentence_transformers" in sys.modules:
+        logger.warning(
+            "The positions of this %s go up to %d tokens now. A SentenceTransformer around it still truncates at its "
+            "own limit: set encoder.max_seq_length = %d.",
+            type(model).__name__,
+            max_length,
+            max_length,
+        )
     return model
 
 

@@ -1,6 +1,8 @@
 """Saving and loading: bit-equal, with every option of from_pretrained, and refusing what does not fit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +11,16 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertForMaskedLM,
     BertModel,
+    Trainer,
+    TrainingArguments,
+    pipeline,
 )
 
 import hf_linear_attn as hla
@@ -90,7 +96,7 @@ def test_a_loaded_model_can_be_unpatched(tmp_path):
     assert torch.equal(logits(model, token_ids()), expected)
     model.save_pretrained(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert not {"linear_attention", "auto_map", "attn_implementation"} & set(config)
+    assert not {"linear_attention", "auto_map", "attn_implementation", "transformers_weights"} & set(config)
     unpatched = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(logits(unpatched, token_ids()), expected)
 
@@ -114,10 +120,88 @@ def test_auto_classes_with_trust_remote_code(family, tmp_path):
     assert hla.is_patched(base)
 
 
-def test_loading_without_the_package_class_raises_at_the_first_forward(checkpoint):
-    unpatched = BertForMaskedLM.from_pretrained(checkpoint[1])
+REFUSED = r"This checkpoint runs linear attention\. Load it with hf_linear_attn\.load_pretrained\(path\)"
+
+
+def fill_mask(path, **kwargs):
+    return pipeline("fill-mask", model=str(path), model_kwargs=kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kwargs", [{}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}], ids=str)
+@pytest.mark.parametrize(
+    "load",
+    [AutoModel.from_pretrained, AutoModelForMaskedLM.from_pretrained, BertForMaskedLM.from_pretrained, fill_mask],
+    ids=["AutoModel", "AutoModelForMaskedLM", "BertForMaskedLM", "pipeline"],
+)
+def test_other_ways_of_loading_are_refused_whatever_attention_they_name(load, kwargs, tmp_path):
+    patched("elu", BERT).save_pretrained(tmp_path)  # No weights of its own would be missed.
+    with pytest.raises(ValueError, match=REFUSED):
+        load(tmp_path, **kwargs)
+
+
+def test_a_config_read_from_the_checkpoint_is_refused_too(checkpoint):
+    config = AutoConfig.from_pretrained(checkpoint[1], num_labels=3)
+    with pytest.raises(ValueError, match=REFUSED):
+        BertForMaskedLM.from_pretrained(checkpoint[1], config=config, attn_implementation="sdpa")
+    assert hla.is_patched(hla.load_pretrained(str(checkpoint[1]), config=config))
+    with pytest.raises(ValueError, match=REFUSED):  # Our loading has left the config as it was.
+        BertForMaskedLM.from_pretrained(checkpoint[1], config=config, attn_implementation="sdpa")
+
+
+ABSENT = """
+import sys
+sys.modules["hf_linear_attn"] = None  # not installed
+from transformers import AutoConfig, AutoModel, BertModel
+for cls in (AutoModel, BertModel):
+    for kwargs in ({}, {"attn_implementation": "sdpa"}):
+        try:
+            cls.from_pretrained(sys.argv[1], **kwargs)
+        except ValueError as error:
+            assert "pip install hf-linear-attn" in str(error), error
+        else:
+            raise AssertionError((cls, kwargs))
+assert AutoConfig.from_pretrained(sys.argv[1]).model_type == "bert"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import hf_linear_attn"], ids=["absent", "imported"])
+def test_a_process_that_has_not_used_the_package_refuses_the_checkpoint(first, checkpoint):
+    code = ABSENT.replace('sys.modules["hf_linear_attn"] = None', first) if first else ABSENT
+    done = subprocess.run([sys.executable, "-c", code, str(checkpoint[1])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_checkpoint_of_an_earlier_version(checkpoint):
+    model, folder = checkpoint
+    edit_config(folder, transformers_weights=None)
+    assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
+    unpatched = BertForMaskedLM.from_pretrained(folder)
     with pytest.raises(RuntimeError, match=r"holds no linear attention.*load_pretrained\(path\)"):
         unpatched(token_ids())
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_and_loads_its_best_model(tmp_path):
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in token_ids(batch=8, length=9)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "report_to": "none"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "disable_tqdm": True, "seed": 3}
+
+    def trainer(out, **changes):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(str(tmp_path / out), **{**settings, **changes})
+        return Trainer(patched("hedgehog", GPT2), arguments, train_dataset=rows, eval_dataset=rows)
+
+    whole = trainer("whole")
+    whole.train()
+    resumed = trainer("resumed", load_best_model_at_end=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
+    expected = logits(whole.model.eval(), token_ids())
+    assert torch.equal(logits(resumed.model.eval(), token_ids()), expected)
+    best = hla.load_pretrained(str(tmp_path / "resumed" / "checkpoint-4"))
+    assert torch.equal(logits(best, token_ids()), expected)
 
 
 def test_the_class_of_a_patched_model_loads_it_again(checkpoint):
@@ -177,7 +261,8 @@ def test_output_loading_info(checkpoint):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_push_to_hub_uses_save_pretrained(monkeypatch):
+@pytest.mark.parametrize("call", ["push_to_hub", "save_pretrained"])
+def test_push_to_hub_uses_save_pretrained(call, monkeypatch, tmp_path):
     uploaded = {}
 
     def create_commit(self, *args, operations=(), **kwargs):
@@ -189,10 +274,15 @@ def test_push_to_hub_uses_save_pretrained(monkeypatch):
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    patched("hedgehog", BERT).push_to_hub("someone/model", token="not-a-token")
+    model = patched("hedgehog", BERT)
+    if call == "push_to_hub":
+        model.push_to_hub("someone/model", token="not-a-token")
+    else:
+        model.save_pretrained(tmp_path, push_to_hub=True, repo_id="someone/model", token="not-a-token")
     assert {"config.json", WEIGHTS, "modeling_hf_linear_attn.py"} <= set(uploaded)
-    auto_map = json.loads(uploaded["config.json"])["auto_map"]
-    assert auto_map["AutoModelForMaskedLM"] == "modeling_hf_linear_attn.BertForMaskedLM"
+    config = json.loads(uploaded["config.json"])
+    assert config["auto_map"]["AutoModelForMaskedLM"] == "modeling_hf_linear_attn.BertForMaskedLM"
+    assert config["transformers_weights"].startswith("This checkpoint runs linear attention.")
 
 
 def test_only_the_main_process_writes(tmp_path):

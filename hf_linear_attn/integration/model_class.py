@@ -7,17 +7,18 @@ linear attention before the weights are read, so every option of `from_pretraine
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.utils import CONFIG_NAME
 
 from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
@@ -49,6 +50,22 @@ def __getattr__(name):
 '''
 
 
+#: Field of `config.json` that names the file of the weights, and what stands there in a patched checkpoint. Every
+#: `from_pretrained` of Transformers refuses what is no file of weights, with this text, whether this package is
+#: installed or not. Ours does not read the field, and neither does what resumes a training: the weights have their
+#: usual file name.
+WEIGHTS_FIELD = "transformers_weights"
+REFUSAL = (
+    "This checkpoint runs linear attention. Load it with hf_linear_attn.load_pretrained(path), or with an AutoModel "
+    "class and trust_remote_code=True; both need the package (pip install hf-linear-attn)."
+)
+
+
+#: What `patch_model` adds to the name that PEFT writes into an adapter as that of its base model. Loaders of adapters
+#: would otherwise take the plain checkpoint for it.
+PATCHED_NAME = " patched by hf_linear_attn"
+
+
 class MismatchedSizesError(ValueError, RuntimeError):
     """The weights have other sizes than the model: a RuntimeError in Transformers, whose callers may catch that."""
 
@@ -59,6 +76,7 @@ class LinearAttentionModelMixin:
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop(WEIGHTS_FIELD, None)  # What `from_pretrained` below passes on.
         saved = getattr(config, CONFIG_FIELD, None)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation = None  # the exact layers' own choice, made by the base class
@@ -87,6 +105,11 @@ class LinearAttentionModelMixin:
         if pretrained_model_name_or_path is not None:
             kwargs.setdefault("use_safetensors", True)
             check_index(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        if isinstance(kwargs.get("config"), PretrainedConfig):
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            vars(kwargs["config"]).pop(WEIGHTS_FIELD, None)
+        else:
+            kwargs[WEIGHTS_FIELD] = None  # in the config that will be read
         try:
             # Mismatched sizes are reported by `check_loading`, which can say what they mean.
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -101,12 +124,18 @@ class LinearAttentionModelMixin:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the model as Transformers does, with the small module that `trust_remote_code=True` runs."""
-        is_main = kwargs.get("is_main_process", args[0] if args else True)
-        if is_main and not os.path.isfile(save_directory):
-            write_code_file(Path(save_directory))
+        """Save the model as Transformers does, with the small module that `trust_remote_code=True` runs.
+
+        The saved config refuses every other way of loading (see `WEIGHTS_FIELD`).
+        """
         with weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", args[0] if args else True):
+            complete_checkpoint(Path(save_directory))
+
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        complete_checkpoint(Path(working_dir))  # `save_pretrained(push_to_hub=True)` uploads before it returns.
+        return super()._upload_modified_files(working_dir, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Raise a ValueError: another implementation would silently bring softmax attention back."""
@@ -116,6 +145,15 @@ class LinearAttentionModelMixin:
                 "unpatch_model(model) first; to choose how exact layers are computed, load the model with "
                 "attn_implementation= before patching."
             )
+
+    @property
+    def name_or_path(self) -> str:
+        """The checkpoint that the model was loaded from. (PEFT goes by the attribute that lies below.)"""
+        return str(vars(self)["name_or_path"]).removesuffix(PATCHED_NAME)
+
+    @name_or_path.setter
+    def name_or_path(self, value: str) -> None:
+        vars(self)["name_or_path"] = value
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
@@ -190,6 +228,7 @@ def install(model: PreTrainedModel, built: Sequence[PlannedLayer], classes: dict
         classes: The `auto_map` of its config.
     """
     install_layers(model, built)
+    vars(model.config).pop(WEIGHTS_FIELD, None)
     if classes:
         model.config.auto_map = classes
     model.__class__ = linear_attention_class(type(model))
@@ -203,7 +242,9 @@ def uninstall_class(model: PreTrainedModel) -> None:
     }
     if getattr(model.config, "auto_map", None) and CODE_MODULE in str(model.config.auto_map):
         del model.config.auto_map
+    name = model.name_or_path
     model.__class__ = base_class(type(model))
+    model.name_or_path = name
 
 
 def _install_saved(model: PreTrainedModel, saved: Any) -> None:
@@ -231,10 +272,13 @@ def auto_map(model: PreTrainedModel) -> dict[str, str]:
     return classes
 
 
-def write_code_file(folder: Path) -> None:
-    """Write the code file, atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / CODE_FILE, CODE)
+def complete_checkpoint(folder: Path) -> None:
+    """Write the code file beside a saved config, and into the config why Transformers' own classes cannot load it."""
+    path = folder / CONFIG_NAME
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if CONFIG_FIELD in config:
+        atomic_write(folder / CODE_FILE, CODE)
+        atomic_write(path, json.dumps({**config, WEIGHTS_FIELD: REFUSAL}, indent=2, sort_keys=True) + "\n")
 
 
 def check_index(folder: Path) -> None:

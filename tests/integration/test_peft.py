@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from tests.helpers import BERT, FAMILIES, LLAMA, Snapshot, logits, patched, saved_and_loaded, token_ids
@@ -82,6 +83,38 @@ def test_adapter_file_holds_the_learned_parts_and_no_base_weights(name, family, 
     learned = {key for key, _ in patched(name, family).named_parameters() if "linear_attention" in key}
     assert {key.removeprefix("base_model.model.") for key in keys if "linear_attention" in key} >= learned
     assert all("lora_" in key or "linear_attention" in key for key in keys)
+
+
+@pytest.fixture
+def plain_checkpoint(tmp_path):
+    LLAMA.build().save_pretrained(tmp_path / "plain")
+    return str(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("load", [AutoPeftModelForCausalLM, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_does_not_name_the_plain_checkpoint_as_its_base(load, plain_checkpoint, tmp_path):
+    model = hla.patch_model(AutoModelForCausalLM.from_pretrained(plain_checkpoint), "elu")
+    assert model.name_or_path == plain_checkpoint
+    adapted(model, LLAMA, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
+    with pytest.raises(OSError, match="plain patched by hf_linear_attn"):
+        load.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_a_patched_checkpoint_needs_trust(tmp_path):
+    patched("hedgehog", LLAMA).save_pretrained(tmp_path / "base")
+    made = adapted(hla.load_pretrained(str(tmp_path / "base")), LLAMA, task_type="CAUSAL_LM")
+    made.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="This checkpoint runs linear attention"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation="sdpa")
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", trust_remote_code=True)
+    assert torch.equal(logits(again, token_ids()), logits(made, token_ids()))
+
+
+def test_unpatching_restores_the_name_of_the_checkpoint(plain_checkpoint):
+    model = hla.unpatch_model(hla.patch_model(AutoModelForCausalLM.from_pretrained(plain_checkpoint), "elu"))
+    assert vars(model)["name_or_path"] == plain_checkpoint
 
 
 @pytest.mark.parametrize("name", ["hedgehog", "gla", "favor+"])

@@ -55,10 +55,21 @@ def test_a_sentence_does_not_depend_on_its_batch(encoder, name):
     assert np.allclose(single, together, rtol=0, atol=1e-5 * np.abs(together).max())
 
 
-def test_loading_without_trust_does_not_run_softmax_instead(encoder, tmp_path):
+@pytest.mark.parametrize("kwargs", [{}, {"attn_implementation": "sdpa"}], ids=str)
+def test_loading_without_trust_does_not_run_softmax_instead(kwargs, encoder, tmp_path):
     patch(encoder, "hedgehog").save_pretrained(str(tmp_path / "saved"))
-    with pytest.raises((ValueError, RuntimeError), match=r"trust_remote_code|linear attention"):
-        sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu").encode(SENTENCES)
+    with pytest.raises(ValueError, match=r"This checkpoint runs linear attention.*trust_remote_code"):
+        sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu", model_kwargs=kwargs)
+
+
+def test_longer_positions_come_with_the_line_that_uses_them(encoder, caplog):
+    limit = encoder[0].auto_model.config.max_position_embeddings
+    hla.patch_model(encoder[0].auto_model, "hedgehog", max_length=4 * limit)
+    assert f"set encoder.max_seq_length = {4 * limit}." in caplog.text
+    words = " ".join(["cat"] * 3 * limit)
+    short = encoder.encode(words)
+    encoder.max_seq_length = 4 * limit
+    assert not np.array_equal(encoder.encode(words), short)
 
 
 def test_unpatching_restores_the_embeddings(encoder):
