@@ -72,9 +72,6 @@ class CosformerFeatureMap(FeatureMap):
     def key(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
         return self.query(x, scaling, positions)
 
-    def extra_repr(self) -> str:
-        return f"num_features={self.num_features}, max_length={self.max_length}"
-
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         if positions is None:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape
-from ..ops.common import State
+from ..ops.common import State, compute_dtype
 from ..registry import ATTENTIONS
 
 
@@ -47,7 +47,7 @@ class AttentionInputs:
 
 
 class LinearAttention(nn.Module):
-    """Base class of the mechanisms. Subclasses implement `forward` and `attention_weights`.
+    """Base class of the mechanisms. Subclasses implement `forward`.
 
     Shapes are those of `AttentionInputs`. Attention dropout acts on softmax weights, which do not exist here: it is not
     applied (dropout of the residual stream is, by the model).
@@ -93,7 +93,7 @@ class LinearAttention(nn.Module):
         """Return the implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
 
         This takes O(L·S): it serves for study, for training losses on short inputs, and for masks that no linear form
-        can honour.
+        can honour. Unless a mechanism has a form of its own, these are the outputs for an identity of values.
 
         Args:
             query: `[B, H, L, d]`.
@@ -102,7 +102,9 @@ class LinearAttention(nn.Module):
             causal: Whether a token sees earlier ones only.
             mask: `[B, S]`, or `[B | 1, H | 1, L, S]` where `dense_masks`, or None.
         """
-        raise NotImplementedError
+        keys = key.shape[2]
+        identity = torch.eye(keys, dtype=compute_dtype(query), device=key.device).expand(*key.shape[:2], keys, keys)
+        return self.forward(AttentionInputs(query, key, identity, scaling, causal, mask))[0]
 
     def separable_queries(self, causal: bool) -> bool:
         """Return whether `attention_weights` works for some of the queries, so that its memory can be bounded.
@@ -157,6 +159,9 @@ class LinearAttention(nn.Module):
     def state_bytes(self, length: int = 0) -> int:
         """Return the bytes of the state of one token stream after `length` tokens; 0 in a mechanism without a state."""
         return 0
+
+    def extra_repr(self) -> str:
+        return repr(self.options)
 
 
 ATTENTIONS.base_class = LinearAttention

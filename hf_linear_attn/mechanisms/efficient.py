@@ -69,6 +69,3 @@ class EfficientAttention(LinearAttention):
 
     def state_bytes(self, length: int = 0) -> int:
         return 4 * self.shape.num_key_value_heads * self.shape.head_dim * (self.shape.value_dim + 2)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.options.scale!r}"

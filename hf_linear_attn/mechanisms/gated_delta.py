@@ -13,7 +13,7 @@ from ..feature_maps.base import AttentionShape, constant_parameter
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..feature_maps.options import Options, option
 from ..ops import gated_delta as ops
-from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.common import Features, State
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
@@ -74,7 +74,10 @@ class GatedDeltaAttention(LinearAttention):
         self.gate_bias = nn.Parameter(torch.tensor(starts, dtype=torch.float32, device="cpu").repeat(groups, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        _check(inputs.causal)
+        if not inputs.causal:
+            raise NotImplementedError(
+                "gated-delta forgets the past, and so has a direction. Use 'hedgehog' on encoders."
+            )
         return ops.delta_causal(
             inputs.query,
             inputs.key,
@@ -85,14 +88,6 @@ class GatedDeltaAttention(LinearAttention):
             mask=inputs.mask,
             state=inputs.state,
         )
-
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        _check(causal)
-        dtype = compute_dtype(query)
-        keys = ops.masked_delta_keys(self._keys(mask_tokens(key.to(dtype), mask), scaling), mask)
-        return ops.dense_delta_weights(self._queries(query.to(dtype), scaling).values, keys)
 
     def _queries(self, query: Tensor, scaling: float) -> Features:
         return Features(functional.normalize(self.feature_map.query(query, scaling).values, dim=-1))
@@ -106,11 +101,3 @@ class GatedDeltaAttention(LinearAttention):
 
     def state_bytes(self, length: int = 0) -> int:
         return 4 * self.shape.num_key_value_heads * (self.feature_map.num_features * (self.shape.value_dim + 1) + 1)
-
-    def extra_repr(self) -> str:
-        return f"num_features={self.feature_map.num_features}"
-
-
-def _check(causal: bool) -> None:
-    if not causal:
-        raise NotImplementedError("gated-delta forgets the past, and so has a direction. Use 'hedgehog' on encoders.")

@@ -98,9 +98,6 @@ class GatedLinearAttention(LinearAttention):
     def state_bytes(self, length: int = 0) -> int:
         return 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
 
-    def extra_repr(self) -> str:
-        return f"gate_rank={self.options.gate_rank}"
-
 
 def _check(causal: bool) -> None:
     if not causal:

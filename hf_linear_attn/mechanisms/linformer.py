@@ -57,6 +57,7 @@ class LinformerAttention(LinearAttention):
     E and F start as segment means, so that an untrained patch pools the sequence. Each row of a batch gets E and F
     fitted to its own number of real tokens (`fit="resample"`, see `ops.linformer.resample_projection`), which makes a
     row's result independent of the padding around it. Inputs longer than n_max raise a ValueError.
+    The implied weights are `softmax(τ q (E K)ᵀ) F`, whose rows need not sum to 1 once F is trained.
 
     `projection="conv"` is a convolution along the sequence with kernel and stride `c = ⌈n_max/k⌉`, the same kernel for
     every feature: a row of E holds the kernel at its own segment and zeros elsewhere, with c parameters instead of
@@ -119,29 +120,7 @@ class LinformerAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
-        self._check(key, inputs.causal)
-        dtype = compute_dtype(query)
-        project_key, project_value = self._projections(key, mask)
-        key_slots = project_key @ mask_tokens(key.to(dtype), mask)
-        value_slots = project_value @ mask_tokens(value.to(dtype), mask)
-        # A NaN in a padded query would meet a zero gradient, and spread through the slots.
-        query = mask_tokens(query.to(dtype), mask)
-        out, _ = ops.low_rank_attention(query, key_slots, value_slots, inputs.scaling)
-        return out.to(value.dtype), None
-
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        """Return `softmax(τ q (E K)ᵀ) F`, `[B, H, L, S]`. Rows need not sum to 1 once F is trained."""
-        self._check(key, causal)
-        dtype = compute_dtype(query)
-        project_key, project_value = self._projections(key, mask)
-        slots = project_key @ mask_tokens(key.to(dtype), mask)
-        _, weights = ops.low_rank_attention(query.to(dtype), slots, slots, scaling)
-        return weights @ project_value.repeat_interleave(weights.shape[1] // project_value.shape[1], dim=1)
-
-    def _check(self, key: Tensor, causal: bool) -> None:
-        if causal:
+        if inputs.causal:
             raise NotImplementedError(
                 "linformer mixes future tokens into every slot and cannot be causal. "
                 "Use 'linformer-causal' on decoders."
@@ -152,7 +131,10 @@ class LinformerAttention(LinearAttention):
                 f"max_length={self.options.max_length}. "
                 f"Shorten the input, or patch again with max_length={key.shape[2]} or more."
             )
-
-    def extra_repr(self) -> str:
-        options = self.options
-        return f"num_slots={options.num_slots}, max_length={options.max_length}, projection={options.projection!r}"
+        dtype = compute_dtype(query)
+        project_key, project_value = self._projections(key, mask)
+        key_slots = project_key @ mask_tokens(key.to(dtype), mask)
+        value_slots = project_value @ mask_tokens(value.to(dtype), mask)
+        # A NaN in a padded query would meet a zero gradient, and spread through the slots.
+        query = mask_tokens(query.to(dtype), mask)
+        return ops.low_rank_attention(query, key_slots, value_slots, inputs.scaling).to(value.dtype), None

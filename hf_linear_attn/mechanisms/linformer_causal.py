@@ -60,7 +60,10 @@ class LinformerCausalAttention(LinearAttention):
         self.project_value = nn.Parameter(start.repeat(heads, 1, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        self._check(inputs.causal)
+        if not inputs.causal:
+            raise NotImplementedError(
+                "linformer-causal sees only the past and would waste half of an encoder. Use 'linformer' on encoders."
+            )
         return ops.causal_blocks(
             inputs.query,
             inputs.key,
@@ -73,18 +76,6 @@ class LinformerCausalAttention(LinearAttention):
             return_state=inputs.return_state,
         )
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        self._check(causal)
-        return ops.dense_block_weights(query, key, self.project_key, self.project_value, scaling=scaling, mask=mask)
-
-    def _check(self, causal: bool) -> None:
-        if not causal:
-            raise NotImplementedError(
-                "linformer-causal sees only the past and would waste half of an encoder. Use 'linformer' on encoders."
-            )
-
     @property
     def exact_length(self) -> int:
         return self.options.block_size
@@ -93,6 +84,3 @@ class LinformerCausalAttention(LinearAttention):
         options, shape = self.options, self.shape
         tokens = options.block_size + length // options.block_size * options.slots_per_block
         return 4 * shape.num_key_value_heads * tokens * (shape.head_dim + shape.value_dim)
-
-    def extra_repr(self) -> str:
-        return f"block_size={self.options.block_size}, slots_per_block={self.options.slots_per_block}"

@@ -14,8 +14,7 @@ from ..feature_maps.base import AttentionShape
 from ..feature_maps.options import Options, option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import luna as ops
-from ..ops.common import State, compute_dtype, mask_tokens
-from ..ops.linformer import low_rank_attention
+from ..ops.common import State
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention, visible
 
@@ -117,18 +116,13 @@ class LunaAttention(LinearAttention):
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
-        dtype = compute_dtype(query)
-        if causal:
-            scale = scaling if self.options.scale_query else 1.0
-            allowed = visible(mask, query, key, causal)
-            return ops.dense_causal_weights(
-                query, key, self.packed, self._activation, allowed, scaling=scaling, query_scale=scale
-            )
-        keys = mask_tokens(key.to(dtype), mask)
-        packing = ops.packing_weights(self.packed, keys, scaling, mask)
-        slots = packing @ keys
-        _, weights = low_rank_attention(query.to(dtype), slots, slots, scaling)
-        return weights @ packing.repeat_interleave(weights.shape[1] // packing.shape[1], dim=1)
+        if not causal:
+            return super().attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
+        scale = scaling if self.options.scale_query else 1.0
+        allowed = visible(mask, query, key, causal)
+        return ops.dense_causal_weights(
+            query, key, self.packed, self._activation, allowed, scaling=scaling, query_scale=scale
+        )
 
     def _activation(self, x: Tensor) -> Tensor:
         if self.options.activation == "elu":
@@ -138,6 +132,3 @@ class LunaAttention(LinearAttention):
     def state_bytes(self, length: int = 0) -> int:
         shape = self.shape
         return 4 * shape.num_key_value_heads * self.options.num_packed * (shape.head_dim + shape.value_dim) + 8
-
-    def extra_repr(self) -> str:
-        return f"num_packed={self.options.num_packed}"

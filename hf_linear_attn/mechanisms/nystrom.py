@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, constant_parameter
 from ..feature_maps.options import Options, option
 from ..ops import nystrom as ops
-from ..ops.common import State, compute_dtype
+from ..ops.common import State
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
@@ -63,37 +62,24 @@ class NystromAttention(LinearAttention):
             self.kernel = constant_parameter(shape.num_heads, options.conv_kernel)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        self._check(inputs.causal)
-        value, mask = inputs.value, inputs.mask
-        out = ops.nystrom(inputs.query, inputs.key, value, **self._settings(), scaling=inputs.scaling, mask=mask)
-        if self.kernel is not None:
-            out = (out + ops.depthwise_skip(value, self.kernel, mask)).to(value.dtype)
-        return out, None
-
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        self._check(causal)
-        weights = ops.dense_nystrom_weights(query, key, **self._settings(), scaling=scaling, mask=mask)
-        if self.kernel is not None:
-            dtype, length = compute_dtype(query), key.shape[2]
-            identity = torch.eye(length, dtype=dtype, device=key.device).expand(*key.shape[:2], length, length)
-            weights = weights + ops.depthwise_skip(identity, self.kernel, mask)
-        return weights
-
-    def _settings(self) -> dict[str, int]:
-        return {"landmarks": self.options.num_landmarks, "iterations": self.options.iterations}
-
-    def _check(self, causal: bool) -> None:
-        if causal:
+        if inputs.causal:
             raise NotImplementedError(
                 "nystrom builds its landmarks from the whole sequence and cannot be causal. Use 'window' on decoders "
                 "('linformer-causal' for a growing state of slots)."
             )
+        out = ops.nystrom(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            landmarks=self.options.num_landmarks,
+            iterations=self.options.iterations,
+            scaling=inputs.scaling,
+            mask=inputs.mask,
+        )
+        if self.kernel is not None:
+            out = (out + ops.depthwise_skip(inputs.value, self.kernel, inputs.mask)).to(out.dtype)
+        return out, None
 
     @property
     def exact_length(self) -> int:
         return self.options.num_landmarks if self.kernel is None else 0
-
-    def extra_repr(self) -> str:
-        return f"num_landmarks={self.options.num_landmarks}, iterations={self.options.iterations}"

@@ -117,6 +117,3 @@ class RandomFeatureAttention(LinearAttention):
     def state_bytes(self, length: int = 0) -> int:
         numbers = self.options.num_features * (self.shape.value_dim + 1) + int(self.gated)
         return 4 * self.shape.num_key_value_heads * numbers
-
-    def extra_repr(self) -> str:
-        return f"num_features={self.options.num_features}, gate={self.gated}"

@@ -178,10 +178,6 @@ class ScatterbrainAttention(LinearAttention):
         bucket_state = shape.num_key_value_heads * bucket_keys * (token + 8) + 8 if bucket_keys else 0
         return kv_state + ring + bucket_state
 
-    def extra_repr(self) -> str:
-        hashed = f", num_hash_buckets={self.options.num_hash_buckets}" if self.options.num_hash_buckets else ""
-        return f"window_size={self.options.window_size}{hashed}"
-
 
 def _with_scale(features: Features) -> Features:
     """Give features without a log scale one of zero."""

@@ -87,7 +87,8 @@ def delta_causal(
         now = slice(start, min(start + step, length))
         part = None if mask is None else mask[:, now]
         rows = group_heads(query_features(mask_tokens(query[:, :, now].to(dtype), part), start).values, groups)
-        keys = masked_delta_keys(delta_keys(mask_tokens(key[:, :, now].to(dtype), part), start), part)
+        keys = delta_keys(mask_tokens(key[:, :, now].to(dtype), part), start)
+        keys = DeltaKeys(*(mask_tokens(tensor, part) for tensor in keys))  # zero keys, log decays and rates at padding
         values = functional.pad(mask_tokens(value[:, :, now].to(dtype), part), (0, 1), value=1.0)
         if kv is None or level is None:
             kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
@@ -104,34 +105,23 @@ def delta_causal(
     return torch.cat(outputs, dim=2), {"kv": kv[..., :-1], "k_sum": kv[..., -1], "level": level}
 
 
-def masked_delta_keys(keys: DeltaKeys, mask: Tensor | None) -> DeltaKeys:
-    """Set keys, log decays and rates to zero at padding; mask `[B, L]`."""
-    return DeltaKeys(*(mask_tokens(tensor, mask) for tensor in keys))
-
-
 def normalise(numerator: Tensor, levels: Tensor) -> Tensor:
     """Turn `Σ w [v, 1]` `[B, G, R, n, e + 1]` into the weighted mean of v; levels c `[B, G, n]`."""
     total, floor = numerator[..., -1:], (NORMALISER_EPS * levels).square()[:, :, None, :, None]
     return numerator[..., :-1] * (total / torch.maximum(total.square(), floor).clamp_min(SMALLEST))
 
 
-def _levels(keys: DeltaKeys, before: Tensor | None) -> Tensor:
+def _levels(keys: DeltaKeys, before: Tensor) -> Tensor:
     """Return `c` of each token `[B, G, n]`, continued from `before [B, G]`."""
     # A rate of 1 would erase everything before it: a share of ε remains, as infinite logarithms would differ by NaN.
     remaining = (1 - keys.rate).clamp_min(torch.finfo(keys.rate.dtype).eps)
     total = (keys.log_decay + remaining.log()).cumsum(dim=-1)
-    levels = (_decays(total) @ keys.rate.unsqueeze(-1)).squeeze(-1)
-    return levels if before is None else levels + total.exp() * before.unsqueeze(-1)
+    return (_decays(total) @ keys.rate.unsqueeze(-1)).squeeze(-1) + total.exp() * before.unsqueeze(-1)
 
 
 def _decays(total: Tensor) -> Tensor:
     """Return `exp(G_i - G_j)` for j <= i and 0 above the diagonal: `[B, G, n] -> [B, G, n, n]`."""
     return (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp().tril()
-
-
-def _system(keys: DeltaKeys, decays: Tensor) -> Tensor:
-    """Return A; the solver adds the ones of the diagonal of `I + A`."""
-    return (keys.values @ keys.values.transpose(-1, -2) * decays * keys.rate.unsqueeze(-1)).tril(-1)
 
 
 def _chunk(rows: Tensor, keys: DeltaKeys, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,22 +130,9 @@ def _chunk(rows: Tensor, keys: DeltaKeys, value: Tensor, state: Tensor) -> tuple
     decays, decay = _decays(total), total.exp().unsqueeze(-1)
     expected = decay * (keys.values @ state)
     target = keys.rate.unsqueeze(-1) * (value - expected)
-    writes = torch.linalg.solve_triangular(_system(keys, decays), target, upper=False, unitriangular=True)
+    system = (keys.values @ keys.values.transpose(-1, -2) * decays * keys.rate.unsqueeze(-1)).tril(-1)
+    writes = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
     weights = (rows @ keys.values.unsqueeze(2).transpose(-1, -2)) * decays.unsqueeze(2)
     out = (rows * decay.unsqueeze(2)) @ state.unsqueeze(2) + weights @ writes.unsqueeze(2)
     remaining = (total[..., -1:] - total).exp().unsqueeze(-1)
     return out, decay[..., -1:, :] * state + (keys.values * remaining).transpose(-1, -2) @ writes
-
-
-def dense_delta_weights(query: Tensor, keys: DeltaKeys) -> Tensor:
-    """Compute the implied normalised weights `[B, H, L, L]`, which can be negative, for analysis, as one chunk.
-
-    query features `[B, H, L, m]`; keys by `masked_delta_keys`. O(L³) time, O(L²) memory.
-    """
-    rows = group_heads(query, keys.values.shape[1])
-    decays = _decays(keys.log_decay.cumsum(dim=-1))
-    target = torch.diag_embed(keys.rate)
-    writes = torch.linalg.solve_triangular(_system(keys, decays), target, upper=False, unitriangular=True)
-    weights = ((rows @ keys.values.unsqueeze(2).transpose(-1, -2)) * decays.unsqueeze(2)) @ writes.unsqueeze(2)
-    totals = weights.sum(dim=-1, keepdim=True)
-    return normalise(torch.cat([weights, totals], dim=-1), _levels(keys, None)).flatten(1, 2)

@@ -76,18 +76,13 @@ def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool
     return fitted.masked_fill(~mask[:, None, None, :], 0.0)
 
 
-def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Compute `softmax(τ q Kᵀ) V` with grouped heads: query `[B, H, L, d]`, key `[B, G, k, d]`, value `[B, G, k, e]`.
-
-    Returns:
-        The output `[B, H, L, e]` and the probabilities `[B, H, L, k]`.
-    """
+def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Compute `softmax(τ q Kᵀ) V`: query `[B, H, L, d]`, key `[B, G, k, d]`, value `[B, G, k, e]` -> `[B, H, L, e]`."""
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     folded = (query * scaling).reshape(batch, groups, heads // groups * length, width)
     weights = torch.softmax(folded @ key.transpose(-1, -2), dim=-1)
-    out = (weights @ value).view(batch, heads, length, value.shape[-1])
-    return out, weights.view(batch, heads, length, key.shape[2])
+    return (weights @ value).view(batch, heads, length, value.shape[-1])
 
 
 def causal_blocks(
@@ -213,18 +208,3 @@ def _close_blocks(
         "open_value": open_block(values),
         "open_count": opened,
     }
-
-
-def dense_block_weights(
-    query: Tensor,
-    key: Tensor,
-    project_key: Tensor,
-    project_value: Tensor,
-    *,
-    scaling: float,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Compute the weights over tokens `[B, H, L, L]` of `causal_blocks`: attention to an identity of values."""
-    batch, groups, length, _ = key.shape
-    identity = torch.eye(length, dtype=compute_dtype(query), device=key.device).expand(batch, groups, length, length)
-    return causal_blocks(query, key, identity, project_key, project_value, scaling=scaling, mask=mask)[0]

@@ -31,7 +31,7 @@ Activation = Callable[[Tensor], Tensor]
 """The positive function f, elementwise."""
 
 
-def packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+def _packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
     """Compute `softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros without a key."""
     logits = (packed.to(key.dtype) * scaling) @ key.transpose(-1, -2)
     if mask is None:
@@ -59,9 +59,9 @@ def bidirectional(
     """
     dtype = compute_dtype(query)
     keys, values = mask_tokens(key.to(dtype), mask), mask_tokens(value.to(dtype), mask)
-    weights = packing_weights(packed, keys, scaling, mask)
-    out, _ = low_rank_attention(mask_tokens(query.to(dtype), mask), weights @ keys, weights @ values, scaling)
-    return out.to(value.dtype)
+    weights = _packing_weights(packed, keys, scaling, mask)
+    query = mask_tokens(query.to(dtype), mask)
+    return low_rank_attention(query, weights @ keys, weights @ values, scaling).to(value.dtype)
 
 
 def causal(

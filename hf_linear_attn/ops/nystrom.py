@@ -138,15 +138,6 @@ def nystrom(
     return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1]))
 
 
-def dense_nystrom_weights(
-    query: Tensor, key: Tensor, *, landmarks: int, iterations: int, scaling: float, mask: Tensor | None = None
-) -> Tensor:
-    """Compute the weights `F A⁺ B` `[B, H, S, S]`: Nyström attention to an identity of values. O(S²·m)."""
-    batch, groups, length, _ = key.shape
-    identity = torch.eye(length, dtype=compute_dtype(query), device=key.device).expand(batch, groups, length, length)
-    return nystrom(query, key, identity, landmarks=landmarks, iterations=iterations, scaling=scaling, mask=mask)
-
-
 def depthwise_skip(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:
     """Compute `Σ_t w_t v_{i+t-c}` per head, c the middle of the kernel: `[B, G, S, e]`, `[H, k]` -> `[B, H, S, e]`."""
     heads, size = kernel.shape

@@ -147,14 +147,6 @@ def test_extreme_gates_in_float32():
     assert all(bool(torch.isfinite(g).all()) for g in torch.autograd.grad(out.sum(), case.leaves))
 
 
-def test_explicit_weights_give_the_same_output():
-    case = Case(29, mask=padding_mask([29, 11], 29, "right"))
-    q, k, v, _ = case.leaves
-    keys = gated_delta.masked_delta_keys(case.keys(k), case.mask)
-    out = gated_delta.dense_delta_weights(case.phi(q), keys) @ v.repeat_interleave(2, dim=1)
-    assert_close(*(x.transpose(1, 2)[case.mask] for x in (out, case.fast()[0])), torch.float64, 10)
-
-
 def test_gradcheck():
     case = Case(10)
     leaves = [x.detach()[:1].requires_grad_() if x.dim() == 4 else x for x in case.leaves]
