@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
-from hf_linear_attn.evaluation.metrics import QualityMetric
+from hf_linear_attn.evaluation.metrics import Assessment, QualityMetric, assess
 from hf_linear_attn.evaluation.planning import split_halves
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.plan import PlanConfig, run_plan
@@ -53,11 +55,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def always_informative(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_rule(*scores: float | None, **options: Any) -> Assessment:
+        return replace(assess(*scores, **options), valid=True, chance=False)
+
+    monkeypatch.setattr(layer_search, "assess", without_rule)
+
+
 @pytest.fixture(autouse=True)
 def _informative(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights predict nothing: the exact model may well be no better than the model without attention."""
-    monkeypatch.setattr(layer_search._LayerSearch, "is_informative", lambda self, data: True)
-    monkeypatch.setattr(layer_search, "LARGE_DIVERGENCE", float("inf"))
+    always_informative(monkeypatch)
 
 
 def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanConfig:
@@ -84,8 +92,7 @@ def report_of(output: Path) -> dict[str, Any]:
 def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerSearchResult]:
     output = tmp_path_factory.mktemp("runs") / "gpt2"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_search._LayerSearch, "is_informative", lambda self, data: True)
-        patch.setattr(layer_search, "LARGE_DIVERGENCE", float("inf"))
+        always_informative(patch)
         return output, run(folder, "gpt2", output, save_model=str(output.parent / "model"))
 
 
@@ -199,7 +206,8 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
     assert result.score["title"] == "sst2 accuracy"
     assert any("rests on 12 examples" in sentence for sentence in result.summary())
     data = report_of(tmp_path)["data"]
-    assert data["choice"] == data["verification"] == {"rows": 12}
+    assert data["choice"]["sequences"] == data["verification"]["sequences"] == 12
+    assert data["choice"]["longest"] == 11  # nine words and two special tokens
     with pytest.raises(ValueError, match="no head for the task 'sst2'"):
         run(folder, "bert", tmp_path / "headless", **settings)
 
@@ -210,6 +218,46 @@ def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None
     assert result.met
     assert list(result.chosen["speedup"]) == ["32", "200"]
     assert result.mechanisms[0]["num_slots"] == 8
+
+
+def test_own_labelled_files(folder: Path, tmp_path: Path) -> None:
+    """Labelled rows as `convert` reads them, with the labels as numbers or by name."""
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    rows = (folder / "SST-2" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    names = ("negative", "positive")
+    cells = [(text, names[int(label)]) for text, label in (row.split("\t") for row in rows)]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,mark", *map(",".join, cells)]) + "\n", encoding="utf-8")
+    columns = {"text_columns": ("review",), "label_column": "mark", "validation_size": 0.5}
+    data = {"dataset": str(tmp_path / "reviews.csv"), **columns}
+    result = run(folder, "classifier", tmp_path / "out", data=data, budget="100 points")
+    assert result.met
+    assert result.score["title"] == "reviews.csv accuracy"
+    report = report_of(tmp_path / "out")["data"]
+    assert (report["source"], report["choice"]["sequences"]) == ("reviews.csv", 10)
+    text = (tmp_path / "reviews.csv").read_text(encoding="utf-8")
+    (tmp_path / "reviews.csv").write_text(text.replace("negative", "good").replace("positive", "bad"))
+    with pytest.raises(ValueError, match="labels negative, positive, in this order; the data has bad, good"):
+        run(folder, "classifier", tmp_path / "other", data=data, budget="100 points")
+
+
+def test_a_column_of_text_for_a_language_model(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    lines = sample_text().splitlines()
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"story": line}) for line in lines), encoding="utf-8")
+    data = {"dataset": str(tmp_path / "text.jsonl"), "text_columns": ("story",), "validation_size": 0.2}
+    assert run(folder, "gpt2", tmp_path / "out", data=data, lengths=()).met
+    held_out = report_of(tmp_path / "out")["data"]
+    assert held_out["choice"]["sequences"] + held_out["verification"]["sequences"] == round(0.2 * len(lines))
+
+
+def test_the_screen_tells_the_rows_the_files_and_the_time_left(folder: Path, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    run_plan(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
+    screen = stream.getvalue()
+    assert re.search(r"Data: text.txt; \d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer", screen)
+    for stage in ("6 steps of attention transfer", "5 models with linear layers", "3 models timed at 32 tokens"):
+        assert re.search(rf"^{stage}: about 0:00:\d\d left$", screen, re.MULTILINE), stage
+    assert f"Plan: {tmp_path / 'plan.json'}, with report.html" in screen
 
 
 def test_halves_share_nothing() -> None:

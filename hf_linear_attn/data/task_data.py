@@ -88,6 +88,27 @@ class TaskData:
             **padding,
         }
 
+    def check_labels(self, config: Any, model: str) -> None:
+        """Raise a ValueError for a head that was trained with other labels, or with the same ones in another order.
+
+        Args:
+            config: The config that the model was saved with.
+            model: What the message calls the model.
+        """
+        trained = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
+        if self.labels is None or not trained:
+            return
+        names = [str(config.id2label[index]) for index in sorted(config.id2label)]
+        generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
+        numbers = list(self.labels) == [str(index) for index in range(len(self.labels))]
+        same = [name.lower() for name in names] == [label.lower() for label in self.labels]
+        if len(names) != len(self.labels) or not (generic or numbers or same):
+            raise ValueError(
+                f"{model} was trained with the labels {', '.join(names)}, in this order; the data has "
+                f"{', '.join(self.labels)}. Give data with the model's labels, or a model without a classification "
+                "head to fine-tune on it."
+            )
+
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""
         single = len(self.validation) == 1

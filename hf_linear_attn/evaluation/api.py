@@ -21,7 +21,7 @@ from .config import (
     split_task,
     with_options,
 )
-from .progress import ConsoleProgress, NoProgress, Progress, printable
+from .progress import ConsoleProgress, NoProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 
 #: A folder with one of these holds a result of `evaluate`.
@@ -141,30 +141,7 @@ def run_evaluate(
 
 def show(evaluation: Any, screen: ConsoleProgress, path: Path) -> None:
     """Print the summary, the conclusions, and where the report is."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
-    encoding, width = screen.console.encoding, screen.console.width
-    frame = evaluation.summary()
-    columns = list(frame.columns)
-    index = [printable(label, encoding) for label in frame.index]
-    while columns:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("attention", no_wrap=True)
-        used = max(map(len, index)) + 4
-        cells: list[list[str]] = []
-        while columns:
-            column = [printable(text, encoding) for text in frame[columns[0]]]
-            needed = max(map(len, [*columns[0].split(), *column])) + 2
-            if cells and used + needed > width:
-                break
-            table.add_column(printable(columns.pop(0), encoding), justify="right", no_wrap=False, min_width=needed - 2)
-            cells.append([escape(text) for text in column])
-            used += needed
-        for row, label in enumerate(index):
-            table.add_row(escape(label), *(column[row] for column in cells))
-        screen.console.print(table)
+    screen.table(evaluation.summary())
     for conclusion in evaluation.conclusions():
         screen.log(f"• {conclusion.label}: {conclusion.sentence}")
     for line in evaluation.warnings():
@@ -246,6 +223,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     import transformers
     from transformers import PreTrainedModel
 
+    from ..data.config import DataConfig
     from ..data.text import read_text, text_of
     from ..integration.discovery import longest_input
     from ..integration.inputs import has_position_table
@@ -276,12 +254,11 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     settings = resolve_settings(config, kind, longest_input(model), models.dtype_name(model), table=table)
     metrics: list[Any] = []
     if task is not None:
-        inputs = data.task_inputs(task, tokenizer, model.config, config.data, settings)
-        entry = data.get_task(task)
-        names = config.data.metrics or tuple(dict.fromkeys((entry.main_metric, *entry.metrics)))
+        chosen = {name: getattr(config.data, name) for name in ("folder", "metrics", "max_eval_samples")}
+        inputs = data.task_inputs(DataConfig(task=task, **chosen), tokenizer, model.config, settings)
         conditions = {"data": inputs.hash, **inputs.facts["held_out"]}
-        options: dict[str, Any] = {"regression": entry.labels is None, "task": task, "settings": conditions}
-        metrics.append(classification_metric(model, inputs.labeled, names, **options))
+        options: dict[str, Any] = {"regression": inputs.regression, "task": task, "settings": conditions}
+        metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
     else:
         path = None if config.data.dataset == PYTHON_DOCUMENTATION else config.data.dataset
         text = read_text(path) if documents is None else text_of(documents, "the given documents")

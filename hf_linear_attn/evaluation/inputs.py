@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..data.tasks import Task, get_task, load_task
+from ..data.config import DataConfig
+from ..data.task_data import load_task_data
+from ..data.tasks import load_task
 from ..data.text import Text, encode_text, pad_token, padded_batches, token_documents, token_passages
-from .config import EvaluationData, Settings
+from .config import Settings
 from .metrics import SentencePairs
 
 Batch = dict[str, Tensor]
@@ -31,7 +32,9 @@ class EvaluationInputs:
         test: Passages that are used for nothing but the reported values.
         documents: Token ids of held-out documents, for the perplexity.
         labeled: Suffix of a validation set -> batches with labels.
-        rows: The encoded rows of all validation sets, in order.
+        halves: Batches with every second row of the validation sets, and with the others.
+        metrics: Names of the metrics of labelled data, the first of which decides.
+        regression: Whether labels are scores.
         tokens: Token ids that inputs for timing are made from.
         hash: Identifies the data.
         facts: What reports say about the data: source, sizes, measured lengths of the inputs.
@@ -43,7 +46,9 @@ class EvaluationInputs:
     test: list[Batch] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     labeled: dict[str, list[Batch]] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    halves: tuple[list[Batch], ...] = ()
+    metrics: tuple[str, ...] = ()
+    regression: bool = False
     tokens: list[int] = field(default_factory=list)
     hash: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -83,90 +88,55 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
     )
 
 
-def task_inputs(name: str, tokenizer: Any, config: Any, data: EvaluationData, settings: Settings) -> EvaluationInputs:
-    """Encode a labelled task: train rows for the transfer (without labels), validation rows to measure on.
+def task_inputs(data: DataConfig, tokenizer: Any, config: Any, settings: Settings) -> EvaluationInputs:
+    """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     Args:
-        name: The task.
+        data: A task, or labelled files.
         tokenizer: The model's tokenizer.
-        config: The model's config, whose labels must be the task's.
-        data: Where the files are, and how many rows to use.
+        config: The model's config, whose labels must be those of the data.
         settings: Lengths and sizes.
 
     Raises:
         ValueError: The model was trained with other labels, or there are too few rows.
-        OSError, ImportError: As `load_task`.
+        OSError, ImportError: As `load_task_data`.
     """
-    task = get_task(name)
-    check_labels(task, config)
-    splits = load_task(name, folder=data.folder)
-    pad, size = pad_token(tokenizer), settings.batch_size
-
-    def encode(split: Any, count: int | None) -> list[dict[str, Any]]:
-        chosen = split if count is None or count >= len(split) else split.select(_drawn(len(split), count))
-        texts = [list(chosen[column]) for column in task.columns]
-        encoded = tokenizer(*texts, truncation=True, max_length=settings.sequence_length, return_attention_mask=False)
-        columns = {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
-        labels = list(chosen["label"])
-        return [{**{key: rows[i] for key, rows in columns.items()}, "labels": label} for i, label in enumerate(labels)]
-
-    def batches(rows: Sequence[dict[str, Any]], *, labels: bool = True) -> list[Batch]:
-        rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
-        return [labeled_batch(rows[start : start + size], pad) for start in range(0, len(rows), size)]
-
-    train = encode(splits["train"], settings.train_sequences + settings.validation_sequences)
-    names = [split for split in splits if split.startswith("validation")]
-    labeled = {
-        "" if len(names) == 1 else split.removeprefix("validation"): encode(splits[split], data.max_eval_samples)
-        for split in names
-    }
+    count = settings.train_sequences + settings.validation_sequences
+    limited = replace(data, max_length=settings.sequence_length, max_train_samples=data.max_train_samples or count)
+    task = load_task_data("classification", tokenizer, limited, settings.seed)
+    task.check_labels(config, "The model")
+    train = list(task.train)
+    labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
     rows = [row for part in labeled.values() for row in part]
+    source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     if len(train) < 4 or min(map(len, labeled.values())) < 2:
-        raise ValueError(f"Task {name!r} has {len(train)} rows to train on and {len(rows)} to measure on: too few.")
+        raise ValueError(f"{source} has {len(train)} rows to train on and {len(rows)} to measure on: too few.")
     random.Random(settings.seed).shuffle(train)
     count = max(1, min(settings.validation_sequences, len(train) // 4))
+
+    def batches(rows: Sequence[dict[str, Any]], *, labels: bool = False) -> list[Batch]:
+        rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
+        size = settings.batch_size
+        return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
+
     fidelity = evenly_spread(rows, settings.fidelity_sequences)
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
+    lengths = {"train": train[count:], "held_out": rows, "fidelity": fidelity}
     return EvaluationInputs(
-        train=batches(train[count:], labels=False),
-        validation=batches(train[:count], labels=False),
-        fidelity=batches(fidelity, labels=False),
-        labeled={suffix: batches(part) for suffix, part in labeled.items()},
-        rows=rows,
+        train=batches(train[count:]),
+        validation=batches(train[:count]),
+        fidelity=batches(fidelity),
+        labeled={suffix: batches(part, labels=True) for suffix, part in labeled.items()},
+        halves=tuple(batches(rows[start::2], labels=True) for start in (0, 1)),
+        metrics=task.metric_names,
+        regression=task.labels is None,
         tokens=[token for row in rows[:256] for token in row["input_ids"]],
         hash=digest,
         facts={
-            "source": f"the validation data of {name}",
-            "train": input_lengths([row["input_ids"] for row in train[count:]]),
-            "held_out": input_lengths([row["input_ids"] for row in rows]),
-            "fidelity": input_lengths([row["input_ids"] for row in fidelity]),
+            "source": f"the validation data of {source}",
+            **{name: input_lengths([row["input_ids"] for row in part]) for name, part in lengths.items()},
         },
     )
-
-
-def labeled_batch(rows: Sequence[dict[str, Any]], pad: int) -> Batch:
-    """Return one batch of encoded rows, padded on the right with the token `pad`."""
-    batch = padded_batches([row["input_ids"] for row in rows], len(rows), pad)[0]
-    if "token_type_ids" in rows[0]:
-        batch["token_type_ids"] = padded_batches([row["token_type_ids"] for row in rows], len(rows), 0)[0]["input_ids"]
-    if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
-    return batch
-
-
-def check_labels(task: Task, config: Any) -> None:
-    """Raise a ValueError if a head was trained with other labels or in another order: it would be scored as wrong."""
-    trained = any("ForSequenceClassification" in name for name in config.architectures or ())
-    if task.labels is None or not trained:
-        return
-    names = [str(config.id2label[index]) for index in sorted(config.id2label)]
-    generic = all(name == f"LABEL_{index}" for index, name in enumerate(names))
-    same = [name.lower() for name in names] == [name.lower() for name in task.labels]
-    if len(names) != len(task.labels) or not (generic or same):
-        raise ValueError(
-            f"The model was trained with the labels {', '.join(names)}, in this order; the task {task.name!r} has "
-            f"{', '.join(task.labels)}. Give a model that was fine-tuned for this task."
-        )
 
 
 def sentence_pairs(folder: str, tokenizer: Any, settings: Settings, max_rows: int | None) -> SentencePairs:
@@ -200,13 +170,15 @@ def input_lengths(sequences: Sequence[Sequence[int]]) -> dict[str, int]:
     return {"sequences": len(lengths), "tokens": sum(lengths), "median": median, "longest": max(lengths, default=0)}
 
 
+def inputs_text(facts: Mapping[str, int]) -> str:
+    """Return what `input_lengths` says as text."""
+    return (
+        f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
+        f"{facts['longest']:,})"
+    )
+
+
 def evenly_spread(rows: Sequence[Any], count: int) -> list[Any]:
     """Return at most `count` of the rows, evenly spread."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
-
-
-def _drawn(total: int, count: int) -> list[int]:
-    """Rows in a fixed random order of their own: files are often sorted by label."""
-    generator = torch.Generator().manual_seed(0)
-    return sorted(torch.randperm(total, generator=generator)[:count].tolist())

@@ -17,34 +17,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..integration.attention import exact_attention
 from ..integration.discovery import self_attention
-from ..integration.inputs import synthetic_inputs
 from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD, patch_report
 from ..utils.environment import json_safe
 from ..utils.formatting import fixed
-from ..utils.timing import time_interleaved
-from .metrics import QualityMetric
+from ..utils.timing import crossover
+from .metrics import Assessment, QualityMetric, assess, value
 from .records import Conditions, Records
-from .speed import forward_pass, without_attention
+from .speed import FORWARD, measure_passes, without_attention
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: A model whose divergence from the exact one exceeds this share of that of a model without any attention is another
-#: model: if it scores better than the exact one, that is chance.
-LARGE_DIVERGENCE = 0.25
-
 #: Seconds. A length that one row of the curve is expected to exceed this at is not timed.
 LONGEST_TIMING = 60.0
+
+#: A smaller divergence of the outputs is that of rounding: the mechanism computed exact attention.
+EXACT_DIVERGENCE = 1e-6
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -58,9 +54,8 @@ class DamageUnit:
     Attributes:
         name: The unit's name.
         measurement: The measurement of the metric that it belongs to.
-        pattern: Regular expression of a budget in this unit.
-        example: Such a budget.
-        title: What it measures, for a plot's axis.
+        pattern: Regular expression of the unit in a budget.
+        example: A budget in it.
         compute: Damage from the values of the exact and of the converted model: 0 where nothing is lost, more is worse.
         template: Format of a value.
         sign: -1 where damage is shown as the fall of a value.
@@ -70,7 +65,6 @@ class DamageUnit:
     measurement: str
     pattern: str
     example: str
-    title: str
     compute: Callable[[Mapping[str, Any], Mapping[str, Any]], float]
     template: str
     sign: int = 1
@@ -90,9 +84,6 @@ class DamageUnit:
         return self.template.format(round(self.sign * damage, 6) + 0.0)
 
 
-_NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)"
-_SPEEDUP = rf"{_NUMBER}\s*[x×]\s*(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
-
 #: For each measurement, the first unit is shown where the budget is a speedup.
 DAMAGE_UNITS = {
     unit.name: unit
@@ -100,27 +91,24 @@ DAMAGE_UNITS = {
         DamageUnit(
             "perplexity",
             "perplexity",
-            rf"{_NUMBER}\s*%\s*(?:of\s+)?(?:perplexity|ppl)",
+            r"%\s*(?:of\s+)?(?:perplexity|ppl)",
             "1% perplexity",
-            "rise of perplexity, %",
             lambda exact, converted: 100 * math.expm1(min(converted["loss"] - exact["loss"], 600.0)),
             "{:+.2f}% perplexity",
         ),
         DamageUnit(
             "nats",
             "perplexity",
-            rf"{_NUMBER}\s*nats?",
+            "nats?",
             "0.05 nats",
-            "rise of the loss, nats per token",
             lambda exact, converted: converted["loss"] - exact["loss"],
             "{:+.4f} nats",
         ),
         DamageUnit(
             "points",
             "task",
-            rf"{_NUMBER}\s*(?:points?|pts?)",
+            "(?:points?|pts?)",
             "0.5 points",
-            "loss of the metric, points (100 = all)",
             lambda exact, converted: 100 * (exact["score"] - converted["score"]),
             "{:+.2f} points",
             -1,
@@ -128,9 +116,8 @@ DAMAGE_UNITS = {
         DamageUnit(
             "cosine",
             "sentence_embeddings",
-            rf"{_NUMBER}\s*cosine",
+            "cosine",
             "0.02 cosine",
-            "1 - cosine of sentence embeddings",
             lambda exact, converted: exact["cosine"] - converted["cosine"],
             "{:.4f} from cosine 1",
         ),
@@ -141,9 +128,12 @@ DAMAGE_UNITS = {
 DIVERGENCES = {"perplexity": "KL, nats", "task": "divergence", "sentence_embeddings": "1 - cosine"}
 MODEL_KINDS = {
     "perplexity": "a causal language model",
-    "task": "a classifier with its task (--data.task)",
+    "task": "a classifier with its task (--data.task, or --data.dataset with labels)",
     "sentence_embeddings": "an encoder without a task",
 }
+
+_NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
+_SPEEDUP = rf"{_NUMBER}[x×]\s*(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
 
 
 @dataclass(frozen=True)
@@ -164,7 +154,7 @@ class Budget:
         """
         text = text.strip()
         for unit in DAMAGE_UNITS.values():
-            match = re.fullmatch(unit.pattern, text, re.IGNORECASE)
+            match = re.fullmatch(_NUMBER + unit.pattern, text, re.IGNORECASE)
             if match:
                 return cls(text, float(match["limit"]), unit)
         match = re.fullmatch(_SPEEDUP, text, re.IGNORECASE)
@@ -192,27 +182,40 @@ class Budget:
         """Return the unit in which damage is shown."""
         return self.unit or next(unit for unit in DAMAGE_UNITS.values() if unit.measurement == measurement)
 
+    def accepts(self, row: Mapping[str, Any], *, informative: bool) -> bool:
+        """Return whether a row of the curve is within the budget. `informative`: whether its quality says anything."""
+        if self.unit is None:
+            return row["speedup"][str(self.length)] >= self.limit
+        return informative and row["damage"] is not None and row["damage"] <= self.limit and not row["chance"]
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # The order in which layers are converted
 
-Divergence = Callable[[Sequence[int]], float | None]
-"""Returns the divergence from the exact model if these layers are converted; None if it is not a number."""
+#: Search by name: whether the remaining layers are measured again after each, and how many models of n are measured.
+SEARCHES: dict[str, tuple[bool, Callable[[int], int]]] = {
+    "rank": (False, lambda count: 2 * count - 1),
+    "greedy": (True, lambda count: count * (count + 1) // 2),
+}
 
 
-def rank_layers(layers: Sequence[int], divergence: Divergence) -> list[int]:
-    """Order layers by the divergence that each causes by itself, the smallest first: n measurements."""
-    return sorted(layers, key=lambda layer: (_finite(divergence([layer])), layer))
+def order_layers(layers: Sequence[int], divergence: Callable[[Sequence[int]], float | None], search: str) -> list[int]:
+    """Order layers by the divergence from the exact model that they cause, the smallest first.
 
-
-def greedy_layers(layers: Sequence[int], divergence: Divergence) -> list[int]:
-    """Order layers so that each causes the least divergence beside those before it: n(n + 1)/2 measurements."""
+    Args:
+        layers: Layer indices.
+        divergence: Returns the divergence if these layers are linear; None if it is not a number.
+        search: `rank`: each layer by itself; `greedy`: beside those that come before it.
+    """
+    again, _ = SEARCHES[search]
     path: list[int] = []
     remaining = sorted(layers)
+    harm: dict[int, float] = {}
     while len(remaining) > 1:
-        best = min(remaining, key=lambda layer: (_finite(divergence([*path, layer])), layer))
-        path.append(best)
-        remaining.remove(best)
+        if again or not path:
+            harm = {layer: _finite(divergence([*path, layer])) for layer in remaining}
+        path.append(min(remaining, key=lambda layer: (harm[layer], layer)))
+        remaining.remove(path[-1])
     return path + remaining
 
 
@@ -220,20 +223,8 @@ def _finite(divergence: float | None) -> float:
     return math.inf if divergence is None or math.isnan(divergence) else divergence
 
 
-#: Search by name: the function, and how many models of n layers it measures, those on the path included.
-SEARCHES: dict[str, tuple[Callable[[Sequence[int], Divergence], list[int]], Callable[[int], int]]] = {
-    "rank": (rank_layers, lambda count: 2 * count - 1),
-    "greedy": (greedy_layers, lambda count: count * (count + 1) // 2),
-}
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Results
-
-
-def layer_key(layers: Sequence[int]) -> str:
-    """Return layer indices as text: `0,2,3`."""
-    return ",".join(map(str, sorted(layers)))
 
 
 @dataclass(frozen=True)
@@ -243,7 +234,7 @@ class LayerSearchResult:
     Attributes:
         budget: What the layers were chosen for.
         unit: The unit of all damages.
-        score: `title` and `digits` of the metric's score, and what its `divergence` is.
+        score: `title` and `digits` of the metric's score, what its `divergence` is, and the `windows` of a perplexity.
         baseline: The exact model's attention implementation, which speedups are relative to.
         attention: Name of the mechanism.
         mechanisms: For each layer that was searched, the mechanism with its options.
@@ -251,7 +242,7 @@ class LayerSearchResult:
         layers: Chosen layer indices.
         met: Whether the budget is met, on the data of the choice and on the data of the verification.
         within_budget: Whether it is met on the data of the choice.
-        informative: Whether the exact model is better than the model without attention.
+        informative: Whether the exact model is clearly better than the model without attention (`metrics.assess`).
         curve: One row for each number of converted layers: `count`, `added`, `layers`, `divergence`, `score`,
             `damage`, `chance` (better than exact, though it diverges largely), `speedup` by length.
         single_layers: One row for each layer by itself: `index`, `name`, `divergence`, `score`, `damage`, `chance`.
@@ -289,17 +280,10 @@ class LayerSearchResult:
         """One row for each number of converted layers, with the speedup at each length."""
         import pandas as pd
 
-        rows = [
-            {
-                "converted_layers": row["count"],
-                "added_layer": row["added"],
-                **{name: row[name] for name in ("divergence", "score", "damage")},
-                **{f"speedup_at_{length}": value for length, value in row["speedup"].items()},
-                "chosen": row["count"] == self.chosen["count"],
-            }
-            for row in self.curve
-        ]
-        return pd.DataFrame(rows).astype({"added_layer": "Int64"})
+        frame = pd.json_normalize(self.curve, sep="_at_").drop(columns=["layers", "chance"])
+        frame = frame.rename(columns={"count": "converted_layers", "added": "added_layer"})
+        frame["chosen"] = frame["converted_layers"] == self.chosen["count"]
+        return frame.astype({"added_layer": "Int64"})
 
     @property
     def layer_table(self) -> pd.DataFrame:
@@ -308,38 +292,33 @@ class LayerSearchResult:
 
         return pd.DataFrame(self.single_layers)
 
-    def formatted_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles and the cells of `table` as text; a star marks the chosen row."""
-        lengths = list(self.curve[0]["speedup"])
-        titles = ["linear", "adds layer", self.score["divergence"], self.score["title"], "damage"]
-        titles += [f"speed at {int(length):,}" for length in lengths]
-        rows = []
+    def formatted_table(self) -> pd.DataFrame:
+        """Return `table` as text; a star marks the chosen row."""
+        import pandas as pd
+
+        rows = {}
         for row in self.curve:
             star = " ★" if row["count"] == self.chosen["count"] else ""
-            rows.append(
-                [
-                    f"{row['count']} of {self.num_layers}{star}",
-                    "–" if row["added"] is None else str(row["added"]),
-                    format_divergence(row["divergence"]),
-                    "–" if row["score"] is None else fixed(row["score"], self.score["digits"]),
-                    self.unit.format(row["damage"]) if row["count"] else "–",
-                    *(f"{row['speedup'][length]:.2f}×" for length in lengths),
-                ]
-            )
-        return titles, rows
+            rows[f"{row['count']} of {self.num_layers}{star}"] = {
+                "adds layer": "–" if row["added"] is None else str(row["added"]),
+                self.score["divergence"]: format_divergence(row["divergence"]),
+                self.score["title"]: self.format_score(row["score"]),
+                "damage": self.unit.format(row["damage"]) if row["count"] else "–",
+                **{f"speed at {int(length):,}": f"{value:.2f}×" for length, value in row["speedup"].items()},
+            }
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
+
+    def format_score(self, score: float | None) -> str:
+        """Return a score with the digits of its metric."""
+        return "–" if score is None else fixed(score, self.score["digits"])
 
     def summary(self) -> list[str]:
         """Return the findings as sentences, the most important first."""
-        sentences = [_conclusion(self), *_warnings(self), _speed_sentence(self), _extreme_layers(self)]
+        sentences = [_conclusion(self), *_warnings(self), _speed_sentence(self), _basis(self), _extreme_layers(self)]
         last = self.curve[-1]
         if last["count"] != self.chosen["count"]:
             speed = "".join(f", {value:.2f}× at {int(length):,} tokens" for length, value in last["speedup"].items())
             sentences.append(f"All {last['count']} layers together: {self.unit.format(last['damage'])}{speed}.")
-        rows = self.references["choice"].get("rows")
-        if rows:
-            sentences.append(
-                f"The choice rests on {rows:,} examples, each {100 / rows:.2f} points: a difference of a few is chance."
-            )
         return [sentence for sentence in [*sentences, *self.notes] if sentence]
 
     def to_dict(self) -> dict[str, Any]:
@@ -364,75 +343,107 @@ def format_divergence(value: float | None) -> str:
     return format(value, ".0e") if 0 < abs(value) < 5e-5 else fixed(value, 4)
 
 
-def _plan_text(result: LayerSearchResult) -> str:
-    indices = [str(layer) for layer in result.layers]
-    text = indices[0] if len(indices) == 1 else f"{', '.join(indices[:-1])} and {indices[-1]}"
-    noun = "layer" if len(indices) == 1 else "layers"
-    return f"{len(indices)} of {result.num_layers} layers as {result.attention} ({noun} {text})"
-
-
 def _conclusion(result: LayerSearchResult) -> str:
     """The first sentence: whether the budget is met, and by what."""
-    budget, plan, unit = result.budget, _plan_text(result), result.unit
-    chosen, verified = result.chosen, result.verified
+    chosen, verified, budget = result.chosen, result.verified, f"The budget {result.budget.text!r}"
+    *first, last = map(str, result.layers)
+    layers = f"layers {', '.join(first)} and {last}" if first else f"layer {last}"
+    plan = f"{len(result.layers)} of {result.num_layers} layers as {result.attention} ({layers})"
     cost = (
-        f"{unit.format(chosen['damage'])} on the data of the choice, {unit.format(verified['damage'])} on the data of "
-        "the verification"
+        f"{result.unit.format(chosen['damage'])} on the data of the choice, {result.unit.format(verified['damage'])} "
+        "on the data of the verification"
     )
-    if budget.length is not None:
-        speedup, again = chosen["speedup"][str(budget.length)], verified["speedup"][str(budget.length)]
+    if result.budget.length is not None:
+        speedup, again = (row["speedup"][str(result.budget.length)] for row in (chosen, verified))
         if not result.within_budget:
-            return (
-                f"The budget {budget.text!r} cannot be reached: the fastest is {plan}, {speedup:.2f}×; it costs {cost}."
-            )
+            return f"{budget} cannot be reached: the fastest is {plan}, {speedup:.2f}×; it costs {cost}."
         if not result.met:
             return (
-                f"The budget {budget.text!r} is not confirmed: {plan} gave {speedup:.2f}×, and {again:.2f}× when timed "
-                "again. Ask for less speed, or run nothing else on the machine."
+                f"{budget} is not confirmed: {plan} gave {speedup:.2f}×, and {again:.2f}× when timed again. Ask for "
+                "less speed, or run nothing else on the machine."
             )
-        return f"The budget {budget.text!r} is met by {plan}: {speedup:.2f}×, timed again {again:.2f}×; {cost}."
+        return f"{budget} is met by {plan}: {speedup:.2f}×, timed again {again:.2f}×; {cost}."
     if not result.informative:
-        return (
-            f"The budget {budget.text!r} cannot be judged on this data: the exact model is no better there than the "
-            "model without attention. Give data that the model was made for."
-        )
+        return f"{budget} cannot be judged on this data. {_uninformative(result)}"
     if not result.within_budget:
         return (
-            f"No number of layers keeps to {budget.text!r}: the nearest is {plan}, {cost}. More transfer steps, "
+            f"No number of layers keeps to {result.budget.text!r}: the nearest is {plan}, {cost}. More transfer steps, "
             "another mechanism, or training all weights (`hf-linear-attn convert`) may help."
         )
     if not result.met:
         return (
-            f"The budget {budget.text!r} is not confirmed: {plan} keeps to it on the data of the choice only ({cost}). "
-            "Give a smaller budget, or more data."
+            f"{budget} is not confirmed: {plan} keeps to it on the data of the choice only ({cost}). Give a smaller "
+            "budget, or more data."
         )
-    return f"The budget {budget.text!r} is met by {plan}: {cost}."
+    return f"{budget} is met by {plan}: {cost}."
+
+
+def _uninformative(result: LayerSearchResult) -> str:
+    rows = [
+        f"{result.format_score(result.references[data].get('score'))} against "
+        f"{result.format_score(result.references[f'{data}, no attention'].get('score'))}"
+        for data in ("choice", "verification")
+    ]
+    return (
+        f"The exact model is not clearly better there than the model without attention ({result.score['title']} "
+        f"{rows[0]}, and {rows[1]} on the data of the verification), so the score says nothing about attention. Give "
+        "data that the model was made for."
+    )
 
 
 def _warnings(result: LayerSearchResult) -> list[str]:
+    """What limits the conclusion."""
     sentences = []
     if not result.informative and result.budget.length is not None:
-        sentences.append(
-            f"The {result.score['title']} says nothing on this data: the exact model is no better than the model "
-            "without attention."
-        )
+        sentences.append(_uninformative(result))
     counts = [str(row["count"]) for row in result.curve if row["chance"]]
     if counts:
         sentences.append(
             f"With {', '.join(counts)} linear layers the model scores better than the exact one although its outputs "
             "differ largely: that is chance, and does not count as a success."
         )
+    exact, last = result.references["choice"], result.curve[-1]
+    longest = int(exact.get("longest_input") or 0)
+    if last["divergence"] is not None and abs(last["divergence"]) < EXACT_DIVERGENCE:
+        sentences.append(
+            f"The linear layers compute exact attention on these inputs, which have at most {longest:,} tokens. Give "
+            "longer ones, or a smaller window or block, to learn what it costs to be linear."
+        )
+    elif longest and 2 * longest < max(map(int, last["speedup"]), default=0):
+        sentences.append(f"Quality is that of inputs of at most {longest:,} tokens; longer ones were only timed.")
+    rows = exact.get("rows")
+    if rows:
+        sentences.append(
+            f"The choice rests on {rows:,} examples, each {100 / rows:.2f} points: a difference of a few is chance."
+        )
     return sentences
 
 
+def _basis(result: LayerSearchResult) -> str:
+    """The exact model's scores, and why `evaluate` shows others."""
+    scores = [result.format_score(result.references[data].get("score")) for data in ("choice", "verification")]
+    windows = f" ({result.score['windows']})" if result.score.get("windows") else ""
+    return (
+        f"The exact model's {result.score['title']} is {scores[0]} on the data of the choice and {scores[1]} on that "
+        f"of the verification{windows}. `evaluate` measures all held-out data, up to a limit of its own."
+    )
+
+
 def _speed_sentence(result: LayerSearchResult) -> str:
-    speedup = result.chosen["speedup"]
+    """The speed of the planned model by length, and the length from which it is faster."""
+    speedup = {int(length): value for length, value in result.chosen["speedup"].items()}
     if not speedup or (result.budget.length is not None and len(speedup) == 1):
         return ""
-    parts = [
-        f"{value:.2f}× as fast as {result.baseline} at {int(length):,} tokens" for length, value in speedup.items()
-    ]
-    return f"The planned model is {', '.join(parts)} (one forward pass, batch 1)."
+    parts = [f"{value:.2f}× as fast as {result.baseline} at {length:,} tokens" for length, value in speedup.items()]
+    change = crossover(list(speedup), list(speedup.values()))
+    starts = {
+        "<=": "at all of these",
+        "=": f"from {change} tokens",
+        ">": f"if at all, beyond {change.length:,.0f} tokens",
+    }
+    return (
+        f"The planned model is {', '.join(parts)} (one forward pass, batch 1). It is faster {starts[change.relation]}."
+    )
 
 
 def _extreme_layers(result: LayerSearchResult) -> str:
@@ -471,8 +482,8 @@ def search_layers(
 
     The layers are ordered by the divergence that they cause. Every model on the path from exact to linear is measured
     as a whole, since the damages of single layers do not add up, and the chosen one is verified on other data. A model
-    that scores better than the exact one although it diverges largely (`LARGE_DIVERGENCE`) is never within a budget of
-    quality; and none is, if the exact model is no better than the model without attention.
+    that scores better than the exact one although it diverges largely is never within a budget of quality; and none is
+    unless the exact model is clearly better than the model without attention (see `metrics.assess`).
 
     Args:
         model: The exact model.
@@ -487,7 +498,7 @@ def search_layers(
         timed: The copy that is timed, where another one is needed for long inputs. None means `patched`.
         records: Where measurements are stored, and where a stopped search is resumed from. None means in memory.
         conditions: What the measurements depend on, in `records`.
-        on_progress: Called with a description, the steps done, and all steps.
+        on_progress: Called with the name of a stage, the steps done, and all steps.
 
     Raises:
         ValueError: The budget cannot be read or does not fit the metric, or the search is unknown.
@@ -506,11 +517,12 @@ def search_layers(
         {"choice": choice, "verification": verification},
         budget,
         tokens,
+        seconds,
         records,
         conditions or Conditions(type(model).__name__, "", "", ""),
-        on_progress or (lambda description, done, total: None),
+        on_progress or (lambda stage, done, total: None),
     )
-    return run.search(search, sorted({*lengths, *([budget.length] if budget.length else [])}), seconds)
+    return run.search(search, sorted({*lengths, *([budget.length] if budget.length else [])}))
 
 
 @dataclass
@@ -523,6 +535,7 @@ class _LayerSearch:
     metrics: dict[str, QualityMetric]
     budget: Budget
     tokens: Sequence[int]
+    seconds: float
     records: Records
     conditions: Conditions
     on_progress: Callable[[str, int, int], None]
@@ -538,23 +551,26 @@ class _LayerSearch:
         self.notes: list[str] = []
         self._measured: set[str] = set()
 
-    def search(self, search: str, lengths: Sequence[int], seconds: float) -> LayerSearchResult:
-        order, effort = SEARCHES[search]
-        self.total = effort(len(self.candidates))
+    def search(self, search: str, lengths: Sequence[int]) -> LayerSearchResult:
+        self.total = SEARCHES[search][1](len(self.candidates))
         for index, data in enumerate(self.metrics):
-            self.on_progress("exact model, and without attention", index, len(self.metrics))
+            self.on_progress("the exact model, and without attention", index, len(self.metrics))
             self.references[data] = self.measure(data, "exact", self.exact)
             self.references[f"{data}, no attention"] = self.measure(data, "none", without_attention(self.exact))
+        informative = all(self.assess(data, self.references[data]).valid for data in self.metrics)
         single_layers = [
             {"index": layer, "name": self.names[layer], **self.quality("choice", [layer])} for layer in self.candidates
         ]
-        path = order(self.candidates, lambda layers: self.quality("choice", layers)["divergence"])
+        path = order_layers(self.candidates, lambda layers: self.quality("choice", layers)["divergence"], search)
         curve = [self.curve_row(path, count) for count in range(len(path) + 1)]
-        self.time_curve(curve, lengths, seconds)
-        informative = all(self.is_informative(data) for data in self.metrics)
-        chosen, within_budget = self.choose(curve, informative)
-        verified = self.verify(chosen["layers"], seconds)
+        self.time_curve(curve, lengths)
+        chosen, within_budget = self.choose(curve[1:], informative)
+        verified = self.verify(chosen["layers"])
         patched_layers = patch_report(self.patched).layers
+        settings = self.metrics["choice"].settings
+        windows = (
+            f"windows of {settings['context']:,} tokens, {settings['stride']:,} apart" if "stride" in settings else ""
+        )
         return LayerSearchResult(
             budget=self.budget,
             unit=self.unit,
@@ -562,6 +578,7 @@ class _LayerSearch:
                 "title": self.score.title,
                 "digits": self.score.digits,
                 "divergence": DIVERGENCES[self.unit.measurement],
+                "windows": windows,
             },
             baseline=self.baseline,
             attention=patched_layers[self.candidates[0]].attention,
@@ -571,7 +588,7 @@ class _LayerSearch:
             },
             num_layers=len(self.names),
             layers=chosen["layers"],
-            met=within_budget and self.is_within_budget(verified, informative),
+            met=within_budget and self.budget.accepts(verified, informative=informative),
             within_budget=within_budget,
             informative=informative,
             curve=curve,
@@ -590,31 +607,36 @@ class _LayerSearch:
         settings = {**self.conditions.settings, **metric.settings, "data_set": data, "layers": layers}
         conditions = replace(self.conditions, measurement=metric.measurement, settings=settings)
         record = self.records.measure(conditions, lambda: metric(model), label=layers)
-        return {row["metric"]: row["value"] for row in record.values}
+        values = {row["metric"]: row["value"] for row in record.values if row.get("position") is None}
+        errors = {row["metric"]: row.get("stderr") for row in record.values}
+        return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
 
-    def is_informative(self, data: str) -> bool:
-        """Whether the exact model is better than the model without attention."""
-        exact, free = (self.references[name][self.score.metric] for name in (data, f"{data}, no attention"))
-        if exact is None or free is None:
-            return exact is not None
-        return exact > free if self.score.higher_is_better else exact < free
+    def assess(self, data: str, values: Mapping[str, Any]) -> Assessment:
+        """Apply the rule that `evaluate` shares."""
+        exact, floor = self.references[data], self.references[f"{data}, no attention"]
+        return assess(
+            values["score"],
+            exact["score"],
+            floor["score"],
+            higher_is_better=self.score.higher_is_better,
+            stderr=math.hypot(exact["stderr"] or 0.0, floor["stderr"] or 0.0),
+            divergence=values["divergence"],
+            floor_divergence=floor["divergence"],
+        )
 
     def quality(self, data: str, layers: Sequence[int]) -> dict[str, Any]:
         """Measure the model with these layers linear: `divergence`, `score`, `damage`, `chance`."""
-        name = layer_key(layers)
+        name = ",".join(map(str, sorted(layers)))
         if data == "choice":
             self._measured.add(name)
-            self.on_progress(f"layers {name}", len(self._measured) - 1, self.total)
+            self.on_progress("models with linear layers", len(self._measured) - 1, self.total)
         with exact_attention(self.patched, self._others(layers)):
             values = self.measure(data, name, self.patched)
-        damage = self.unit.damage(self.references[data], values)
-        scale = self.references[f"{data}, no attention"]["divergence"]
-        large = _finite(values["divergence"]) > LARGE_DIVERGENCE * (scale or math.inf)
         return {
             "divergence": values["divergence"],
-            "score": values[self.score.metric],
-            "damage": damage,
-            "chance": damage is not None and damage < 0 and large,
+            "score": values["score"],
+            "damage": self.unit.damage(self.references[data], values),
+            "chance": self.assess(data, values).chance,
         }
 
     def _others(self, layers: Sequence[int]) -> list[int]:
@@ -623,19 +645,13 @@ class _LayerSearch:
     def curve_row(self, path: Sequence[int], count: int) -> dict[str, Any]:
         """The model with the first `count` layers of the path linear."""
         layers = sorted(path[:count])
-        score = self.references["choice"][self.score.metric]
-        exact = {"divergence": 0.0, "score": score, "damage": 0.0, "chance": False}
-        return {
-            "count": count,
-            "added": path[count - 1] if count else None,
-            "layers": layers,
-            **(self.quality("choice", layers) if count else exact),
-            "speedup": {},
-        }
+        exact = {"divergence": 0.0, "score": self.references["choice"]["score"], "damage": 0.0, "chance": False}
+        row = self.quality("choice", layers) if count else exact
+        return {"count": count, "added": path[count - 1] if count else None, "layers": layers, **row, "speedup": {}}
 
     # ---------------------------------------------------------------------------------------------- speed
 
-    def time_curve(self, curve: list[dict[str, Any]], lengths: Sequence[int], seconds: float) -> None:
+    def time_curve(self, curve: list[dict[str, Any]], lengths: Sequence[int]) -> None:
         """Time every row of the curve at every length, beside the exact model."""
         last: tuple[int, float] | None = None
         for length in lengths:
@@ -645,53 +661,47 @@ class _LayerSearch:
                 self.notes.append(f"{length:,} tokens were not timed: each model would take about {expected:.0f} s.")
                 continue
             for row in curve[1:]:
-                self.on_progress(f"time at {length:,} tokens", row["count"] - 1, len(curve) - 1)
-                timing = self.time(row["layers"], length, "choice", seconds)
-                row["speedup"][str(length)] = timing["speedup"]
-                last = (length, timing["exact_seconds"])
+                self.on_progress(f"models timed at {length:,} tokens", row["count"] - 1, len(curve) - 1)
+                row["speedup"][str(length)], seconds = self.time(row["layers"], length, "choice", self.seconds)
+                last = (length, seconds)
             curve[0]["speedup"][str(length)] = 1.0
 
-    def time(self, layers: Sequence[int], length: int, data: str, seconds: float) -> dict[str, Any]:
-        """Time one forward pass (batch 1) of the exact model and of the model with these layers linear, interleaved."""
+    def time(self, layers: Sequence[int], length: int, data: str, seconds: float) -> tuple[float, float]:
+        """Time one forward pass (batch 1) with these layers linear, beside the exact model.
 
-        @torch.inference_mode()
-        def measure() -> dict[str, Any]:
-            inputs = synthetic_inputs(self.exact, self.tokens, length)
+        Returns:
+            The speedup, and the seconds of the exact model.
+        """
+
+        def measure() -> list[dict[str, Any]]:
             models = {self.baseline: self.exact, "linear": self.timed}
-            calls = {name: partial(forward_pass(model), inputs) for name, model in models.items()}
             with exact_attention(self.timed, self._others(layers)):
-                timings = time_interleaved(calls, baseline=self.baseline, seconds=seconds, device=self.exact.device)
-            return {**asdict(timings["linear"]), "exact_seconds": timings[self.baseline].median}
+                values = measure_passes(models, self.tokens, length, baseline=self.baseline, seconds=seconds)
+            return [*values["linear"], value("exact_seconds", values[self.baseline][0]["value"], unit="s")]
 
-        settings = {**self.conditions.settings, "data_set": data, "layers": layer_key(layers), "seconds": seconds}
-        conditions = replace(self.conditions, measurement="forward", length=length, batch_size=1, settings=settings)
-        record = self.records.measure(conditions, measure, label=layer_key(layers))
-        return {row["metric"]: row["value"] for row in record.values}
+        name = ",".join(map(str, layers))
+        settings = {**self.conditions.settings, "data_set": data, "layers": name, "seconds": seconds}
+        conditions = replace(self.conditions, measurement=FORWARD, length=length, batch_size=1, settings=settings)
+        record = self.records.measure(conditions, measure, label=name)
+        return record.values[0]["speedup"], record.values[-1]["value"]
 
     # ---------------------------------------------------------------------------------------------- choice
 
-    def is_within_budget(self, row: Mapping[str, Any], informative: bool) -> bool:
-        if self.budget.unit is None:
-            return row["speedup"][str(self.budget.length)] >= self.budget.limit
-        damage = row["damage"]
-        return informative and damage is not None and damage <= self.budget.limit and not row["chance"]
-
-    def choose(self, curve: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
+    def choose(self, rows: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
         """Choose a row of the curve; where none is within the budget, the nearest one, with False."""
-        rows = curve[1:]
-        within = [row for row in rows if self.is_within_budget(row, informative)]
+        within = [row for row in rows if self.budget.accepts(row, informative=informative)]
+        if within:
+            return within[0 if self.budget.unit is None else -1], True
         if self.budget.unit is None:
-            fastest = max(rows, key=lambda row: row["speedup"][str(self.budget.length)])
-            return (within[0] if within else fastest), bool(within)
+            return max(rows, key=lambda row: row["speedup"][str(self.budget.length)]), False
         comparable = [row for row in rows if row["damage"] is not None and not row["chance"]] or rows
-        nearest = min(comparable, key=lambda row: (row["damage"] or 0.0, row["count"]))
-        return (within[-1] if within else nearest), bool(within)
+        return min(comparable, key=lambda row: (row["damage"] or 0.0, row["count"])), False
 
-    def verify(self, layers: Sequence[int], seconds: float) -> dict[str, Any]:
+    def verify(self, layers: Sequence[int]) -> dict[str, Any]:
         """Measure the chosen model on other data, and time it again if the budget is a speedup."""
         self.on_progress("verification", 0, 1)
         verified: dict[str, Any] = {**self.quality("verification", layers), "speedup": {}}
         if self.budget.length is not None:
-            timing = self.time(layers, self.budget.length, "verification", 3 * seconds)
-            verified["speedup"][str(self.budget.length)] = timing["speedup"]
+            speedup, _ = self.time(layers, self.budget.length, "verification", 3 * self.seconds)
+            verified["speedup"][str(self.budget.length)] = speedup
         return verified

@@ -6,14 +6,12 @@ import base64
 import io
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..utils.extras import require_packages
+from .inputs import inputs_text
 from .layer_search import LayerSearchResult, format_divergence
-from .progress import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .report import page_template
 
 CAPTION = (
     "Above: damage by the number of converted layers; each point is measured as a whole. Below: speed of the whole "
@@ -73,7 +71,7 @@ def _plot_damage(axes: Any, result: LayerSearchResult) -> None:
     ):
         if row["damage"] is not None:
             axes.scatter([count], [row["damage"]], zorder=5, label=label, **looks)
-    axes.set_ylabel(result.unit.title)
+    axes.set_ylabel(f"loss of quality, {'% ' if result.unit.name == 'perplexity' else ''}{result.unit.name}")
 
 
 def _plot_speed(axes: Any, result: LayerSearchResult, lengths: list[str]) -> None:
@@ -98,45 +96,18 @@ def render_page(result: LayerSearchResult, facts: Mapping[str, Any], plot: bytes
             `resumed` of the run.
         plot: The PNG of `draw_curve`, which the page embeds.
     """
-    require_packages("jinja2", extra="demo", purpose="A plan's report")
-    import jinja2
+    import pandas as pd
 
-    loader = jinja2.PackageLoader("hf_linear_attn", "evaluation/templates")
-    pages = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    titles, rows = result.formatted_table()
-    layer_rows = [
+    layers = [
         [f"{row['index']} {row['name']}", format_divergence(row["divergence"]), result.unit.format(row["damage"])]
         for row in result.single_layers
     ]
-    return pages.get_template("layer_search.html").render(
+    return page_template("layer_search.html").render(
         result=result,
-        titles=titles,
-        rows=[[cell.removesuffix(" ★") for cell in row] for row in rows],  # The style sheet adds the star.
-        layer_rows=layer_rows,
+        layers=pd.DataFrame(layers, columns=["layer", result.score["divergence"], "damage"]).set_index("layer"),
         plot=base64.b64encode(plot).decode(),
         caption=CAPTION,
+        inputs_text=inputs_text,
         plan=json.dumps(result.plan, indent=1, ensure_ascii=False),
         **facts,
     )
-
-
-def show(console: Console, result: LayerSearchResult, title: str) -> None:
-    """Print the table and the findings."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
-    titles, rows = result.formatted_table()
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for index, column in enumerate(titles):
-        # Without a width, rich takes space from numbers before it breaks a title between its words.
-        widths = [*map(len, column.split()), *(len(cells[index]) for cells in rows)]
-        table.add_column(column, justify="right" if index else "left", min_width=max(widths))
-    for row, cells in zip(result.curve, rows, strict=True):
-        chosen = row["count"] == result.chosen["count"]
-        table.add_row(*(printable(escape(cell), console.encoding) for cell in cells), style="bold" if chosen else "")
-    console.print(table)
-    for sentence in result.summary():
-        console.print(printable(f"• {escape(sentence)}", console.encoding), highlight=False)

@@ -375,7 +375,8 @@ def classification_metric(
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
                 values.append(value("divergence", _answer_divergence(reference, own, regression)))
             values += [value(name + suffix, scores[name]) for name in metrics]
-        return [*values, value("rows", rows)]
+        longest = max(batch["input_ids"].shape[1] for part in batches.values() for batch in part)
+        return [*values, value("rows", rows), value("longest_input", longest, unit="tokens")]
 
     higher = METRICS.get(metrics[0]).higher_is_better if metrics[0] in METRICS else True
     score = Score("task", "score", f"{task} {metrics[0]}".strip(), higher, task=task)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
-from ..data.tasks import get_task
+from ..data.config import DataConfig
+from ..data.files import FORMATS, file_suffix
+from ..data.task_data import load_splits
 from ..data.text import Text, pad_token, padded_batches, read_text, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..integration.inputs import accepts_longer_inputs, has_position_table
@@ -25,11 +29,11 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
-from .config import EvaluateConfig, EvaluationData, Settings, resolve_settings
+from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import learned_tensors, train_attention
-from .inputs import EvaluationInputs, labeled_batch, task_inputs, text_inputs
+from .inputs import EvaluationInputs, input_lengths, inputs_text, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
-from .layer_search_report import draw_curve, render_page, show
+from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
 from .progress import ConsoleProgress
@@ -45,7 +49,10 @@ LEARNED = "learned.safetensors"
 #: A folder with one of these files holds a result of `plan`.
 RESULTS = (RECORDS_FILE, LEARNED)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+
+#: Suffixes of files that hold text without labels.
+TEXT_FILES = ("txt", "text", "smi", "tokens", "raw")
 
 #: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
 TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
@@ -60,7 +67,7 @@ Progress = Callable[[str, int, int], None]
 def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSearchResult:
     """Search, write the plan and its report, and show a table. See `hf_linear_attn.plan.run_plan`."""
     started = time.perf_counter()
-    require_packages("jinja2", "matplotlib", extra="demo", purpose="A plan's report")
+    require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
     console = console or Console()
     budget = Budget.parse(config.budget)
     _check_attention(config.attention)
@@ -89,12 +96,14 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
     surroundings = environment(run.exact.model.device)
     records.start_run("hf-linear-attn plan", run.config_facts(), surroundings)
     with ConsoleProgress(console) as progress:
-        transfer = run.transfer(records, progress.status)
+        for line in run.description():
+            progress.log(line)
+        on_progress = _stages(progress)
+        transfer = run.transfer(records, on_progress)
         result = search_layers(
             run.exact.model,
             run.patched,
-            run.choice,
-            run.verification,
+            *run.metrics,
             budget=run.budget,
             search=config.search,
             lengths=run.lengths,
@@ -103,7 +112,7 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
             timed=run.timed,
             records=records,
             conditions=conditions,
-            on_progress=progress.status,
+            on_progress=on_progress,
         )
     facts = {
         **surroundings,
@@ -112,104 +121,68 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
         "seconds": time.perf_counter() - started,
         "resumed": resumed,
     }
-    _write(result, json_safe(facts), folder, console)
+    _write(result, json_safe(facts), folder, progress)
     return result
 
 
 class _Run:
     """A model with its data and its patched copies, loaded and checked before anything is measured."""
 
-    inputs: EvaluationInputs
-    choice: QualityMetric
-    verification: QualityMetric
-
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
         self.config, self.budget = config, budget
-        name, kind, _ = describe_source(config.model, config.data.task)
+        name, kind, model_config = describe_source(config.model, config.data.task)
+        if config.data.dataset is not None and has_labels(config.data.dataset, model_config):
+            kind = "classifier"
         tokenizer = load_tokenizer(config.model)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
         budget.check_measurement(MEASUREMENTS[kind])
-        text = read_text(config.data.dataset) if config.data.task is None else None
-        model = load_exact(config.model, kind, device, task=config.data.task or "")
+        text = None if kind == "classifier" else read_documents(config.data, config.seed)
+        source = config.data.task or config.data.dataset or "the data"
+        model = load_exact(config.model, kind, device, task=source)
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
-        if text is None:
-            self._read_task(str(config.data.task))
-        else:
-            self._read_text(text)
+        self.inputs, self.metrics, halves = self._read_rows() if text is None else self._read_text(text)
+        source = self.inputs.facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
+        facts = {"source": source, "train": self.inputs.facts["train"]}
+        self.data = {**facts, "sha256": self.inputs.hash, **dict(zip(("choice", "verification"), halves, strict=True))}
         self.lengths = self._lengths(budget)
         self._patch()
 
     # ---------------------------------------------------------------------------------------------- data
 
-    def _read_text(self, text: Text) -> None:
+    def _read_text(self, text: Text) -> tuple[EvaluationInputs, list[QualityMetric], list[dict[str, int]]]:
         """The train part of a text is for the transfer, half of its held-out part each to choose and to verify."""
         tokenizer, settings, model = self.exact.tokenizer, self.settings, self.exact.model
-        first, second = split_halves(text.held_out)
-        self.inputs = inputs = text_inputs(replace(text, held_out=tuple(first)), tokenizer, settings)
-        passages = token_passages(tokenizer, second, settings.sequence_length, settings.test_sequences)
-        if len(passages) < 2:
-            raise ValueError(f"{text.source!r} gives {len(passages)} sequences to verify with. Give a longer text.")
-        source = text.source if self.config.data.dataset is None else Path(text.source).name
-        self.data: dict[str, Any] = self._data_facts(source)
-        if self.exact.kind == "decoder":
-            windows = {
-                "context": settings.context,
-                "stride": settings.stride,
-                "batch_size": settings.batch_size,
-                "exact": model,
-            }
-            halves = (inputs.documents, token_documents(tokenizer, second, settings.perplexity_tokens))
-            self.choice, self.verification = (perplexity_metric(half, **windows) for half in halves)
-            for name, half in zip(("choice", "verification"), halves, strict=True):
-                tokens = sum(map(len, half))
-                self.data[name] = {"documents": len(half), "tokens": tokens, "stride": settings.stride}
-            return
-        batches = padded_batches(passages, settings.batch_size, pad_token(tokenizer))
-        self.choice, self.verification = (embedding_metric(model, test) for test in (inputs.test, batches))
-        for name, test in (("choice", inputs.test), ("verification", batches)):
-            rows = sum(len(batch["input_ids"]) for batch in test)
-            tokens = sum(int(batch["attention_mask"].sum()) for batch in test)
-            self.data[name] = {"passages": rows, "tokens": tokens}
+        inputs = text_inputs(text, tokenizer, settings)
+        size, metrics, facts = settings.batch_size, [], []
+        for half in split_halves(text.held_out):
+            if self.exact.kind == "decoder":
+                rows = token_documents(tokenizer, half, settings.perplexity_tokens)
+                windows = {"context": settings.context, "stride": settings.stride, "batch_size": size}
+                metrics.append(perplexity_metric(rows, exact=model, **windows))
+            else:
+                rows = token_passages(tokenizer, half, settings.sequence_length, settings.test_sequences)
+                metrics.append(embedding_metric(model, padded_batches(rows, size, pad_token(tokenizer))))
+            facts.append(input_lengths(rows))
+        if not all(fact["tokens"] > 1 for fact in facts):
+            raise ValueError(f"{text.source!r} gives nothing to choose or to verify with. Give a longer text.")
+        return inputs, metrics, facts
 
-    def _read_task(self, name: str) -> None:
+    def _read_rows(self) -> tuple[EvaluationInputs, list[QualityMetric], list[dict[str, int]]]:
         """Training rows are for the transfer, every second validation row to choose, the others to verify."""
-        tokenizer, settings, model, task = self.exact.tokenizer, self.settings, self.exact.model, get_task(name)
-        self.inputs = task_inputs(
-            name, tokenizer, model.config, EvaluationData(task=(name,), folder=self.config.data.folder), settings
-        )
-        limit, size, pad = 128 if self.config.quick else None, settings.batch_size, pad_token(tokenizer)
-        halves = [self.inputs.rows[::2][:limit], self.inputs.rows[1::2][:limit]]
-        if min(map(len, halves)) < 2:
-            raise ValueError(f"Task {name!r} has {len(self.inputs.rows)} rows to measure on: too few.")
-        metrics = tuple(dict.fromkeys((task.main_metric, *task.metrics)))
-        self.choice, self.verification = (
-            classification_metric(
-                model,
-                {"": [labeled_batch(half[start : start + size], pad) for start in range(0, len(half), size)]},
-                metrics,
-                regression=task.labels is None,
-                task=name,
-            )
-            for half in halves
-        )
-        self.data = self._data_facts(f"task {name}")
-        self.data |= {"choice": {"rows": len(halves[0])}, "verification": {"rows": len(halves[1])}}
-
-    def _data_facts(self, source: str) -> dict[str, Any]:
-        counts = {
-            name: sum(len(batch["input_ids"]) for batch in batches)
-            for name, batches in (("train", self.inputs.train), ("validation", self.inputs.validation))
-        }
-        return {
-            "source": source,
-            "sha256": self.inputs.hash,
-            "sequence_length": self.settings.sequence_length,
-            "train_sequences": counts["train"],
-            "validation_sequences": counts["validation"],
-        }
+        data, exact = self.config.data, self.exact
+        if self.config.quick and data.max_eval_samples is None:
+            data = replace(data, max_eval_samples=256)
+        inputs = task_inputs(data, exact.tokenizer, exact.model.config, self.settings)
+        options: dict[str, Any] = {"regression": inputs.regression, "task": data.task or Path(str(data.dataset)).name}
+        metrics = [classification_metric(exact.model, {"": half}, inputs.metrics, **options) for half in inputs.halves]
+        facts = [
+            input_lengths([range(length) for batch in half for length in batch["attention_mask"].sum(dim=1).tolist()])
+            for half in inputs.halves
+        ]
+        return inputs, metrics, facts
 
     # ---------------------------------------------------------------------------------------------- models
 
@@ -265,13 +238,14 @@ class _Run:
             self.patched.load_state_dict(load_file(path), strict=False)
         else:
             records.remeasure = True  # What was measured belongs to parameters that are lost.
+            on_progress("steps of attention transfer", 0, settings.steps)
             values = train_attention(
                 self.patched,
                 self.inputs.train,
                 self.inputs.validation,
                 settings,
                 self.config.seed,
-                lambda step, total, loss: on_progress(f"attention transfer, loss {loss:.3f}", step, total),
+                lambda step, total, loss: on_progress("steps of attention transfer", step, total),
             )
             record = records.add(conditions, values)
             atomic_write(path, save(learned_tensors(self.patched), {"record": f"{record.run} {record.id}"}))
@@ -279,6 +253,17 @@ class _Run:
         return {name: record.value(metric) for name, metric in names.items()}
 
     # ---------------------------------------------------------------------------------------------- report
+
+    def description(self) -> list[str]:
+        """What is about to be measured, as lines."""
+        model, data = self.exact.facts(), self.data
+        uses = {"transfer": data["train"], "choice": data["choice"], "verification": data["verification"]}
+        rows = [f"{inputs_text(facts)} for the {use}" for use, facts in uses.items()]
+        return [
+            f"Model: {model['name']}, {model['class']}, {model['layers']} layers, {model['parameters']:,} parameters",
+            f"Data: {data['source']}; {', '.join(rows)}",
+            f"Records: {Path(self.config.output) / RECORDS_FILE}; a run that is stopped continues with --resume",
+        ]
 
     def config_facts(self) -> dict[str, Any]:
         """The settings of the run. Paths are shortened to names: where files were says nothing to a reader."""
@@ -316,6 +301,26 @@ class _Run:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
         save_checkpoint(model, self.config.model, target, overwrite=self.config.overwrite)
         return f"Checkpoint: {target}"
+
+
+def has_labels(dataset: str, model_config: Any) -> bool:
+    """Return whether a data set is taken as labelled rows: the model is a classifier, and the data is no plain text."""
+    classifier = str((model_config.architectures or [""])[0]).endswith("ForSequenceClassification")
+    return classifier and file_suffix(Path(dataset)) not in TEXT_FILES
+
+
+def read_documents(data: DataConfig, seed: int) -> Text:
+    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
+
+    Raises:
+        ValueError, OSError, ImportError: As `read_text` and `load_splits`.
+    """
+    path = data.dataset
+    if path is None or file_suffix(Path(path)) in TEXT_FILES or file_suffix(Path(path)) not in FORMATS:
+        return read_text(path)
+    splits = load_splits(data, seed, data.text_columns[:1])
+    train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
+    return Text(path, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
 
 
 def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:
@@ -356,16 +361,37 @@ def split_halves(documents: Sequence[str]) -> tuple[list[str], list[str]]:
 # Files and terminal
 
 
-def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, console: Console) -> None:
-    """Write the plan, the report and the plot, and show the table."""
+def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progress: ConsoleProgress) -> None:
+    """Write the plan, the report and the plot, and show the table and the findings."""
     plot = draw_curve(result, facts["model"]["name"])
     write_json(folder / REPORT, {**facts, "result": result.to_dict(), "summary": result.summary()})
     write_json(folder / PLAN, result.plan)
     atomic_write(folder / PLOT, plot)
     atomic_write(folder / PAGE, render_page(result, facts, plot))
-    show(console, result, f"{facts['model']['name']}: from exact to {result.attention}")
-    files = f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}"
-    console.print(files, highlight=False, soft_wrap=True, markup=False)
+    progress.table(result.formatted_table())
+    for sentence in result.summary():
+        progress.log(f"• {sentence}")
+    progress.log(f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}")
+
+
+def _stages(progress: ConsoleProgress) -> Progress:
+    """Return a function that shows the progress, and logs the size of each stage and its time left.
+
+    The first step of a stage does not count for the time left: it may compile kernels.
+    """
+    stage, start = "", 0.0
+
+    def on_progress(name: str, done: int, total: int) -> None:
+        nonlocal stage, start
+        progress.status(name, done, total)
+        if name != stage and done:
+            stage, start = name, time.perf_counter()
+        elif name == stage and start and done == min(4, total - 1):
+            left = (time.perf_counter() - start) / (done - 1) * (total - done)
+            progress.log(f"{total:,} {name}: about {timedelta(seconds=round(left))} left")
+            start = 0.0
+
+    return on_progress
 
 
 def _check_attention(name: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import pandas
 
 T = TypeVar("T")
 
@@ -70,6 +73,32 @@ class ConsoleProgress:
         """Print a line above the bar."""
         text = printable(message, self.console.encoding)
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def table(self, frame: pandas.DataFrame) -> None:
+        """Print a table of text with its index. Columns that do not fit into the width follow in further tables."""
+        from rich.box import SIMPLE_HEAD
+        from rich.markup import escape
+        from rich.table import Table
+
+        encoding = self.console.encoding
+        frame = frame.map(printable, encoding=encoding).rename(columns=lambda name: printable(name, encoding))
+        index = [printable(label, encoding) for label in frame.index]
+        columns = list(frame.columns)
+        while columns:
+            table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+            table.add_column(frame.index.name, no_wrap=True)
+            used, shown = max(map(len, index)) + 4, []
+            while columns:
+                needed = max(map(len, [*columns[0].split(), *frame[columns[0]]])) + 2
+                if shown and used + needed > self.console.width:
+                    break
+                shown.append(columns.pop(0))
+                # Without a width, rich takes space from numbers before it breaks a title between its words.
+                table.add_column(shown[-1], justify="right", min_width=needed - 2)
+                used += needed
+            for label, row in zip(index, frame[shown].to_numpy().tolist(), strict=True):
+                table.add_row(escape(label), *map(escape, row))
+            self.console.print(table)
 
 
 def report_nothing(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write
 from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, format_seconds
 from .evaluator import EXACT_LABEL
+from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
 from .speed import DECODING, FORWARD, LAYER, PREFILL, TRAINING, WITHOUT_ATTENTION
 
@@ -62,6 +63,20 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
 
 def render_page(evaluation: Evaluation, plots: dict[str, bytes]) -> str:
     """Return the page. It loads nothing: plots and style are within it."""
+    return page_template("report.html").render(
+        evaluation=evaluation,
+        info=evaluation.info,
+        lead=lead(evaluation),
+        plots={name: base64.b64encode(content).decode() for name, content in plots.items()},
+        captions=CAPTIONS,
+        tables=speed_tables(evaluation),
+        method=method(evaluation),
+        note=NOTE,
+    )
+
+
+def page_template(name: str) -> Any:
+    """Return a template, with the filter `table` for data frames."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -72,16 +87,7 @@ def render_page(evaluation: Evaluation, plots: dict[str, bytes]) -> str:
         lstrip_blocks=True,
     )
     templates.filters["table"] = lambda frame: frame.to_html(border=0, justify="left", escape=True)
-    return templates.get_template("report.html").render(
-        evaluation=evaluation,
-        info=evaluation.info,
-        lead=lead(evaluation),
-        plots={name: base64.b64encode(content).decode() for name, content in plots.items()},
-        captions=CAPTIONS,
-        tables=speed_tables(evaluation),
-        method=method(evaluation),
-        note=NOTE,
-    )
+    return templates.get_template(name)
 
 
 def render_markdown(evaluation: Evaluation) -> str:
@@ -180,10 +186,10 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     """Return how it was measured: what the inputs were, the settings, the machine, the versions."""
     info = evaluation.info
     data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
-    lines = {"data": f"{data['source']}; {_inputs_text(data['held_out'])}"}
+    lines = {"data": f"{data['source']}; {inputs_text(data['held_out'])}"}
     for entry in info["tasks"]:
         lines[f"data of {entry['task']}"] = (
-            f"{entry['source']}, model {entry['model']}; {_inputs_text(entry['held_out'])}"
+            f"{entry['source']}, model {entry['model']}; {inputs_text(entry['held_out'])}"
         )
     if "sentence_pairs" in data:
         lines["sentence pairs"] = data["sentence_pairs"]
@@ -197,10 +203,10 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     if settings["steps"]:
         seeds = ", ".join(map(str, settings["seeds"]))
         lines["attention transfer"] = (
-            f"{settings['steps']} steps on {_inputs_text(data['train'])}; seeds {seeds}. It trains the mechanisms' own "
+            f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {seeds}. It trains the mechanisms' own "
             "parameters only; training all weights afterwards (hf-linear-attn convert) is not part of these numbers"
         )
-    lines["fidelity"] = f"{_inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
+    lines["fidelity"] = f"{inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
     for group in info["checkpoints"]:
         lines[group["label"]] = ", ".join(one["folder"] for one in group["checkpoints"])
     lines["times"] = (
@@ -221,13 +227,6 @@ def method(evaluation: Evaluation) -> dict[str, str]:
 def _stderr_text(evaluation: Evaluation, score: Any) -> str:
     quality = evaluation.quality(score, EXACT_LABEL)
     return "" if quality is None or quality.stderr is None else f"± {fixed(quality.stderr, score.digits)}"
-
-
-def _inputs_text(facts: dict[str, int]) -> str:
-    return (
-        f"{facts['sequences']:,} inputs with {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
-        f"{facts['longest']:,})"
-    )
 
 
 def _count(number: int, noun: str) -> str:

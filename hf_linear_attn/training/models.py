@@ -125,7 +125,7 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
     _check_overrides(model_config, overrides)
     if config.from_config and source is None:
         return LoadedModel(_checked(auto.from_config(model_config), data, config))
-    _check_labels(name, revision, data)
+    data.check_labels(AutoConfig.from_pretrained(name, revision=revision), repr(name))
     arguments = {"revision": revision, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
         if getattr(model_config, CONFIG_FIELD, None) is not None:
@@ -248,22 +248,6 @@ def _check_direction(model: PreTrainedModel, data: TaskData) -> None:
     if any(layer.causal is not causal for layer in layers):
         remedy = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
         raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
-
-
-def _check_labels(name: str, revision: str, data: TaskData) -> None:
-    """Raise a ValueError for a head that was trained with other labels, or with the same ones in another order."""
-    saved = AutoConfig.from_pretrained(name, revision=revision)
-    trained = any("ForSequenceClassification" in architecture for architecture in saved.architectures or ())
-    if data.labels is None or not trained:
-        return
-    names = [str(saved.id2label[index]) for index in sorted(saved.id2label)]
-    generic = all(label == f"LABEL_{index}" for index, label in enumerate(names))
-    same = generic or [label.lower() for label in names] == [label.lower() for label in data.labels]
-    if len(names) != len(data.labels) or not same:
-        raise ValueError(
-            f"{name!r} was trained with the labels {', '.join(names)}, in this order; the data has "
-            f"{', '.join(data.labels)}. Give data with the model's labels, or a model without a classification head."
-        )
 
 
 def _check_overrides(model_config: Any, overrides: dict[str, Any]) -> None:

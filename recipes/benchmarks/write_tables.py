@@ -74,7 +74,7 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
     """Table, first finding and plot of the committed plan."""
     report = read_json(folder / "plan-report.json")
     result = LayerSearchResult.from_dict(report["result"])
-    titles, rows = result.formatted_table()
+    table = result.formatted_table().reset_index()
     settings = report["settings"]
     flags = [f"--attention {result.attention}"]
     flags += [f"--options.{name} {value}" for name, value in settings["options"].items()]
@@ -84,7 +84,7 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
             f"{report['model']['name']} ({report['model']['parameters']:,} parameters), `{' '.join(flags)}`, "
             f"{machine_with_load(report)}; a star marks the plan:",
             "",
-            markdown_table(titles, rows, text_columns=None),
+            markdown_table(list(table.columns), table.to_numpy().tolist(), text_columns=None),
             "",
             result.summary()[0],
             "",

@@ -19,8 +19,7 @@ from hf_linear_attn.evaluation.layer_search import (
     Budget,
     LayerSearchResult,
     format_divergence,
-    greedy_layers,
-    rank_layers,
+    order_layers,
     search_layers,
 )
 from hf_linear_attn.evaluation.metrics import PERPLEXITY, measure_perplexity, perplexity_metric
@@ -98,12 +97,12 @@ def test_orders_differ_where_layers_compensate_each_other() -> None:
         measured.append(tuple(sorted(layers)))
         return divergences[measured[-1]]
 
-    assert rank_layers([2, 0, 1], divergence) == [0, 1, 2]
-    assert greedy_layers([2, 0, 1], divergence) == [0, 2, 1]
+    assert order_layers([2, 0, 1], divergence, "rank") == [0, 1, 2]
+    assert order_layers([2, 0, 1], divergence, "greedy") == [0, 2, 1]
     # The path adds its end to what greedy measures, and for rank all but its beginning.
     assert len(set(measured[3:])) + 1 == SEARCHES["greedy"][1](3)
     assert SEARCHES["rank"][1](3) == 5
-    assert rank_layers([0, 1], lambda layers: None if layers == [0] else 1.0) == [1, 0]
+    assert order_layers([0, 1], lambda layers: None if layers == [0] else 1.0, "rank") == [1, 0]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ class StubMetric:
         self.calls += 1
         loss = self.losses[self.layers]
         divergence = self.divergences.get(self.layers, loss - self.losses["exact"])
-        values = {"loss": loss, "perplexity": math.exp(loss), "divergence": divergence}
+        values = {"loss": loss, "perplexity": math.exp(loss), "divergence": divergence, "longest_input": 30}
         return [{"metric": name, "value": value} for name, value in values.items()]
 
 
@@ -225,9 +224,10 @@ def test_tables_and_json(search: Any) -> None:
     assert result.table["speedup_at_16"][0] == 1.0
     assert list(result.layer_table["index"]) == [0, 1, 2]
     assert LayerSearchResult.from_dict(result.to_dict()) == replace(result, curve=result.to_dict()["curve"])
-    titles, rows = result.formatted_table()
-    assert len(titles) == len(rows[0]) == 6
-    assert rows[2][0] == "2 of 3 ★"
+    table = result.formatted_table()
+    assert list(table.columns) == ["adds layer", "KL, nats", "perplexity", "damage", "speed at 16"]
+    assert list(table.index) == ["0 of 3", "1 of 3", "2 of 3 ★", "3 of 3"]
+    assert table.loc["2 of 3 ★", "damage"] == "+0.1500 nats"
 
 
 def test_a_budget_that_no_layer_keeps(search: Any) -> None:
@@ -245,9 +245,36 @@ def test_a_choice_that_other_data_do_not_confirm(search: Any) -> None:
 def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     result = search("1000 nats", {**LOSSES, "none": 0.9})
     assert (result.informative, result.met) == (False, False)
-    assert "no better there than the model without attention" in result.summary()[0]
+    assert (
+        "not clearly better there than the model without attention (perplexity 2.72 against 2.46" in result.summary()[0]
+    )
     fast = search("1000x at 16", {**LOSSES, "none": 0.9}, seconds=0.001)
-    assert any("says nothing on this data" in sentence for sentence in fast.summary())
+    assert any("says nothing about attention" in sentence for sentence in fast.summary())
+    # The floor must lie clearly on the other side, on the data of the verification too.
+    assert not search("1000 nats", {**LOSSES, "none": 1.01}).met
+    assert not search("1000 nats", verification={**LOSSES, "none": 0.9}).met
+
+
+def test_a_mechanism_that_computes_exact_attention_is_named_with_the_length_of_the_inputs(search: Any) -> None:
+    losses = {**dict.fromkeys(LOSSES, 1.0), "none": 3.0}
+    sentences = search("0.2 nats", losses).summary()
+    assert any("exact attention on these inputs, which have at most 30 tokens" in sentence for sentence in sentences)
+    sentences = search("0.2 nats", lengths=(64,), seconds=0.001).summary()
+    assert "Quality is that of inputs of at most 30 tokens; longer ones were only timed." in sentences
+
+
+@pytest.mark.parametrize(
+    ("speedups", "text"),
+    [
+        ({"64": 0.5, "512": 0.9}, "It is faster if at all, beyond 512 tokens."),
+        ({"64": 0.5, "256": 2.0}, "It is faster from ~ 130 tokens."),  # sqrt(64 · 256), two digits
+        ({"64": 1.5, "256": 2.0}, "It is faster at all of these."),
+    ],
+)
+def test_nothing_is_said_about_lengths_that_were_not_timed(search: Any, speedups: dict[str, float], text: str) -> None:
+    result = search("0.2 nats")
+    result.chosen["speedup"].update(speedups)
+    assert any(sentence.endswith(text) for sentence in result.summary())
 
 
 def test_a_better_score_with_a_large_divergence_is_chance(search: Any) -> None:
