@@ -239,6 +239,9 @@ def _read_fasta(path: Path) -> Table:
     return {"description": descriptions, "sequence": sequences}
 
 
+#: Suffixes of plain text, which is split into documents.
+TEXT_FORMATS = ("txt", "text", "smi", "tokens", "raw")
+
 #: Suffix -> reader.
 FORMATS: dict[str, Callable[[Path], Table]] = {
     "csv": _read_csv,
@@ -246,7 +249,7 @@ FORMATS: dict[str, Callable[[Path], Table]] = {
     "jsonl": _read_json_lines,
     "json": _read_json,
     "parquet": _read_parquet,
-    **dict.fromkeys(("txt", "text", "smi", "tokens", "raw"), _read_documents),
+    **dict.fromkeys(TEXT_FORMATS, _read_documents),
     **dict.fromkeys(("fasta", "fa"), _read_fasta),
 }
 

@@ -64,7 +64,7 @@ def load_source(
         if options:
             raise ValueError(f"{source!r} is local; {' and '.join(options)} go with Hub sets only.")
         splits = _load_folder(path) if path.is_dir() else _load_files({"train": path})
-    elif _looks_local(source):
+    elif is_local(source):
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
         splits = _as_dict(load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder."))
@@ -99,7 +99,8 @@ def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -
         raise OSError(f"Could not load {description} ({type(error).__name__}: {error}). {remedy}") from error
 
 
-def _looks_local(source: str) -> bool:
+def is_local(source: str) -> bool:
+    """Whether a name that no file or folder has looks like a path, and not like a data set of the Hub."""
     path = Path(source)
     return source.startswith((".", "/", "~")) or len(path.parts) > 2 or file_suffix(path) in FORMATS
 

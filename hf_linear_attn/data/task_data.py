@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +20,11 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 from ..utils.extras import require_packages
 from .config import DataConfig
 from .encode import Encoded, encode_blocks, encode_documents, encode_pairs, row_lengths
+from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, TaskMetrics
 from .sources import check_columns, hold_out_validation, load_source
-from .tasks import get_task, load_task
+from .tasks import Task, get_task, load_task
+from .text import Text, read_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -219,18 +224,8 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
 
 
 def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    label = "label"
-    if data.task is not None:
-        task = get_task(data.task)
-        splits = load_task(data.task, folder=data.folder, revision=data.revision)
-        columns, labels, names = task.columns, task.labels, data.metrics or (task.main_metric, *task.metrics)
-    else:
-        splits, label = load_splits(data, seed, (*data.text_columns, data.label_column)), data.label_column
-        columns, labels = data.text_columns, _class_names(splits, label)
-        names = data.metrics or (("accuracy",) if labels is not None else ("pearson", "spearmanr"))
-        if labels is not None:
-            splits = _with_class_numbers(splits, label, labels)
-    names = tuple(dict.fromkeys(names))
+    task, splits = load_labelled(data, seed)
+    names = tuple(dict.fromkeys(data.metrics or (task.main_metric, *task.metrics)))
     TaskMetrics(names)  # an unknown name is an error now, and not after the first pass over the data
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -246,9 +241,9 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
         metric=f"{prefix}_{names[0]}" if prefix else names[0],
         greater_is_better=METRICS.get(names[0]).higher_is_better if names[0] in METRICS else True,
         metric_names=names,
-        labels=labels,
+        labels=task.labels,
     )
-    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, columns, max_length, label=label))
+    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
     return task_data
 
 
@@ -302,29 +297,55 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
     return splits
 
 
-def _class_names(splits: DatasetDict, label: str) -> tuple[str, ...] | None:
-    """The names of the classes; None for scores (floating-point labels)."""
-    feature = splits["train"].features[label]
+def read_documents(data: DataConfig, seed: int) -> Text:
+    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
+
+    Raises:
+        ValueError, OSError, ImportError: As `read_text` and `load_splits`.
+    """
+    path = data.dataset
+    if path is None or file_suffix(Path(path)) in TEXT_FORMATS or file_suffix(Path(path)) not in FORMATS:
+        return read_text(path)
+    splits = load_splits(data, seed, data.text_columns[:1])
+    train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
+    return Text(path, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
+
+
+def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
+    """Load the rows of a task, or of the user's own labelled data as a task, with the column `label`.
+
+    Args:
+        data: Which data. Labels of one's own data are classes, unless they are floating-point numbers: scores.
+        seed: Of the rows that are held out where there is no validation split.
+
+    Raises:
+        ValueError, OSError: As `load_splits` and `load_task`; a label that is not in the training rows.
+    """
+    if data.task is not None:
+        return get_task(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
+    splits = load_splits(data, seed, (*data.text_columns, data.label_column))
+    if data.label_column != "label":
+        splits = splits.select_columns([*data.text_columns, data.label_column])
+        splits = splits.rename_column(data.label_column, "label")
+    feature = splits["train"].features["label"]
+    labels: Sequence[str] | None = None
     if hasattr(feature, "names"):
-        return tuple(feature.names)
-    if str(getattr(feature, "dtype", "")).startswith("float"):
-        return None
-    return tuple(str(value) for value in sorted(set(splits["train"][label])))
+        labels = feature.names
+    elif not str(getattr(feature, "dtype", "")).startswith("float"):
+        labels = [str(value) for value in sorted(set(splits["train"]["label"]))]
+        number = partial(_class_number, {label: index for index, label in enumerate(labels)})
+        splits = splits.map(number, remove_columns=["label"], keep_in_memory=True, desc="Numbering labels")
+        splits = splits.rename_column("class", "label")
+    metrics = ("pearson", "spearmanr") if labels is None else ("accuracy",)
+    names, source = None if labels is None else tuple(labels), Path(str(data.dataset)).name
+    task = Task(source, source, data.text_columns, names, metrics, metrics[0], "", (source, None), (), ())
+    return task, splits
 
 
-def _with_class_numbers(splits: DatasetDict, label: str, labels: Sequence[str]) -> DatasetDict:
-    """The splits with class numbers for labels. Raises a ValueError for one that is not in the training data."""
-    if hasattr(splits["train"].features[label], "names"):
-        return splits
-    numbers = {name: index for index, name in enumerate(labels)}
-
-    def number(row: dict[str, Any]) -> dict[str, Any]:
-        value = str(row[label])
-        if value not in numbers:
-            raise ValueError(f"The label {value!r} does not occur in the training data ({', '.join(numbers)}).")
-        return {"__label": numbers[value]}
-
-    return splits.map(number, remove_columns=[label], keep_in_memory=True).rename_column("__label", label)
+def _class_number(numbers: Mapping[str, int], row: dict[str, Any]) -> dict[str, Any]:
+    if str(row["label"]) not in numbers:
+        raise ValueError(f"The label {row['label']!r} does not occur in the training data ({', '.join(numbers)}).")
+    return {"class": numbers[str(row["label"])]}
 
 
 def _encode(

@@ -164,6 +164,7 @@ def open_records(config: EvaluateConfig) -> Iterator[Records]:
 
 def _check_names(config: EvaluateConfig) -> None:
     """Raise for unknown mechanisms and tasks and for missing folders, before anything is loaded."""
+    from ..data.sources import is_local
     from ..registry import ATTENTIONS, list_attentions
 
     list_attentions()
@@ -184,8 +185,9 @@ def _check_names(config: EvaluateConfig) -> None:
     for folder, flag in ((config.data.folder, "data.folder"), (config.data.sts, "data.sts"), *folders):
         if folder is not None and not Path(folder).is_dir():
             raise FileNotFoundError(f"There is no folder {folder!r}. Give another with --{flag}.")
-    if config.data.dataset not in (None, PYTHON_DOCUMENTATION) and not Path(str(config.data.dataset)).is_file():
-        raise FileNotFoundError(f"There is no text file {config.data.dataset!r}. Give another with --data.dataset.")
+    dataset = config.data.dataset
+    if dataset not in (None, PYTHON_DOCUMENTATION) and is_local(str(dataset)) and not Path(str(dataset)).exists():
+        raise FileNotFoundError(f"There is no file {dataset!r}. Give another with --data.dataset.")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -224,7 +226,8 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     from transformers import PreTrainedModel
 
     from ..data.config import DataConfig
-    from ..data.text import read_text, text_of
+    from ..data.task_data import read_documents
+    from ..data.text import text_of
     from ..integration.discovery import longest_input
     from ..integration.inputs import has_position_table
     from ..utils.models import torch_device
@@ -240,10 +243,12 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         models.check_exact(model, name, kind)
         tokenizer = tokenizer or models.load_tokenizer(str(source.name_or_path))
     else:
-        name, kind, loaded = models.describe_source(str(source), task)
+        name, kind, loaded = models.describe_source(str(source), task, config.data.dataset)
         name = config.name or name
         model, tokenizer = None, tokenizer or models.load_tokenizer(str(source))
     _check_data(kind, config, name, documents)
+    if kind == "classifier" and task is None:
+        task = Path(str(config.data.dataset)).name
     model_config = loaded if model is None else model.config
     auto_class = getattr(transformers, models.AUTO_CLASSES[kind])
     groups = models.find_checkpoints(config.converted or (), auto_class, model_config, device, exact=False)
@@ -254,14 +259,19 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     settings = resolve_settings(config, kind, longest_input(model), models.dtype_name(model), table=table)
     metrics: list[Any] = []
     if task is not None:
-        chosen = {name: getattr(config.data, name) for name in ("folder", "metrics", "max_eval_samples")}
-        inputs = data.task_inputs(DataConfig(task=task, **chosen), tokenizer, model.config, settings)
+        names = ("folder", "metrics", "max_eval_samples", "text_columns", "label_column")
+        chosen: dict[str, Any] = {name: getattr(config.data, name) for name in names}
+        chosen["task" if config.data.own_task else "dataset"] = config.data.own_task or config.data.dataset
+        inputs = data.task_inputs(DataConfig(**chosen), tokenizer, model.config, settings)
         conditions = {"data": inputs.hash, **inputs.facts["held_out"]}
         options: dict[str, Any] = {"regression": inputs.regression, "task": task, "settings": conditions}
         metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
     else:
         path = None if config.data.dataset == PYTHON_DOCUMENTATION else config.data.dataset
-        text = read_text(path) if documents is None else text_of(documents, "the given documents")
+        if documents is None:
+            text = read_documents(DataConfig(dataset=path, text_columns=config.data.text_columns), config.seed)
+        else:
+            text = text_of(documents, "the given documents")
         inputs = data.text_inputs(text, tokenizer, settings)
     if kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
@@ -281,8 +291,11 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
 def _check_data(kind: str, config: EvaluateConfig, name: str, documents: Sequence[str] | None) -> None:
     if kind == "decoder" and config.data.dataset is None and documents is None:
         raise ValueError(f"{name!r} is a causal language model: give a text to measure it on with --data.dataset FILE.")
-    if kind == "classifier" and config.data.own_task is None:
-        raise ValueError(f"{name!r} is a classifier: give the task that it was fine-tuned for with --data.task.")
+    if kind == "classifier" and config.data.own_task is None and config.data.dataset is None:
+        raise ValueError(
+            f"{name!r} is a classifier: give the task that it was fine-tuned for with --data.task, or your own "
+            "labelled data with --data.dataset."
+        )
     if kind != "encoder" and config.data.sts is not None:
         raise ValueError(f"data.sts needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
     if kind != "decoder" and (config.context or config.stride):

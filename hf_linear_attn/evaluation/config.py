@@ -44,7 +44,8 @@ class EvaluationData:
 
     dataset: str | None = option(
         None,
-        f"UTF-8 text file to measure on, or {PYTHON_DOCUMENTATION} (the default for encoders)",
+        f"text file to measure on, or {PYTHON_DOCUMENTATION} (the default for encoders); for a classifier your own "
+        "labelled data, as for `convert`",
         common=True,
     )
     task: tuple[str, ...] | None = option(
@@ -53,6 +54,8 @@ class EvaluationData:
         "fine-tuned model of the same shape, because a head answers one task only",
         common=True,
     )
+    text_columns: tuple[str, ...] = option(("text",), "text column of your own labelled data, or two for pairs")
+    label_column: str = option("label", "label column of your own labelled data")
     folder: str | None = option(None, "folder with the tasks' files (default: from the Hub)")
     metrics: tuple[str, ...] | None = option(
         None, "metrics of the task, the first one decides (default: the task's own); hub:NAME is a metric of the Hub"
@@ -73,9 +76,10 @@ class EvaluationData:
                 f"data.task: one model has one head, and cannot answer {' and '.join(own)}. Give all but one with the "
                 f"folder of a model that was fine-tuned for it: --data.task {own[0]} {own[1]}=FOLDER."
             )
-        for name in ("metrics", "folder"):
-            if getattr(self, name) is not None and self.task is None:
-                raise ValueError(f"data.{name} belongs to a task. Give data.task too (sst2, mrpc, …).")
+        if self.folder is not None and self.task is None:
+            raise ValueError("data.folder belongs to a task. Give data.task too (sst2, mrpc, …).")
+        if self.metrics is not None and self.task is None and self.dataset is None:
+            raise ValueError("data.metrics belongs to labelled data. Give data.task or data.dataset too.")
         if self.metrics is not None and len(names) > 1:
             raise ValueError(f"data.metrics are those of one task; there are {len(names)}. Leave metrics or tasks out.")
         for name, reason in (("dataset", "a task has its own data"), ("sts", "sts needs an encoder without a head")):
@@ -204,6 +208,8 @@ class EvaluateConfig:
         if task is not None:
             data = replace(self.data, task=(task,), dataset=None, sts=None)
             return replace(self, data=data, context=None, stride=None, **own)
+        if self.data.task is None:
+            return replace(self, **own)
         if self.data.own_task is not None:
             return replace(self, data=replace(self.data, task=(self.data.own_task,)), **own)
         return replace(self, data=replace(self.data, task=None, folder=None, metrics=None), **own)

@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ..data.files import TEXT_FORMATS, file_suffix
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.inputs import has_position_table
 from ..mechanisms.softmax import EXACT
@@ -22,6 +23,7 @@ from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import AttentionEntry
 from ..utils.environment import environment
 from ..utils.models import quiet_transformers, shared_copy
+from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
 
 #: Kinds of models, and the auto class of each.
@@ -154,11 +156,18 @@ def load_config(source: str) -> Any:
     return config
 
 
-def describe_source(source: str, task: str | None) -> tuple[str, str, Any]:
-    """Return the name, the kind and the config of an unpatched checkpoint. Raises as `load_config` and `is_decoder`."""
+def describe_source(source: str, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
+    """Return the name, the kind and the config of an unpatched checkpoint. Raises as `load_config` and `is_decoder`.
+
+    A model is a classifier with a task, or where it has the head of one, with a data set that is no plain text.
+    """
     config = load_config(source)
     name = Path(source).resolve().name if Path(source).is_dir() else source
-    return name, "classifier" if task is not None else "decoder" if is_decoder(config) else "encoder", config
+    has_head = any("ForSequenceClassification" in one for one in config.architectures or ())
+    has_labels = dataset not in (None, PYTHON_DOCUMENTATION) and file_suffix(Path(str(dataset))) not in TEXT_FORMATS
+    if task is not None or (has_head and has_labels):
+        return name, "classifier", config
+    return name, "decoder" if is_decoder(config) else "encoder", config
 
 
 def load_tokenizer(source: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -16,10 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
-from ..data.config import DataConfig
-from ..data.files import FORMATS, file_suffix
-from ..data.task_data import load_splits
-from ..data.text import Text, pad_token, padded_batches, read_text, token_documents, token_passages
+from ..data.task_data import read_documents
+from ..data.text import Text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..integration.inputs import accepts_longer_inputs, has_position_table
 from ..patching import patch_model, patch_report
@@ -50,9 +47,6 @@ LEARNED = "learned.safetensors"
 RESULTS = (RECORDS_FILE, LEARNED)
 
 FORMAT_VERSION = 3
-
-#: Suffixes of files that hold text without labels.
-TEXT_FILES = ("txt", "text", "smi", "tokens", "raw")
 
 #: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
 TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
@@ -130,9 +124,7 @@ class _Run:
 
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
         self.config, self.budget = config, budget
-        name, kind, model_config = describe_source(config.model, config.data.task)
-        if config.data.dataset is not None and has_labels(config.data.dataset, model_config):
-            kind = "classifier"
+        name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
         tokenizer = load_tokenizer(config.model)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -301,26 +293,6 @@ class _Run:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
         save_checkpoint(model, self.config.model, target, overwrite=self.config.overwrite)
         return f"Checkpoint: {target}"
-
-
-def has_labels(dataset: str, model_config: Any) -> bool:
-    """Return whether a data set is taken as labelled rows: the model is a classifier, and the data is no plain text."""
-    classifier = str((model_config.architectures or [""])[0]).endswith("ForSequenceClassification")
-    return classifier and file_suffix(Path(dataset)) not in TEXT_FILES
-
-
-def read_documents(data: DataConfig, seed: int) -> Text:
-    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
-
-    Raises:
-        ValueError, OSError, ImportError: As `read_text` and `load_splits`.
-    """
-    path = data.dataset
-    if path is None or file_suffix(Path(path)) in TEXT_FILES or file_suffix(Path(path)) not in FORMATS:
-        return read_text(path)
-    splits = load_splits(data, seed, data.text_columns[:1])
-    train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
-    return Text(path, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
 
 
 def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:

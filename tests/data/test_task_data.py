@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
-from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData
-from tests.data.tiny_data import tokenizer
+from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData, load_labelled
+from tests.data.tiny_data import tokenizer, write
 
 
 def task_data(task_type: str, **options: object) -> TaskData:
@@ -73,3 +74,19 @@ def test_own_metrics_leave_out_what_the_trainer_adds():
     data = task_data("classification", labels=("a", "b"), metric_names=("accuracy", "f1"))
     metrics = {"eval_matched_accuracy": 0.5, "eval_f1": 0.25, "eval_loss": 1.0, "eval_runtime": 3.0, "epoch": 1.0}
     assert data.own_metrics(metrics) == {"matched_accuracy": 0.5, "f1": 0.25}
+
+
+def test_own_labelled_data_are_a_task(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    folder = write(
+        tmp_path,
+        {"train.csv": "review,label,stars\na,9,good\nb,9,bad\n", "dev.csv": "review,label,stars\nc,9,good\n"},
+    )
+    data = DataConfig(dataset=str(folder), text_columns=("review",), label_column="stars")
+    task, splits = load_labelled(data, 0)
+    assert (task.labels, task.columns, task.metrics) == (("bad", "good"), ("review",), ("accuracy",))
+    assert list(splits["train"]["label"]) == [1, 0]
+    assert list(splits["validation"]["label"]) == [1]
+    write(tmp_path, {"dev.csv": "review,label,stars\nc,9,so-so\n"})
+    with pytest.raises(ValueError, match=r"The label 'so-so' does not occur in the training data \(bad, good\)"):
+        load_labelled(data, 0)

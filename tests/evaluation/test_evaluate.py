@@ -255,6 +255,28 @@ def test_a_classifier_with_checkpoints_and_a_baseline(folder: Path, tmp_path: Pa
     assert len(more.quality(score, "elu (converted)").values) == 2  # known, although its folders were not given again
 
 
+def test_own_labelled_data_are_measured_as_a_task_is(folder: Path, tmp_path: Path) -> None:
+    """The files of a task, given as data of one's own, give the values of the task."""
+    common: dict[str, Any] = {"attention": ("elu",), "steps": 0}
+    task, _ = run(
+        folder / "classifier", task=("sst2",), folder=str(folder / "glue"), output=str(tmp_path / "task"), **common
+    )
+    own, _ = run(
+        folder / "classifier",
+        dataset=str(folder / "glue" / "SST-2"),
+        text_columns=("sentence",),
+        output=str(tmp_path / "own"),
+        **common,
+    )
+    for evaluation, name in ((task, "sst2"), (own, "SST-2")):
+        assert evaluation.scores[0].task == name
+    values = [evaluation.quality(evaluation.scores[0], "exact").values for evaluation in (task, own)]
+    assert values[0] == values[1]
+    with pytest.raises(ValueError, match=r"no column 'text'.*Columns: sentence, label"):
+        run(folder / "classifier", dataset=str(folder / "glue" / "SST-2"), output=str(tmp_path / "none"), **common)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_metric_of_ones_own(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "share").mkdir()
     (tmp_path / "share" / "share.py").write_text(MODULE)
@@ -321,7 +343,7 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
     ("kind", "options", "message"),
     [
         ("gpt2", {}, "give a text to measure it on with --data.dataset"),
-        ("gpt2", {"dataset": "nowhere.txt"}, r"no text file 'nowhere.txt'"),
+        ("gpt2", {"dataset": "nowhere.txt"}, r"no file 'nowhere.txt'"),
         ("gpt2", {"dataset": "TEXT", "attention": ("nystrom",)}, "cannot be measured on this model"),
         ("gpt2", {"dataset": "TEXT", "attention": ("hedgehogs",)}, r"'hedgehogs'.*Did you mean 'hedgehog'"),
         ("gpt2", {"dataset": "TEXT", "attention": ("softmax",)}, "always measured"),
