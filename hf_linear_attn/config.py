@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from .version import __version__
 FORMAT_VERSION = 1
 
 DEFAULT_KEY = "default"
+#: What a layer's dict may hold besides the options of its mechanism.
+LAYER_KEYS = ("attention", "options", "exact_heads")
 #: The mechanism where none is named: it preserves most of a pretrained model, in both directions.
 DEFAULT_ATTENTION = "window"
 
@@ -27,20 +29,28 @@ class LayerConfig:
     Attributes:
         attention: Its registered name.
         options: Its options; missing ones take their defaults.
+        exact_heads: The key-value heads whose attention stays exact, by index, with the query heads that share them.
 
     Raises:
         ValueError: The mechanism or an option is unknown (the message suggests similar names), or a value is wrong.
+        TypeError: `exact_heads` is not a list of integers.
     """
 
     attention: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    exact_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         build_options(ATTENTIONS.get(self.attention), dict(self.options))
+        object.__setattr__(self, "exact_heads", _check_heads(self.exact_heads))
+        if self.exact_heads and self.attention == "softmax":
+            raise ValueError(f"exact_heads={list(self.exact_heads)}: every head of a 'softmax' layer is exact.")
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | LayerConfig) -> LayerConfig:
         """Read a name, a dict `{"attention": name, **options}`, or the saved `{"attention": …, "options": …}`.
+
+        Each dict may have a key `"exact_heads"` too.
 
         Raises:
             ValueError: A dict has no key "attention".
@@ -53,8 +63,8 @@ class LayerConfig:
         if isinstance(value, Mapping):
             if "attention" not in value:
                 raise ValueError(f"A layer's settings need the key 'attention', got {dict(value)!r}.")
-            options = {key: option for key, option in value.items() if key not in ("attention", "options")}
-            return cls(value["attention"], {**value.get("options", {}), **options})
+            options = {key: option for key, option in value.items() if key not in LAYER_KEYS}
+            return cls(value["attention"], {**value.get("options", {}), **options}, value.get("exact_heads", ()))
         raise TypeError(
             f"A layer's attention must be a name or a dict like {{'attention': 'favor+', 'num_features': 256}}, "
             f"got {value!r} ({type(value).__name__})."
@@ -102,7 +112,7 @@ class LinearAttentionConfig:
         if isinstance(value, LinearAttentionConfig):
             return value
         if isinstance(value, str):
-            layer = LayerConfig(value, dict(options or {}))
+            layer = LayerConfig.parse({"attention": value, **(options or {})})
             if layers is None:
                 return cls(layer)
             return cls(None, {str(index): layer for index in _check_indices(layers)})
@@ -111,8 +121,9 @@ class LinearAttentionConfig:
                 return cls.from_dict(value)
             if not value:
                 raise ValueError("The dict of layers is empty: name at least one layer, or 'default'.")
-            parsed = {str(key): LayerConfig.parse(layer) for key, layer in value.items()}
-            return cls(parsed.pop(DEFAULT_KEY, None), parsed)
+            default = LayerConfig.parse(value[DEFAULT_KEY]) if DEFAULT_KEY in value else None
+            layers_given = {str(key): layer for key, layer in value.items() if key != DEFAULT_KEY}
+            return cls(default, {key: _parse_layer(layer, default) for key, layer in layers_given.items()})
         raise TypeError(
             "attention must be a name, a dict of layers or a LinearAttentionConfig, "
             f"got {value!r} ({type(value).__name__})."
@@ -198,7 +209,7 @@ class LinearAttentionConfig:
         def filled(layer: LayerConfig) -> LayerConfig:
             if not _has_option(layer, name) or layer.options.get(name) is not None:
                 return layer
-            return LayerConfig(layer.attention, {**layer.options, name: value})
+            return replace(layer, options={**layer.options, name: value})
 
         default = None if self.default is None else filled(self.default)
         return LinearAttentionConfig(default, {key: filled(layer) for key, layer in self.layers.items()})
@@ -280,7 +291,25 @@ def _has_option(layer: LayerConfig, name: str) -> bool:
 
 def _layer_dict(layer: LayerConfig) -> dict[str, Any]:
     options = asdict(build_options(ATTENTIONS.get(layer.attention), dict(layer.options)))
-    return {"attention": layer.attention, "options": options}
+    saved = {"attention": layer.attention, "options": options}
+    return {**saved, "exact_heads": list(layer.exact_heads)} if layer.exact_heads else saved
+
+
+def _parse_layer(value: Any, default: LayerConfig | None) -> LayerConfig:
+    """Read a layer of a dict; `{"exact_heads": […]}` alone takes the mechanism and the options of the default."""
+    if isinstance(value, Mapping) and set(value) == {"exact_heads"} and default is not None:
+        return replace(default, exact_heads=value["exact_heads"])
+    return LayerConfig.parse(value)
+
+
+def _check_heads(heads: Any) -> tuple[int, ...]:
+    if isinstance(heads, (str, bytes)) or not isinstance(heads, Iterable):
+        raise TypeError(f"exact_heads must be a list of key-value head indices, got {heads!r}.")
+    indices = tuple(heads)
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(f"exact_heads must hold integers, got {index!r} ({type(index).__name__}).")
+    return tuple(sorted(set(indices)))
 
 
 def _as_index(key: str) -> int | None:

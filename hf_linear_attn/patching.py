@@ -60,7 +60,8 @@ def patch_model(
         model: Any `PreTrainedModel` whose attention goes through Transformers' attention interface.
         attention: A registered name (see `list_attentions()`), a dict per layer such as
             `{"default": "hedgehog", "0": "softmax", "-1": "softmax"}` (values may be dicts with options, keys may be
-            indices, module names or patterns on them), or a `LinearAttentionConfig`.
+            indices, module names or patterns on them), or a `LinearAttentionConfig`. A layer may keep exact attention
+            in some of its key-value heads: `{"default": "window", "14": {"exact_heads": [1]}}`.
         layers: With a name, the indices of the self-attention layers to patch (all by default; negative ones count
             from the end).
         max_length: The longest input in tokens. Learned positions are extended to it as `extend_positions` does
@@ -68,7 +69,8 @@ def patch_model(
             length (Linformer, cosFormer) get it as their option `max_length` where they have none of their own. What
             truncates inputs has limits of its own: set `tokenizer.model_max_length`, and `max_seq_length` of a
             SentenceTransformer.
-        options: With a name, the mechanism's options, e.g. `num_features=256, seed=0`.
+        options: With a name, the mechanism's options, e.g. `num_features=256, seed=0`, and `exact_heads`, the
+            key-value heads that stay exact in every layer patched.
 
     Returns:
         The same model.
@@ -159,6 +161,7 @@ class LayerReport:
         parameters: The number of parameters added.
         state_bytes: Bytes of the state of one token stream after 1,024 tokens (0: no state).
         state: "constant", "growing" or "none".
+        exact_heads: The key-value heads of the layer that stay exact.
     """
 
     index: int
@@ -168,6 +171,7 @@ class LayerReport:
     parameters: int
     state_bytes: int
     state: str
+    exact_heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,18 +198,18 @@ class PatchReport:
 
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers] + [5])
-        kind = max([len(layer.attention) for layer in self.layers] + [9])
+        names = [_describe_heads(layer) for layer in self.layers]
+        kind = max([len(name) for name in names] + [9])
         lines = [
             f"{self.model}: {sum(layer.attention != EXACT for layer in self.layers)} of {len(self.layers)} "
             f"self-attention layers are linear, {self.parameters:,} parameters added"
         ]
         lines.append(f"{'':>5}  {'layer':<{width}}  {'attention':<{kind}}  {'parameters':>10}  {'state bytes':>11}")
-        for layer in self.layers:
+        for layer, name in zip(self.layers, names, strict=True):
             size = "cache" if layer.attention == EXACT and layer.state != "none" else f"{layer.state_bytes:,}"
             note = " (growing)" if layer.state == "growing" and layer.attention != EXACT else ""
             lines.append(
-                f"{layer.index:>5}  {layer.name:<{width}}  {layer.attention:<{kind}}  {layer.parameters:>10,}  "
-                f"{size:>11}{note}"
+                f"{layer.index:>5}  {layer.name:<{width}}  {name:<{kind}}  {layer.parameters:>10,}  {size:>11}{note}"
             )
         return "\n".join(lines)
 
@@ -232,6 +236,8 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
             continue
         entry = ATTENTIONS.get(layer_config["attention"])
         causal_bytes = module.state_bytes(1024) if layer.causal else 0
+        exact_heads = tuple(layer_config.get("exact_heads", ()))
+        state = "growing" if exact_heads else entry.state
         rows.append(
             LayerReport(
                 index,
@@ -240,10 +246,20 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
                 dict(layer_config["options"]),
                 module.learned_parameters(),
                 causal_bytes,
-                entry.state if layer.causal else "none",
+                state if layer.causal else "none",
+                exact_heads,
             )
         )
     return PatchReport(base_class(type(model)).__name__, tuple(rows))
+
+
+def _describe_heads(layer: LayerReport) -> str:
+    """Return the mechanism of a layer, with its exact heads: `"window, exact heads 1 3"`."""
+    return (
+        " ".join([layer.attention + ", exact heads", *map(str, layer.exact_heads)])
+        if layer.exact_heads
+        else (layer.attention)
+    )
 
 
 def _summary(model: PreTrainedModel) -> str:

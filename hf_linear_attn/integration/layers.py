@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..config import LayerConfig, LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
+from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, AttentionEntry, build_options
 from .attention import before_attention
@@ -126,8 +127,13 @@ def build_mechanisms(
 def _build(model: PreTrainedModel, item: PlannedLayer, max_length: int | None) -> LinearAttention:
     entry = ATTENTIONS.get(item.config.attention)
     shape = attention_shape(item.layer, item.index, max_length)
-    options = entry.resolve_options(shape, build_options(entry, dict(item.config.options)))
-    mechanism: LinearAttention = entry.factory(shape, options)
+    options = build_options(entry, dict(item.config.options))
+    exact_heads = item.config.exact_heads
+    mechanism: LinearAttention = (
+        HeadMixture(shape, entry, options, exact_heads)
+        if exact_heads
+        else entry.factory(shape, entry.resolve_options(shape, options))
+    )
     weights = [tensor for tensor in item.layer.module.parameters() if tensor.is_floating_point()]
     # Quantised weights have one byte an element: the mechanism takes the dtype of the others.
     like = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters(), None))
@@ -140,9 +146,11 @@ def _build(model: PreTrainedModel, item: PlannedLayer, max_length: int | None) -
 
 def _share_parameters(mechanisms: Sequence[LinearAttention]) -> None:
     """Let mechanisms that share parameters across layers take those of the first layer of their kind."""
-    first: dict[tuple[type, str], LinearAttention] = {}
-    for mechanism in mechanisms:
-        owner = first.setdefault((type(mechanism), repr(mechanism.options)), mechanism)
+    first: dict[tuple[type, str, int], LinearAttention] = {}
+    for outer in mechanisms:
+        mechanism = outer.mechanism if isinstance(outer, HeadMixture) else outer
+        key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
+        owner = first.setdefault(key, mechanism)
         if owner is not mechanism:
             mechanism.share_with(owner)
 
@@ -150,7 +158,7 @@ def _share_parameters(mechanisms: Sequence[LinearAttention]) -> None:
 def saved_config(built: Sequence[PlannedLayer]) -> dict[str, Any]:
     """Return the saved form: every patched layer by index, with all of its options written out."""
     layers = {
-        str(item.index): LayerConfig(item.config.attention, asdict(item.mechanism.options))
+        str(item.index): LayerConfig(item.config.attention, asdict(item.mechanism.options), item.config.exact_heads)
         for item in built
         if item.mechanism is not None
     }

@@ -1,0 +1,196 @@
+"""Exact attention for some key-value heads of a layer, a linear mechanism for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..feature_maps.base import AttentionShape
+from ..ops.common import InPlaceState, State, mask_tokens
+from ..registry import AttentionEntry
+from .base import AttentionInputs, LinearAttention, visible
+from .softmax import softmax_weights
+
+#: Prefix of the entries of the state that belong to the exact heads.
+PREFIX = "exact_"
+
+
+class HeadMixture(LinearAttention):
+    """`softmax(τ q Kᵀ) V` for the query heads of the chosen key-value heads, and a linear mechanism for all others.
+
+    A few heads of a language model look up single tokens far back; the others look near (DuoAttention, Xiao et al.
+    2024, arXiv:2410.10819). With the former exact, a converted model keeps its recall at a fraction of the cache. With
+    g of G key-value heads exact, a layer takes about g/G of the time of its exact attention plus (G - g)/G of that of
+    the mechanism. The state is that of the mechanism, and keys and values `[B, g, n, d]` of the exact heads, which grow
+    with the number n of tokens.
+
+    `patch_model` builds it where a layer has `exact_heads`; it is not registered under a name of its own. Attention
+    dropout is applied to no head.
+
+    Args:
+        shape: The whole layer.
+        entry: The mechanism of the other heads.
+        options: The options of that mechanism.
+        exact_heads: The indices of the exact key-value heads. With grouped queries each stands for all query heads that
+            share it.
+
+    Raises:
+        ValueError: An index is out of range, or no head is left for the mechanism.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, entry: AttentionEntry, options: object, exact_heads: Sequence[int]
+    ) -> None:
+        chosen = set(exact_heads)
+        groups = shape.num_key_value_heads
+        wrong = sorted(index for index in chosen if not 0 <= index < groups)
+        if wrong:
+            raise ValueError(
+                f"exact_heads={list(exact_heads)}: layer {shape.layer_index} has {groups} key-value heads "
+                f"(0 to {groups - 1})."
+            )
+        if len(chosen) == groups:
+            raise ValueError(
+                f"exact_heads={list(exact_heads)} are all key-value heads of layer {shape.layer_index}: give the layer "
+                "'softmax' instead."
+            )
+        linear_shape = replace(
+            shape,
+            num_heads=shape.num_heads // groups * (groups - len(chosen)),
+            num_key_value_heads=groups - len(chosen),
+        )
+        mechanism: LinearAttention = entry.factory(linear_shape, entry.resolve_options(linear_shape, options))
+        super().__init__(shape, mechanism.options)
+        self.mechanism = mechanism
+        self.exact_heads = tuple(sorted(chosen))
+        self.dense_masks = mechanism.dense_masks
+        self.distribution = mechanism.distribution
+        self.transfer_lr = mechanism.transfer_lr
+        #: Runs of neighbouring key-value heads that are treated alike: whether they are exact, and how many.
+        self._runs = [(exact, len(list(run))) for exact, run in groupby(range(groups), key=chosen.__contains__)]
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        inputs.refuse_bidirectional_state()
+        state = inputs.state
+        own = None if state is None else {name: state[name] for name in state if name.startswith(PREFIX)}
+        other: State | None = None
+        if state is not None:
+            other = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+            if isinstance(state, InPlaceState):
+                other = InPlaceState(other)
+        query, key, value = (self._split(tensor) for tensor in (inputs.query, inputs.key, inputs.value))
+        linear_inputs = replace(inputs, query=query[0], key=key[0], value=value[0], state=other)
+        linear, other_after = self.mechanism(linear_inputs)
+        exact, own_after = self._exact(replace(inputs, query=query[1], key=key[1], value=value[1], state=own))
+        return self._join(linear, exact), {**other_after, **own_after} if inputs.return_state else None
+
+    def _exact(self, inputs: AttentionInputs) -> tuple[Tensor, State]:
+        """Compute the exact heads; return their output and the state after the new tokens."""
+        mask, state, length = inputs.mask, inputs.state or {}, inputs.key.shape[2]
+        # Padding may hold anything, NaN too.
+        query, key, value = (mask_tokens(tensor, mask) for tensor in (inputs.query, inputs.key, inputs.value))
+        if state:
+            before = state.get("exact_mask")
+            if mask is not None or before is not None:
+                before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
+                mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+                mask = torch.cat([before, mask], dim=1)
+            key = torch.cat([state["exact_key"], key], dim=2)
+            value = torch.cat([state["exact_value"], value], dim=2)
+        elif inputs.return_state:
+            key, value = key.clone(), value.clone()  # A view would keep the memory of the other heads.
+        after = {"exact_key": key, "exact_value": value}
+        if mask is not None:
+            after["exact_mask"] = mask
+        lower_triangle = inputs.causal and mask is None and key.shape[2] == length
+        needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
+        allowed = visible(mask, query, key, inputs.causal) if needs_mask else None
+        return _softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
+
+    def dense_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
+    ) -> Tensor:
+        queries, keys, values, masks = self._split(query), self._split(key), self._split(value), self._split_mask(mask)
+        linear = self.mechanism.dense_forward(
+            queries[0], keys[0], values[0], scaling=scaling, causal=causal, mask=masks[0]
+        )
+        return self._join(linear, _softmax_attention(queries[1], keys[1], values[1], masks[1], scaling))
+
+    def attention_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        queries, keys = self._split(query), self._split(key)
+        masks = (mask, mask) if mask is None else self._split_mask(mask)
+        linear = self.mechanism.attention_weights(queries[0], keys[0], scaling=scaling, causal=causal, mask=masks[0])
+        allowed = visible(masks[1], queries[1], keys[1], causal)
+        return self._join(linear, softmax_weights(queries[1], keys[1], allowed, scaling))
+
+    def branch_weights(
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        queries, keys = self._split(query), self._split(key)
+        branch = self.mechanism.branch_weights(queries[0], keys[0], scaling=scaling, causal=causal, mask=mask)
+        if branch is None:
+            return None
+        weights, outside = branch
+        exact = weights.new_zeros(weights.shape[0], queries[1].shape[1], *weights.shape[2:])
+        return self._join(weights, exact), self._join(outside.expand(weights.shape), exact.bool())
+
+    def separable_queries(self, causal: bool) -> bool:
+        return self.mechanism.separable_queries(causal)
+
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        return tuple(f"mechanism.{name}" for name in self.mechanism.tied_parameters)
+
+    @property
+    def exact_length(self) -> int:
+        return self.mechanism.exact_length
+
+    def state_bytes(self, length: int = 0) -> int:
+        exact = 4 * len(self.exact_heads) * length * (self.shape.head_dim + self.shape.value_dim)
+        return self.mechanism.state_bytes(length) + exact
+
+    def extra_repr(self) -> str:
+        return f"exact_heads={list(self.exact_heads)}"
+
+    def _split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Split `[B, H | G, L, x]` into the heads of the mechanism and the exact ones."""
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for (exact, _), part in zip(self._runs, tensor.split(self._sizes(tensor.shape[1]), dim=1), strict=True):
+            parts[exact].append(part)
+        linear, chosen = (run[0] if len(run) == 1 else torch.cat(run, dim=1) for run in parts)
+        return linear, chosen
+
+    def _split_mask(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Split a mask that may differ from head to head, `[B, H, L, S]`; any other serves all heads."""
+        return self._split(mask) if mask.dim() == 4 and mask.shape[1] > 1 else (mask, mask)
+
+    def _join(self, linear: Tensor, exact: Tensor) -> Tensor:
+        """Put the heads `[B, H, L, x]` of the mechanism and the exact ones into their places."""
+        sizes = self._sizes(linear.shape[1] + exact.shape[1])
+        kinds = [kind for kind, _ in self._runs]
+        parts = {
+            kind: iter(tensor.split([size for size, own in zip(sizes, kinds, strict=True) if own is kind], dim=1))
+            for kind, tensor in ((False, linear), (True, exact))
+        }
+        return torch.cat([next(parts[kind]) for kind in kinds], dim=1)
+
+    def _sizes(self, heads: int) -> list[int]:
+        """Return the sizes of the runs, in query heads or in key-value heads, given the number of all."""
+        return [count * heads // self.shape.num_key_value_heads for _, count in self._runs]
+
+
+def _softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float, causal: bool = False
+) -> Tensor:
+    """Return exact attention `[B, H, L, e]` under a mask `[B | 1, H | 1, L, S]`; zeros where a query sees no key."""
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, is_causal=causal, scale=scaling, enable_gqa=True
+    )
+    return out if allowed is None else out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
