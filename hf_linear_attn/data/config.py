@@ -30,7 +30,11 @@ class DataConfig:
     metrics: tuple[str, ...] | None = option(
         None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
     )
-    max_length: int | None = option(None, "longest input, or block of a language model, in tokens (default: 128)")
+    max_length: int | None = option(
+        None,
+        "longest input, or block of a causal language model, in tokens (default of convert and finetune: what the "
+        "model takes, up to 1,024; of plan: 128)",
+    )
     max_train_samples: int | None = option(None, "number of training rows or blocks, drawn by the seed (default: all)")
     max_eval_samples: int | None = option(None, "number of validation rows, drawn once for all seeds (default: all)")
     validation_size: float = option(0.1, "share of the training rows to hold out where there is no validation split")

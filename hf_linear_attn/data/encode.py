@@ -18,7 +18,7 @@ from .sources import check_columns, import_datasets
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TRUNCATED = "__truncated__"
+DROPPED = "__dropped__"
 BATCH_SIZE = 1000
 
 
@@ -31,7 +31,7 @@ class Encoded:
         rows: Number of rows.
         tokens: Number of tokens in them.
         truncated: Number of rows that were truncated.
-        dropped: Number of tokens left out because they did not fill a block.
+        dropped: Number of tokens left out: cut off the truncated rows, or after the last full block.
     """
 
     dataset: Dataset
@@ -78,9 +78,9 @@ def encode_pairs(
     encoded = _map(selected, encode, list(columns))
     if label is not None and label != "labels":
         encoded = encoded.rename_column(label, "labels")
-    truncated = sum(encoded[TRUNCATED][:])
-    encoded = encoded.remove_columns(TRUNCATED)
-    return Encoded(encoded, len(encoded), sum(row_lengths(encoded)), truncated)
+    dropped = encoded[DROPPED][:]
+    encoded = encoded.remove_columns(DROPPED)
+    return Encoded(encoded, len(encoded), sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
 
 
 def encode_documents(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
@@ -145,19 +145,19 @@ def row_lengths(dataset: Dataset) -> list[int]:
 def _encode_rows(tokenizer: Any, texts: list[list[Any]], rows: list[int], max_length: int) -> dict[str, list[Any]]:
     """Encoded rows. Only those that are too long are encoded a second time, truncated, so that they can be counted."""
     encoded = _tokenize(tokenizer, texts, rows)
-    long = [index for index, ids in enumerate(encoded["input_ids"]) if len(ids) > max_length]
-    for index in long:
-        parts = [[column[index]] for column in texts]
-        truncated = _tokenize(tokenizer, parts, [rows[index]], truncation=True, max_length=max_length)
-        for name in encoded:
-            encoded[name][index] = truncated[name][0]
-    if long:
+    dropped = [max(len(ids) - max_length, 0) for ids in encoded["input_ids"]]
+    for index, row in enumerate(rows):
+        if dropped[index]:
+            parts = [[column[index]] for column in texts]
+            truncated = _tokenize(tokenizer, parts, [row], truncation=True, max_length=max_length)
+            for name in encoded:
+                encoded[name][index] = truncated[name][0]
+    if any(dropped):
         _reset(tokenizer)
     for row, ids in zip(rows, encoded["input_ids"], strict=True):
         if not ids:
             raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
-    truncated_rows = set(long)
-    return {**encoded, TRUNCATED: [index in truncated_rows for index in range(len(rows))]}
+    return {**encoded, DROPPED: dropped}
 
 
 def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:

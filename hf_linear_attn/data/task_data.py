@@ -29,8 +29,9 @@ from .text import Text, read_text
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-#: Longest input, or block of a language model, where `data.max_length` is not given.
-DEFAULT_MAX_LENGTH = 128
+#: Longest input, or block of a causal language model, where `data.max_length` is not given. Exact attention, with which
+#: teachers are trained, takes quadratic time beyond it.
+DEFAULT_MAX_LENGTH = 1024
 
 #: Label of a token that is not to be predicted.
 IGNORED = -100
@@ -361,7 +362,12 @@ def _encode(
     if blocks and limit is not None and limit < len(rows):
         rows = rows.select(_draw(len(rows), limit, seed))
     task_data.train = rows
-    facts = {"train_rows": len(rows), "train_tokens": encoded.tokens, "train_truncated": encoded.truncated}
+    facts = {
+        "train_rows": len(rows),
+        "train_tokens": encoded.tokens,
+        "train_truncated": encoded.truncated,
+        "train_dropped_tokens": encoded.dropped,
+    }
     names = [name for name in splits if name.startswith("validation")]
     for name in names:
         split, limit = splits[name], data.max_eval_samples

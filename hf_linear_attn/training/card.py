@@ -75,7 +75,10 @@ def exactness(counts: dict[str, int]) -> str:
 def _quality_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     table = results_table(facts, state)
     counts = facts.get("beyond_exact")
-    return [*table, "", exactness(counts)] if table and counts else table
+    if not table or not counts:
+        return table
+    skipped = state.get("transfer", {}).get("skipped", "")
+    return [*table, "", f"{exactness(counts)} {skipped}".rstrip()]
 
 
 def speed_table(state: dict[str, Any]) -> list[str]:

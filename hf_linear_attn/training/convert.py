@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
@@ -13,28 +12,41 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from ..data.task_data import DEFAULT_MAX_LENGTH, TaskData, load_splits, load_task_data
+from ..data.encode import row_lengths
+from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.attention import SUBMODULE
 from ..integration.discovery import longest_input
-from ..mechanisms.base import LinearAttention
 from ..patching import is_patched, patch_report
+from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, write_json
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
 from .card import exactness, model_card, results_table
-from .models import add_adapters, load_model, load_tokenizer, patch_as_configured, read_attention, train_tokenizer
-from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
-from .runs import Run, best_metrics, stage_progress
+from .models import (
+    add_adapters,
+    load_model,
+    load_tokenizer,
+    longest_row,
+    patch_as_configured,
+    read_attention,
+    train_tokenizer,
+)
+from .options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+from .runs import RESULTS_FILE, Run, best_metrics, stage_progress
 from .sharding import is_sharded
 from .trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
-
-#: Number of training inputs whose length is compared with what the mechanism attends to exactly.
-INSPECTED_INPUTS = 1000
+from .transfer import exact_length
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
+
+#: Fields of configs that drop attention weights in training.
+ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+
+#: Length in tokens from which such dropout costs the exact model more time on a CPU than everything else.
+SLOW_DROPOUT_LENGTH = 512
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
@@ -60,6 +72,8 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
     read_attention(config)
     run = Run(config, console)
     run.stage_arguments(FinetuningConfig, config.train, None, run.folder)
+    if run.is_finished:
+        return _present(run, run.results())
     with run.open_folder():
         data = _load_data(run)
         torch.manual_seed(config.seed)
@@ -71,6 +85,8 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
         facts = _facts(run, model, data)
         _warn_if_exact(run, facts)
         if "trained" not in run.state:
+            if not is_patched(model):
+                _warn_of_attention_dropout(run, model, data, config.train)
             trainer = run.train("train", FinetuningTrainer, model, config.train, data)
             model = trainer.complete_model()
             progress = stage_progress(trainer, data)
@@ -100,6 +116,8 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
     read_attention(config)
     run = Run(config, console)
     _check_stages(run, config)
+    if run.is_finished:
+        return _present(run, run.results())
     with run.open_folder():
         data = _load_data(run)
         teacher = _teacher(run, config, data)
@@ -126,9 +144,18 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
 
 
 def _load_data(run: Run) -> TaskData:
-    tokenizer = _tokenizer(run)
+    config, tokenizer = run.config, _tokenizer(run)
+    max_length, reason = longest_row(config, tokenizer)
     with run.process.main_process_first():
-        return load_task_data(run.config.task_type, tokenizer, run.config.data, run.config.seed)
+        data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
+    facts = data.facts
+    if facts["train_truncated"]:
+        share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
+        run.say(
+            f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut to {max_length:,} tokens "
+            f"({reason}); they lose {100 * share:.1f} % of all tokens."
+        )
+    return data
 
 
 def _tokenizer(run: Run) -> Any:
@@ -141,8 +168,7 @@ def _tokenizer(run: Run) -> Any:
     if run.is_main_process and not folder.exists():
         column = config.data.text_columns[0]
         rows = load_splits(config.data, config.seed, (column,))["train"]
-        max_length = config.data.max_length or DEFAULT_MAX_LENGTH
-        tokenizer = train_tokenizer(iter(rows[column]), config.train_tokenizer, max_length)
+        tokenizer = train_tokenizer(iter(rows[column]), config.train_tokenizer, longest_row(config)[0])
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     run.process.wait_for_everyone()
@@ -178,6 +204,7 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
                 "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
             )
         return loaded.model
+    _warn_of_attention_dropout(run, loaded.model, data, config.teacher)
     trainer = run.train("teacher", FinetuningTrainer, loaded.model, config.teacher, data)
     model = trainer.complete_model()
     run.save(folder, model, data)
@@ -190,8 +217,19 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
     if not config.transfer.max_steps or not patch_report(student).parameters:
         return student
     path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
+    rows: Any = data.train
+    limit = exact_length(student)
+    if limit:
+        # Rows that the mechanism attends to exactly have no loss to learn from.
+        rows = rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
+    if not len(rows):
+        reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
+        run.say(reason)
+        run.record("transfer", {"step": 0, "skipped": reason})
+        return student
     if "transfer" not in run.state:
-        rows: Any = data.train
+        if len(rows) < len(data.train):
+            run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
         validation_rows = min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
         trainer = run.train(
             "transfer",
@@ -282,16 +320,13 @@ def _speed(
 # The result
 
 
-def _longer_than_exact(model: PreTrainedModel, data: TaskData) -> dict[str, int] | None:
+def _beyond_exact(model: PreTrainedModel, data: TaskData) -> dict[str, int] | None:
     """How many training inputs are longer than what all layers attend to exactly; None if a layer does so never."""
-    layers = [module.exact_length for module in model.modules() if isinstance(module, LinearAttention)]
-    exact_length = min(layers, default=0)
-    if not exact_length:
+    limit = exact_length(model)
+    if not limit:
         return None
-    rows: Any = data.train
-    inspected = rows.select(range(min(INSPECTED_INPUTS, len(rows))))
-    longer = sum(len(ids) > exact_length for ids in inspected["input_ids"])
-    return {"exact_length": exact_length, "inputs": len(inspected), "longer": longer}
+    lengths = row_lengths(data.train)
+    return {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
 
 
 def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
@@ -299,9 +334,23 @@ def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
     if counts is None or not facts["learned_parameters"] or counts["longer"] >= MIN_LONGER_SHARE * counts["inputs"]:
         return
     run.say(
-        f"{exactness(counts)} So these data train little of the mechanism. Give longer inputs, or narrow what is exact "
-        "(options.window_size or options.block_size), or expect an untrained mechanism on longer inputs."
+        f"{exactness(counts)} So these data train {'little' if counts['longer'] else 'nothing'} of the mechanism. Give "
+        "longer inputs, or narrow what is exact (options.window_size or options.block_size), or expect an untrained "
+        "mechanism on longer inputs."
     )
+
+
+def _warn_of_attention_dropout(run: Run, model: PreTrainedModel, data: TaskData, stage: StageConfig) -> None:
+    if run.process.device.type != "cpu" or stage.disable_dropout or data.longest < SLOW_DROPOUT_LENGTH:
+        return
+    for name in ATTENTION_DROPOUT:
+        share = getattr(model.config, name, 0.0)
+        if share:
+            run.say(
+                f"Dropout on the attention weights ({name} = {share}) keeps PyTorch from its fused attention on CPUs: "
+                f"exact attention trains several times slower on rows of up to {data.longest:,} tokens. Turn it off by "
+                f"--config_overrides.{name} 0.0."
+            )
 
 
 def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
@@ -311,7 +360,7 @@ def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "learned_parameters": report.parameters if report else 0,
         "layers": [asdict(layer) for layer in report.layers] if report else [],
-        "beyond_exact": _longer_than_exact(model, data),
+        "beyond_exact": _beyond_exact(model, data),
         "data": data.facts,
         "goal": {"metric": data.metric, "greater_is_better": data.greater_is_better},
         "processes": run.process.num_processes,
@@ -320,9 +369,7 @@ def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
 
 
 def _finish(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write `results.json`, show the table, and push the checkpoint."""
-    from ..utils.arguments import to_dict
-
+    """Write `results.json`: from here on a resumed run has nothing to train."""
     results = {
         "format_version": 2,
         "created": utc_now(),
@@ -331,10 +378,15 @@ def _finish(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         "stages": run.state,
     }
     if run.is_main_process:
-        write_json(run.folder / "results.json", json_safe(results))
-        for line in results_table(facts, run.state):
-            run.say(line)
-        run.say(f"Result: {run.folder / 'model'}")
-    run.process.wait_for_everyone()
-    run.push(Path(run.folder) / "model")
+        write_json(run.folder / RESULTS_FILE, json_safe(results))
+    return _present(run, results)
+
+
+def _present(run: Run, results: dict[str, Any]) -> dict[str, Any]:
+    """Show the table of a finished run, remove its checkpoints, and push its model."""
+    run.remove_checkpoints()
+    for line in results_table(results, results["stages"]):
+        run.say(line)
+    run.say(f"Result: {run.folder / 'model'}")
+    run.push(run.folder / "model")
     return results

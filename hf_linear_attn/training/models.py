@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from ..config import LinearAttentionConfig
-from ..data.task_data import TaskData
+from ..data.task_data import DEFAULT_MAX_LENGTH, TaskData
 from ..integration.attention import SUBMODULE
-from ..integration.discovery import self_attention
+from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model
 from ..registry import ATTENTIONS
@@ -94,6 +94,28 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
 # Models
 
 
+def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, str]:
+    """Return the length to which rows are cut, and what decides it.
+
+    It is `data.max_length`, else `max_length`, else as many tokens as the model has positions for and its tokenizer
+    says, but at most `DEFAULT_MAX_LENGTH`.
+
+    Raises:
+        ValueError, OSError: The model's config cannot be read.
+    """
+    if config.data.max_length is not None:
+        return config.data.max_length, "data.max_length"
+    if config.max_length is not None:
+        return config.max_length, "max_length"
+    with torch.device("meta"):
+        skeleton = AutoModel.from_config(_model_config(config, {}))
+    limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
+    limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
+    if limit > DEFAULT_MAX_LENGTH:
+        return DEFAULT_MAX_LENGTH, "the default; set data.max_length for longer rows"
+    return limit, "the model's limit; max_length extends learned positions"
+
+
 def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = None) -> LoadedModel:
     """Load a model in float32 with a head for the task. A patched checkpoint comes back patched.
 
@@ -112,19 +134,15 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
     from ..checkpoints import load_pretrained
 
     auto: Any = getattr(transformers, data.auto_class)
-    overrides = {} if source is not None else config.config_overrides
-    changes = {**data.config_changes, **overrides}
+    changes = dict(data.config_changes)
     if config.model_type is not None and source is None:
-        return LoadedModel(_checked(auto.from_config(_new_config(config, data, changes)), data, config))
-    name = source or str(config.model)
-    revision = (None if source else config.revision) or "main"
-    try:
-        model_config = AutoConfig.from_pretrained(name, revision=revision, **changes)
-    except (OSError, ValueError) as error:
-        raise OSError(f"The model {name!r} cannot be loaded ({_first_line(error)}).") from error
-    _check_overrides(model_config, overrides)
-    if config.from_config and source is None:
+        tokenizer, names = data.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
+        special = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+        changes = {"vocab_size": len(tokenizer), **special, **changes}
+    model_config = _model_config(config, changes, source)
+    if source is None and (config.from_config or config.model_type is not None):
         return LoadedModel(_checked(auto.from_config(model_config), data, config))
+    name, revision = _source(config, source)
     data.check_labels(AutoConfig.from_pretrained(name, revision=revision), repr(name))
     arguments = {"revision": revision, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
@@ -136,6 +154,30 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
     if body:
         raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
     return LoadedModel(_checked(model, data, config), missing)
+
+
+def _source(config: TrainingRunConfig, source: str | None) -> tuple[str, str]:
+    """The name and the revision of what is loaded."""
+    return source or str(config.model), (None if source else config.revision) or "main"
+
+
+def _model_config(config: TrainingRunConfig, changes: dict[str, Any], source: str | None = None) -> Any:
+    """The config of the model or of its type, with changes, and with `config_overrides` unless a folder is given."""
+    overrides = {} if source is not None else config.config_overrides
+    if config.model_type is not None and source is None:
+        if config.model is not None:
+            raise ValueError(f"Give model_type (now {config.model_type!r}) or MODEL (now {config.model!r}), not both.")
+        if config.model_type not in CONFIG_MAPPING:
+            raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
+        _check_overrides(AutoConfig.for_model(config.model_type), overrides)
+        return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
+    name, revision = _source(config, source)
+    try:
+        model_config = AutoConfig.from_pretrained(name, revision=revision, **{**changes, **overrides})
+    except (OSError, ValueError) as error:
+        raise OSError(f"The model {name!r} cannot be loaded ({_first_line(error)}).") from error
+    _check_overrides(model_config, overrides)
+    return model_config
 
 
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
@@ -202,23 +244,6 @@ def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
         if f".{SUBMODULE}." in name:
             parameter.requires_grad_(True)
     return adapted
-
-
-def _new_config(config: TrainingRunConfig, data: TaskData, changes: dict[str, Any]) -> Any:
-    """The config of a model type, with the tokenizer's vocabulary and special tokens."""
-    if config.model is not None:
-        raise ValueError(f"Give model_type (now {config.model_type!r}) or MODEL (now {config.model!r}), not both.")
-    tokenizer = data.tokenizer
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
-    try:
-        model_config = AutoConfig.for_model(str(config.model_type))
-    except ValueError as error:
-        raise ValueError(
-            f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'."
-        ) from error
-    _check_overrides(model_config, config.config_overrides)
-    return AutoConfig.for_model(str(config.model_type), **{"vocab_size": len(tokenizer), **special, **changes})
 
 
 def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) -> PreTrainedModel:

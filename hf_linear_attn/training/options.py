@@ -172,7 +172,7 @@ class TrainingRunConfig:
     resume: bool = option(False, "continue a run with the same options where it stopped", common=True)
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted")
-    save_total_limit: int = option(2, "number of checkpoints to keep")
+    save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none")
     report_to: tuple[str, ...] = option(
         ("tensorboard",), "trackers of transformers.Trainer besides log.jsonl, where they are installed"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from .trainers import FinetuningTrainer
 CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
+RESULTS_FILE = "results.json"
 #: A folder with one of them holds something worth keeping.
 RESULT_FILES = (STATE_FILE, LOG_FILE)
 
@@ -66,7 +68,9 @@ LOGGING = {"logging_steps": 10, "logging_first_step": True}
 
 
 class Run:
-    """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `checkpoints/`, `model/`.
+    """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `model/`, `results.json`.
+
+    `checkpoints/` is what it can resume from until it is finished.
 
     Args:
         config: The options.
@@ -153,6 +157,27 @@ class Run:
         self.state[stage] = json_safe(result)
         if self.is_main_process:
             write_json(self.folder / STATE_FILE, self.state)
+        self.process.wait_for_everyone()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run resumes after its end."""
+        return self.config.resume and (self.folder / RESULTS_FILE).is_file()
+
+    def results(self) -> dict[str, Any]:
+        """Return the content of `results.json` of a finished run."""
+        results: dict[str, Any] = json.loads((self.folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        return results
+
+    def remove_checkpoints(self) -> None:
+        """Remove the checkpoints of a finished run, which needs them no longer, but not what its trackers wrote."""
+        if self.is_main_process:
+            for path in (self.folder / "checkpoints").glob("*/*"):
+                if path.name != "runs":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for folder in (*(self.folder / "checkpoints").glob("*"), self.folder / "checkpoints"):
+                with suppress(OSError):  # Only empty folders can be removed.
+                    folder.rmdir()
         self.process.wait_for_everyone()
 
     # ---------------------------------------------------------------------------------------------- stages

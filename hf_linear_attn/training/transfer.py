@@ -7,8 +7,10 @@ gives the losses of all layers. The exact and the linear form share q, k and v: 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..integration.attention import AttentionCall, attention_modules, observe_attention
+from ..mechanisms.base import LinearAttention
 from ..patching import check_model, is_patched
 from .losses import layer_loss
 from .sharding import copy_into, reshard
@@ -82,7 +85,9 @@ def transfer_attention(
 
     Args:
         model: A patched model. Its learned parts are trained in float32.
-        batches: What the tokenizer returns, as dicts of tensors `[B, L]`; repeated as often as needed.
+        batches: What the tokenizer returns, as dicts of tensors `[B, L]`; repeated as often as needed. Those without
+            an input beyond what the mechanism attends to exactly are left out; without any other there are no steps,
+            and a warning.
         steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
@@ -110,8 +115,19 @@ def transfer_attention(
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise ValueError(f"{name} must lie in [0, 1), got {share!r}.")
     objective = AttentionTransferLoss(model, loss, branch_steps(steps, branch_first, window_dropout))
-    source = _repeat(batches)
-    validation_batches = None if validation is None else list(validation)
+    # In several processes each has batches of its own, and all must take the same steps.
+    beyond = 0 if _processes() > 1 else exact_length(model)
+    source = _repeat(batches, beyond)
+    first = next(source, None)
+    if first is None:
+        warnings.warn(
+            f"All inputs have at most {beyond} tokens, which the mechanism attends to exactly: attention transfer has "
+            "nothing to learn from them and is skipped. Pass longer inputs, or narrow what is exact.",
+            stacklevel=2,
+        )
+        return TransferResult(0, 0, 0.0, [])
+    source = itertools.chain([first], source)
+    validation_batches = [batch for batch in validation or () if _longest(batch) > beyond]
     started = time.perf_counter()
     with objective.training():
         losses, evaluations, best_step = _minimise(
@@ -259,13 +275,13 @@ def branch_steps(steps: int, first: float, dropout: float) -> frozenset[int]:
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Average the gradients of replicated parameters over the processes of a distributed run, in place."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if _processes() == 1:
         return
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         torch.distributed.all_reduce(parameter.grad)
-        parameter.grad /= torch.distributed.get_world_size()
+        parameter.grad /= _processes()
 
 
 def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
@@ -327,13 +343,17 @@ def _minimise(
     return losses, evaluations, best[1]
 
 
+def _processes() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
 def _average(value: float, device: torch.device) -> float:
     """Return the mean over all processes, which must agree on the best step."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if _processes() == 1:
         return value
     total = torch.tensor(value, device=device, dtype=torch.float32)
     torch.distributed.all_reduce(total)
-    return float(total) / torch.distributed.get_world_size()
+    return float(total) / _processes()
 
 
 def _learned_modules(model: PreTrainedModel) -> list[Any]:
@@ -354,22 +374,38 @@ def _own_parameters(module: Any) -> list[nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if name not in module.tied_parameters]
 
 
-def _repeat(batches: Iterable[Batch]) -> Iterator[Batch]:
+def exact_length(model: nn.Module) -> int:
+    """Return the longest input in tokens that every learned mechanism attends to exactly; 0 where one never does."""
+    modules = [module for module in model.modules() if isinstance(module, LinearAttention)]
+    learned = [module for module in modules if any(True for _ in module.parameters())]
+    return min((module.exact_length for module in learned or modules), default=0)
+
+
+def _longest(batch: Batch) -> int:
+    """Return the tokens of the longest input of a batch."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return int(mask.sum(1).max())
+    return max(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
+
+
+def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
+    """Yield the batches with an input of more than `beyond` tokens, again and again; nothing if there is none."""
     if isinstance(batches, (str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of dicts of tensors, got {type(batches).__name__}.")
-
-    def forever() -> Iterator[Batch]:
-        while True:
-            empty = True
-            for batch in batches:
-                empty = False
-                if not isinstance(batch, Mapping):
-                    raise TypeError(f"A batch must be a dict of tensors, got {type(batch).__name__}.")
+    while True:
+        count = useful = 0
+        for batch in batches:
+            count += 1
+            if not isinstance(batch, Mapping):
+                raise TypeError(f"A batch must be a dict of tensors, got {type(batch).__name__}.")
+            if _longest(batch) > beyond:
+                useful += 1
                 yield batch
-            if empty:
-                raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
-
-    return forever()
+        if not count:
+            raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
+        if not useful:
+            return
 
 
 def _check_options(steps: int, lr: float | None, loss: str, evaluate_every: int, patience: int | None) -> None:

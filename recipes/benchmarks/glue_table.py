@@ -83,7 +83,6 @@ def run_teacher(base: ConvertConfig, model: str, task: str, seed: int, work: Pat
             train=StageConfig(**{entry.name: getattr(base.teacher, entry.name) for entry in fields(StageConfig)}),
         )
         stages.finetune(config, console=Console(stderr=True))
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return folder / "model"
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -296,7 +295,6 @@ def measure(arguments: argparse.Namespace, base: ConvertConfig, key: Row, part: 
         source = short_model(seeded, key["variant"], part, folder, seed_folder)
         spent = train_long(seeded, source, folder, key["length"], out)
         write_json(trained, spent)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
     model = hla.load_pretrained(str(out / "model")) if part.variants[key["variant"]] else exact_model(out / "model")
     row = {
         **key,

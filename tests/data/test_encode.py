@@ -31,7 +31,7 @@ def test_pairs():
         assert encoded.dataset[name][:] == [row[name] for row in expected]
     assert encoded.dataset["labels"][:] == [0, 1, 0]
     assert sorted(encoded.dataset.column_names) == ["input_ids", "labels", "token_type_ids"]
-    assert (encoded.rows, encoded.tokens, encoded.truncated, encoded.dropped) == (3, 6 + 9 + 5, 1, 0)
+    assert (encoded.rows, encoded.tokens, encoded.truncated, encoded.dropped) == (3, 6 + 9 + 5, 1, 11 - 9)
 
 
 def test_rows_that_just_fit_are_not_truncated():

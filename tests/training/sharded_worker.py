@@ -9,6 +9,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from hf_linear_attn.cli import main
+from tests.training.keeping_worker import keep_checkpoints
 
 
 def pretend_gpus(deepspeed: bool) -> None:
@@ -27,5 +28,6 @@ def pretend_gpus(deepspeed: bool) -> None:
 
 
 if __name__ == "__main__":
+    keep_checkpoints()
     pretend_gpus(os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
     raise SystemExit(main())

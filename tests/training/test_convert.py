@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.training.trainers import AttentionTransferTrainer
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,
@@ -112,12 +113,14 @@ def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) 
     assert list((out / "checkpoints" / "distill").rglob("events.out.tfevents.*"))
 
 
-def test_only_the_requested_checkpoints_remain(converted: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
-    for stage in ("teacher", "distill"):
-        assert len(list((out / "checkpoints" / stage).glob("checkpoint-*"))) == 2
-    assert not list(out.rglob("*.part"))
-    assert not list(out.rglob("*.old"))
+    reports = {"run_config.json", "state.json", "log.jsonl", "results.json"}
+    assert {path.name for path in out.iterdir()} == {*reports, "model", "teacher", "checkpoints"}
+    files = [path.name for path in (out / "checkpoints").rglob("*") if path.is_file()]
+    assert files
+    assert all(name.startswith("events.out.tfevents.") for name in files)
+    assert not [path for pattern in ("*.part", "*.old") for path in out.rglob(pattern)]
 
 
 def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: Path) -> None:
@@ -160,10 +163,9 @@ def test_fine_tuned_models_need_no_teacher_stage(
 
 @pytest.mark.parametrize("attention", ["elu", "linformer", "window"])
 def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
-    results = convert(
-        convert_config(folder / "encoder", folder / "task", tmp_path / "out", attention=attention),
-        console=quiet(),
-    )
+    options = {"window_size": 4} if attention == "window" else {}
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", attention=attention, options=options)
+    results = convert(config, console=quiet())
     assert ("transferred" in results["stages"]) is (attention != "elu")
     assert {layer["attention"] for layer in results["layers"]} == {attention}
 
@@ -238,6 +240,40 @@ def test_data_that_train_little_of_the_mechanism(
     if attention == "linformer":
         assert counts is None
         assert "attended to exactly" not in card
+
+
+def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, tmp_path: Path) -> None:
+    screen = io.StringIO()
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    steps = {"teacher__max_steps": 1, "distill__max_steps": 1, "attention": "window"}
+    results = convert(convert_config(*paths, **steps), console=Console(file=screen, width=400))
+    assert results["stages"]["transfer"]["step"] == 0
+    assert not log_rows(paths[2], "transfer")
+    for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):
+        assert "Attention transfer was skipped: no training input has more than the 64 tokens that are exact." in text
+
+
+def test_transfer_draws_the_inputs_beyond_the_window(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    original = AttentionTransferTrainer.training_step
+
+    def training_step(self: AttentionTransferTrainer, model: Any, inputs: dict[str, Any], *args: Any) -> Any:
+        lengths.extend(inputs["attention_mask"].sum(1).tolist())
+        return original(self, model, inputs, *args)
+
+    monkeypatch.setattr(AttentionTransferTrainer, "training_step", training_step)
+    screen = io.StringIO()
+    steps = {"teacher__max_steps": 1, "distill__max_steps": 1}
+    config = convert_config(
+        folder / "encoder", folder / "task", tmp_path, attention="window", options={"window_size": 8}, **steps
+    )
+    counts = convert(config, console=Console(file=screen, width=400))["beyond_exact"]
+    assert 0 < counts["longer"] < counts["inputs"] == 96
+    assert f"trains on the {counts['longer']} inputs of more than 8 tokens" in screen.getvalue()
+    assert len(lengths) == 4 * 8
+    assert min(lengths) > 8
 
 
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
+from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.integration.positions import position_limit
 from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.training.models import longest_row
+from hf_linear_attn.training.options import ConvertConfig
 from tests.training.tiny_runs import convert_config, finetune_config, save_encoder, save_task
 
 LONG = 120  # the tiny encoder takes 96 tokens
@@ -91,3 +95,43 @@ def test_rows_without_positions_are_an_error_before_training(folder: Path, tmp_p
     with pytest.raises(ValueError, match=r"longest row has 1\d\d tokens, .* has positions for 96\. "):
         finetune(config, console=quiet())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
+    """Each row has 100 words before its own 3 to 10, and two special tokens."""
+    screen = io.StringIO()
+    config = finetune_config(
+        folder / "encoder", folder / "task", tmp_path / "out", data__max_length=None, train__max_steps=1
+    )
+    facts = finetune(config, console=Console(file=screen, width=400))["data"]
+    share = 100 * facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + 32 * 96)
+    expected = "32 of 32 training rows are cut to 96 tokens (the model's limit; max_length extends learned positions)"
+    assert f"{expected}; they lose {share:.1f} % of all tokens." in screen.getvalue()
+    assert 5 < share < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "llama"}, 1024),
+        ({"model_type": "roberta", "config_overrides": {"max_position_embeddings": 514}}, 512),
+        ({"model_type": "bert", "data": DataConfig(max_length=48)}, 48),
+        ({"model": "any", "max_length": 4096}, 4096),
+    ],
+)
+def test_the_longest_row_is_the_models(options: dict[str, Any], length: int) -> None:
+    assert longest_row(ConvertConfig(**options))[0] == length
+
+
+def test_attention_dropout_on_long_rows_is_mentioned(folder: Path, tmp_path: Path) -> None:
+    screen = io.StringIO()
+    encoder = save_encoder(tmp_path / "encoder", attention_probs_dropout_prob=0.1, max_position_embeddings=700)
+    save_task(tmp_path / "task", rows=8, validation=4)
+    for path in (tmp_path / "task").glob("*.csv"):
+        head, *rows = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("\n".join([head, *(f"{'red ' * 600}{row}" for row in rows)]), encoding="utf-8")
+    changes = {"data__max_length": None, "train__max_steps": 1, "train__per_device_train_batch_size": 1}
+    config = finetune_config(encoder, tmp_path / "task", tmp_path / "out", **changes)
+    finetune(config, console=Console(file=screen, width=400))
+    assert "Turn it off by --config_overrides.attention_probs_dropout_prob 0.0." in screen.getvalue()

@@ -154,3 +154,13 @@ def test_a_loss_that_is_no_number_puts_everything_back() -> None:
     with pytest.raises(FloatingPointError, match="Lower lr"):
         transfer_attention(model, [batch()], steps=30, lr=1e38)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_batches_that_are_attended_to_exactly_are_left_out() -> None:
+    """In a batch of inputs within the window there is nothing to learn."""
+    short = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    done = transfer_attention(model_of("window", BERT), [short, batch()], steps=2, validation=[short])
+    assert (len(done.losses), done.evaluations) == (2, [])
+    assert min(done.losses) > 1e-3
+    with pytest.warns(UserWarning, match="All inputs have at most 4 tokens.*is skipped"):
+        assert transfer_attention(model_of("window", BERT), [short], steps=2).steps == 0

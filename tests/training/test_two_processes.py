@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(
-    settings: Path, processes: int, *flags: str, module: str = "hf_linear_attn", **environment: str
+    settings: Path, processes: int, *flags: str, module: str = "tests.training.keeping_worker", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A run through torchrun (accelerate's own launcher starts several processes on CPUs through MPI only)."""
     with socket.socket() as free:
@@ -116,6 +116,7 @@ def test_both_processes_save_and_resume_together(folder: Path) -> None:
     for stage in ("distill", "distilled"):
         del state[stage]
     state_path.write_text(json.dumps(state), encoding="utf-8")
+    (folder / "two" / "results.json").unlink()
     shutil.rmtree(folder / "two" / "model")
     done = start(folder / "two.yaml", 2, "--resume")
     assert done.returncode == 0, complaint(done)
