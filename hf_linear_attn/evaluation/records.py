@@ -33,10 +33,15 @@ RECORDS_FILE = "records.jsonl"
 #: Folder beside the records for the learned parameters: an interrupted run does not train them again.
 LEARNED_FOLDER = "learned"
 
+#: Columns of the table with the conditions of a value.
+CONDITION_COLUMNS = (
+    *("id", "time", "run", "group", "label", "model", "attention", "state", "seed"),
+    *("measurement", "task", "length", "batch_size", "dtype", "device", "threads"),
+)
+
 #: Columns of the table that exist even where no value has them.
 COLUMNS = (
-    *("id", "time", "run", "group", "label", "model", "attention", "state", "seed"),
-    *("measurement", "task", "length", "batch_size", "dtype", "device", "threads", "metric", "value", "unit"),
+    *(*CONDITION_COLUMNS, "metric", "value", "unit"),
     *("p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
 )
 
@@ -157,12 +162,8 @@ class Records:
         self.runs: dict[str, Run] = {}
         self._records: dict[str, list[Record]] = {}
         self._run: Run | None = None
-        self._file = None if path is None else JsonLinesFile(path)
-        if self._file is not None:
-            self._read(self._file)
-
-    def __contains__(self, conditions: Conditions) -> bool:
-        return conditions.id in self._records
+        if path is not None:
+            self._read(path)
 
     def __iter__(self) -> Iterator[Record]:
         """Yield all records, those of the same conditions together, the oldest first."""
@@ -171,10 +172,6 @@ class Records:
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
-
-    def history(self, conditions: Conditions) -> list[Record]:
-        """Return all records of the conditions, the oldest first."""
-        return list(self._records.get(conditions.id, ()))
 
     def latest(self, conditions: Conditions) -> Record | None:
         """Return the newest record of the conditions, or None."""
@@ -188,13 +185,10 @@ class Records:
             return None
         return record
 
-    # ---------------------------------------------------------------------------------------------- writing
-
-    def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
+    def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         """Start the run that the following records belong to. Its line is written with the first of them."""
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
-        return self._run
 
     def add(
         self,
@@ -210,24 +204,21 @@ class Records:
         Args:
             conditions: What the values depend on.
             values: Rows with `metric` and `value`, or a mapping metric -> value.
+            label, group, seconds: As in `Record`.
 
         Raises:
             RuntimeError: No run was started.
         """
         if self._run is None:
             raise RuntimeError("Call start_run() first: a record belongs to a run.")
-        rows = (
-            [{"metric": name, "value": value} for name, value in values.items()]
-            if isinstance(values, Mapping)
-            else values
-        )
-        record = Record(
-            conditions.id, conditions.to_dict(), json_safe(list(rows)), utc_now(), self._run.run, label, group, seconds
-        )
-        if self._run.run not in self.runs:
-            self._append([_line("run", self._run)])
-            self.runs[self._run.run] = self._run
-        self._append([_line("record", record)])
+        if isinstance(values, Mapping):
+            values = [{"metric": name, "value": value} for name, value in values.items()]
+        run, rows = self._run.run, json_safe(list(values))
+        record = Record(conditions.id, conditions.to_dict(), rows, utc_now(), run, label, group, seconds)
+        if self.path is not None:
+            lines = [] if run in self.runs else [_line("run", self._run)]
+            JsonLinesFile(self.path).append(*lines, _line("record", record))
+        self.runs[run] = self._run
         self._records.setdefault(record.id, []).append(record)
         return record
 
@@ -242,30 +233,15 @@ class Records:
         values = function()
         return self.add(conditions, values, label=label, seconds=time.perf_counter() - start)
 
-    def merge(self, other: Records) -> int:
-        """Copy the runs and records of another file that this one does not hold; return how many records were new."""
-        known = {(record.id, record.run, record.time) for record in self}
-        new = [record for record in other if (record.id, record.run, record.time) not in known]
-        lines = []
-        for name in dict.fromkeys(record.run for record in new):
-            if name not in self.runs:
-                self.runs[name] = other.runs[name]
-                lines.append(_line("run", other.runs[name]))
-        self._append([*lines, *(_line("record", record) for record in new)])
-        for record in new:
-            self._records.setdefault(record.id, []).append(record)
-            self._records[record.id].sort(key=lambda one: one.time)
-        return len(new)
+    def save(self, path: Path) -> None:
+        """Write all runs and records to a file, in place of what it held."""
+        path.unlink(missing_ok=True)
+        runs = (_line("run", run) for run in self.runs.values())
+        JsonLinesFile(path).append(*runs, *(_line("record", record) for record in self))
 
-    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        if self._file is not None and lines:
-            self._file.append(*lines)
-
-    # ---------------------------------------------------------------------------------------------- reading
-
-    def _read(self, file: JsonLinesFile) -> None:
-        for number, line in enumerate(file.read(), start=1):
-            location = f"{str(file.path)!r}, line {number}"
+    def _read(self, path: Path) -> None:
+        for number, line in enumerate(JsonLinesFile(path).read(), start=1):
+            location = f"{str(path)!r}, line {number}"
             _check_line(line, location)
             try:
                 self._read_line(line, location)
@@ -279,37 +255,25 @@ class Records:
             self.runs[line["run"]] = Run(**{item.name: line[item.name] for item in fields(Run)})
             return
         record = Record(**{item.name: line[item.name] for item in fields(Record)})
-        if conditions_id(record.conditions) != record.id:
-            expected = conditions_id(record.conditions)
+        expected = conditions_id(record.conditions)
+        if expected != record.id:
             raise ValueError(f"{location}: the conditions were changed: their id is {expected}, not {record.id}.")
         if record.run not in self.runs:
             raise ValueError(f"{location}: the run {record.run!r} is not in the file above it. Repair the file.")
         self._records.setdefault(record.id, []).append(record)
 
-    # ---------------------------------------------------------------------------------------------- as a table
-
-    def to_frame(self, *, all_repeats: bool = False) -> pandas.DataFrame:
-        """Return a tidy table: one row per value, with its conditions.
-
-        Args:
-            all_repeats: Whether to include what was measured again later. By default only the newest record of each
-                conditions counts.
-        """
+    def to_frame(self) -> pandas.DataFrame:
+        """Return a tidy table: one row per value of the newest record of each conditions, with these conditions."""
         import pandas
 
-        records = list(self) if all_repeats else [records[-1] for records in self._records.values()]
-        rows = [row for record in records for row in _rows(record)]
-        frame = pandas.DataFrame(rows)
+        frame = pandas.DataFrame([row for records in self._records.values() for row in _rows(records[-1])])
         extra = [name for name in frame.columns if name not in COLUMNS]
         return frame.reindex(columns=[*COLUMNS, *extra])
 
 
 def _rows(record: Record) -> Iterator[dict[str, Any]]:
-    conditions = record.conditions
-    common = {"id": record.id, "time": record.time, "run": record.run, "group": record.group, "label": record.label}
-    common.update({name: conditions[name] for name in ("model", "attention", "state", "seed", "measurement", "task")})
-    common.update({name: conditions[name] for name in ("length", "batch_size")})
-    common.update({name: conditions["device"].get(name) for name in ("dtype", "device", "threads")})
+    known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
+    common = {name: known.get(name) for name in CONDITION_COLUMNS}
     for value in record.values:
         yield {**common, **value}
 

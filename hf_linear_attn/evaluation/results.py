@@ -409,8 +409,7 @@ class Evaluation:
         """Write the records (which replace others in the folder), the tidy table as CSV, and `evaluation.json`."""
         path = Path(folder)
         if self.records is not None and self.records.path is None:
-            (path / RECORDS_FILE).unlink(missing_ok=True)
-            Records(path / RECORDS_FILE).merge(self.records)
+            self.records.save(path / RECORDS_FILE)
         atomic_write(path / TABLE_FILE, self.table.dropna(axis=1, how="all").to_csv(index=False))
         text = json.dumps(json_safe(self.info), indent=1, ensure_ascii=False, allow_nan=False)
         atomic_write(path / EVALUATION_FILE, f"{text}\n")
