@@ -9,20 +9,33 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..data.config import DataConfig
+from ..data.metrics import TaskMetrics
+from ..data.sources import is_local
+from ..data.task_data import read_documents
+from ..data.tasks import get_task
+from ..data.text import Text, text_of
+from ..integration.discovery import longest_input
+from ..integration.inputs import has_position_table
+from ..patching import patch_model
+from ..registry import ATTENTIONS, list_attentions
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
-from .config import (
-    PYTHON_DOCUMENTATION,
-    EvaluateConfig,
-    EvaluationData,
-    Settings,
-    resolve_settings,
-    split_task,
-    with_options,
-)
+from ..utils.models import shared_copy, torch_device
+from . import models
+from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
+from .evaluator import EXACT_LABEL, Evaluator, measure_speed
+from .inputs import sentence_pairs, task_inputs, text_inputs
+from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
 from .progress import ConsoleProgress, NoProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
+from .results import Evaluation
+from .speed import WITHOUT_ATTENTION
 
 #: A folder with one of these holds a result of `evaluate`.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
@@ -41,7 +54,7 @@ def evaluate(
     config: EvaluateConfig | None = None,
     timing: bool = True,
     **options: Any,
-) -> Any:
+) -> Evaluation:
     """Evaluate mechanisms on a model: quality before and after attention transfer, speed, memory, operations.
 
         evaluation = evaluate("gpt2", "mine.txt", attention=["hedgehog", "window"], length=4096)
@@ -100,7 +113,7 @@ def run_evaluate(
     *,
     console: Any = None,
     tool: str = "hf-linear-attn evaluate",
-) -> Any:
+) -> Evaluation:
     """Evaluate, write the report to `config.output`, show the summary, and return the `Evaluation`.
 
     Args:
@@ -139,7 +152,7 @@ def run_evaluate(
     return evaluation
 
 
-def show(evaluation: Any, screen: ConsoleProgress, path: Path) -> None:
+def show(evaluation: Evaluation, screen: ConsoleProgress, path: Path) -> None:
     """Print the summary, the conclusions, and where the report is."""
     screen.table(evaluation.summary())
     for conclusion in evaluation.conclusions():
@@ -164,22 +177,12 @@ def open_records(config: EvaluateConfig) -> Iterator[Records]:
 
 def _check_names(config: EvaluateConfig) -> None:
     """Raise for unknown mechanisms and tasks and for missing folders, before anything is loaded."""
-    from ..data.sources import is_local
-    from ..registry import ATTENTIONS, list_attentions
-
     list_attentions()
     for name in config.attention or ():
-        ATTENTIONS.get(name)
-        if name == "softmax":
-            raise ValueError("attention 'softmax' is the exact attention, which is always measured. Leave it out.")
-    if config.data.task is not None:
-        from ..data.tasks import get_task
-
-        for entry in config.data.task:
-            get_task(split_task(entry)[0])
+        models.check_mechanism(name)
+    for entry in config.data.task or ():
+        get_task(split_task(entry)[0])
     if config.data.metrics is not None:
-        from ..data.metrics import TaskMetrics
-
         TaskMetrics(config.data.metrics)  # a metric that cannot be loaded is an error now, not after the transfer
     folders = [(folder, "data.task") for folder in config.data.other_tasks.values()]
     for folder, flag in ((config.data.folder, "data.folder"), (config.data.sts, "data.sts"), *folders):
@@ -194,98 +197,81 @@ def _check_names(config: EvaluateConfig) -> None:
 # Preparation
 
 
-def _prepare_all(model: Any, config: EvaluateConfig, tokenizer: Any, documents: Sequence[str] | None) -> list[Any]:
+def _prepare_all(
+    model: Any, config: EvaluateConfig, tokenizer: Any, documents: Sequence[str] | None
+) -> list[Evaluator]:
     """Return an evaluator of the model, and one of the model of each further task."""
-    import torch
-
-    from .models import check_same_shape
-
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    evaluators = [_prepare(model, config.for_task(None), tokenizer, documents)]
-    first = evaluators[0]
+    first = _prepare(model, config.for_task(None), tokenizer, documents)
+    evaluators = [first]
     for task, folder in config.data.other_tasks.items():
         other = _prepare(folder, replace(config.for_task(task), name=None), None, None)
-        check_same_shape(folder, other.exact.model.config, first.exact.model.config)
-        labels = {group.identity: group.label for group in first.groups}
+        models.check_same_shape(folder, other.exact.model.config, first.exact.model.config)
         for group in other.groups:
-            if group.identity not in labels:
+            if group.identity not in [known.identity for known in first.groups]:
                 raise ValueError(
                     f"{group.checkpoints[0].folder!r}, of the task {task!r}, has layers that no converted checkpoint "
                     "of MODEL has; time is measured on MODEL. Give one converted in the same way: --converted FOLDER."
                 )
-        other.groups = [replace(group, label=labels[group.identity]) for group in other.groups]
         other.task = task
         evaluators.append(other)
     return evaluators
 
 
-def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Sequence[str] | None) -> Any:
+def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Sequence[str] | None) -> Evaluator:
     """Load one model with its data and what it is compared with."""
-    import transformers
-    from transformers import PreTrainedModel
-
-    from ..data.config import DataConfig
-    from ..data.task_data import read_documents
-    from ..data.text import text_of
-    from ..integration.discovery import longest_input
-    from ..integration.inputs import has_position_table
-    from ..utils.models import torch_device
-    from . import inputs as data
-    from . import models
-    from .evaluator import Evaluator
-    from .metrics import classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
-
-    device, task = torch_device(config.device), config.data.own_task
+    device, task, path = torch_device(config.device), config.data.own_task, config.data.dataset
     if isinstance(source, PreTrainedModel):
         name = config.name or Path(source.name_or_path or type(source).__name__).name
-        model, kind = source.eval(), models.kind_of(source)
-        models.check_exact(model, name, kind)
-        tokenizer = tokenizer or models.load_tokenizer(str(source.name_or_path))
+        kind, model_config = models.kind_of(source), source.config
+        models.check_exact(source, name, kind)
     else:
-        name, kind, loaded = models.describe_source(str(source), task, config.data.dataset)
+        name, kind, model_config = models.describe_source(str(source), task, path)
         name = config.name or name
-        model, tokenizer = None, tokenizer or models.load_tokenizer(str(source))
+    tokenizer = tokenizer or models.load_tokenizer(str(getattr(source, "name_or_path", source)))
     _check_data(kind, config, name, documents)
     if kind == "classifier" and task is None:
-        task = Path(str(config.data.dataset)).name
-    model_config = loaded if model is None else model.config
+        task = Path(str(path)).name
     auto_class = getattr(transformers, models.AUTO_CLASSES[kind])
-    groups = models.find_checkpoints(config.converted or (), auto_class, model_config, device, exact=False)
-    baselines = models.find_checkpoints(config.baseline or (), auto_class, model_config, device, exact=True)
-    if model is None:
-        model = models.load_exact(str(source), kind, device, task=task or "")
+    groups, baselines = (
+        models.find_checkpoints(folders or (), auto_class, model_config, device, exact=exact)
+        for folders, exact in ((config.converted, False), (config.baseline, True))
+    )
+    text = None if task is not None else _text(config, documents)
+    loaded = isinstance(source, PreTrainedModel)
+    model = source.eval() if loaded else models.load_exact(str(source), kind, device, task=task or "")
     table = has_position_table(model)
     settings = resolve_settings(config, kind, longest_input(model), models.dtype_name(model), table=table)
-    metrics: list[Any] = []
-    if task is not None:
+    metrics: list[QualityMetric] = []
+    if text is not None:
+        inputs = text_inputs(text, tokenizer, settings)
+    else:
         names = ("folder", "metrics", "max_eval_samples", "text_columns", "label_column")
         chosen: dict[str, Any] = {name: getattr(config.data, name) for name in names}
-        chosen["task" if config.data.own_task else "dataset"] = config.data.own_task or config.data.dataset
-        inputs = data.task_inputs(DataConfig(**chosen), tokenizer, model.config, settings)
+        chosen["task" if config.data.own_task else "dataset"] = config.data.own_task or path
+        inputs = task_inputs(DataConfig(**chosen), tokenizer, model.config, settings)
         conditions = {"data": inputs.hash, **inputs.facts["held_out"]}
-        options: dict[str, Any] = {"regression": inputs.regression, "task": task, "settings": conditions}
+        options: dict[str, Any] = {"regression": inputs.regression, "task": str(task), "settings": conditions}
         metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
-    else:
-        path = None if config.data.dataset == PYTHON_DOCUMENTATION else config.data.dataset
-        if documents is None:
-            text = read_documents(DataConfig(dataset=path, text_columns=config.data.text_columns), config.seed)
-        else:
-            text = text_of(documents, "the given documents")
-        inputs = data.text_inputs(text, tokenizer, settings)
     if kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
-        metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, **windows))
+        metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, exact=model, **windows))
     if config.data.sts is not None:
-        pairs = data.sentence_pairs(config.data.sts, tokenizer, settings, config.data.max_eval_samples)
+        pairs = sentence_pairs(config.data.sts, tokenizer, settings, config.data.max_eval_samples)
         metrics.append(sentence_pair_metric(pairs))
         inputs.facts["sentence_pairs"] = pairs.source
     if kind == "encoder":
         metrics.append(embedding_metric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
-    return Evaluator(
-        exact, inputs, settings, metrics, Records(), models.label_groups(groups), models.label_groups(baselines)
-    )
+    return Evaluator(exact, inputs, settings, metrics, groups=groups, baselines=baselines)
+
+
+def _text(config: EvaluateConfig, documents: Sequence[str] | None) -> Text:
+    if documents is not None:
+        return text_of(documents, "the given documents")
+    path = None if config.data.dataset == PYTHON_DOCUMENTATION else config.data.dataset
+    return read_documents(DataConfig(dataset=path, text_columns=config.data.text_columns), config.seed)
 
 
 def _check_data(kind: str, config: EvaluateConfig, name: str, documents: Sequence[str] | None) -> None:
@@ -307,7 +293,7 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, documents: Sequenc
 
 
 def _run(
-    evaluators: Sequence[Any],
+    evaluators: Sequence[Evaluator],
     config: EvaluateConfig,
     records: Records,
     folder: Path | None,
@@ -316,28 +302,27 @@ def _run(
     tool: str = "hf_linear_attn.evaluation.evaluate()",
     *,
     timing: bool = True,
-) -> Any:
-    from .evaluator import EXACT_LABEL
-    from .results import Evaluation
-    from .speed import WITHOUT_ATTENTION
-
+) -> Evaluation:
     first = evaluators[0]
-    _join_earlier_runs(evaluators, config, records)
+    groups = _join_earlier_runs(evaluators, config, records)
     _check_mechanisms(first)
     for evaluator in evaluators:
-        names = ("attentions", "seeds", "steps")
-        shared = {name: getattr(first.settings, name) for name in names}
+        shared = {name: getattr(first.settings, name) for name in ("attentions", "seeds", "steps")}
         evaluator.settings = replace(evaluator.settings, **shared)
         evaluator.records, evaluator.folder, evaluator.progress = records, folder, progress
     surroundings = environment(first.exact.model.device)
-    records.start_run(tool, _run_settings(evaluators), surroundings)
+    identities = {evaluator.task: _identity(evaluator) for evaluator in evaluators}
+    run_settings = {"identities": identities, "groups": groups, "settings": asdict(first.settings)}
+    records.start_run(tool, run_settings, surroundings)
     for evaluator in evaluators:
         evaluator.measure_quality()
-    if timing:
-        first.measure_speed()
-    used = set().union(*(evaluator.used for evaluator in evaluators))
-    mechanisms = [*first.settings.attentions, *(group.label for group in first.groups)]
-    baselines = dict.fromkeys(group.label for evaluator in evaluators for group in evaluator.baselines)
+    if timing and first.settings.lengths:
+        measure_speed(first)
+    used, left_out = _current_records(records, first)
+    if left_out:
+        first.notes.append(f"{left_out} records of another device or other versions are not shown. Measure them again.")
+    mechanisms = [*first.settings.attentions, *(group["label"] for group in groups if group["layers"])]
+    baselines = [group["label"] for group in groups if not group["layers"]]
     table = records.to_frame()
     info = {
         "tool": tool,
@@ -353,7 +338,7 @@ def _run(
         "scores": [asdict(score) for evaluator in evaluators for score in evaluator.scores],
         "labels": [EXACT_LABEL, *baselines, *mechanisms, WITHOUT_ATTENTION],
         "mechanisms": mechanisms,
-        "checkpoints": [_group_facts(group) for group in (*first.groups, *first.baselines)],
+        "checkpoints": groups,
         "notes": first.notes,
         "records": sorted(used),
         "runs": len(records.runs),
@@ -361,25 +346,37 @@ def _run(
     return Evaluation(table[table["id"].isin(used)].reset_index(drop=True), json_safe(info), records)
 
 
-def _check_mechanisms(evaluator: Any) -> None:
-    """Raise for mechanisms that this model cannot have, before anything is measured."""
-    from ..patching import patch_model
-    from ..registry import ATTENTIONS
-    from ..utils.models import shared_copy
-    from .models import seed_options
+def _current_records(records: Records, evaluator: Evaluator) -> tuple[set[str], int]:
+    """Return the ids of the records to show, and how many were made on another device or with other versions.
 
+    Of a value that was measured under several conditions, such as with another time per length, the newest counts.
+    """
+    exact, newest, left_out = evaluator.exact, {}, 0
+    for record in sorted(records, key=lambda record: record.time):
+        conditions = record.conditions
+        dtype = exact.device["dtype"] if conditions["batch_size"] is None else evaluator.settings.dtype
+        if conditions["device"] != {**exact.device, "dtype": dtype} or conditions["versions"] != exact.versions:
+            left_out += 1
+            continue
+        names = ("measurement", "state", "seed", "task", "length", "batch_size")
+        newest[(record.label, conditions["settings"].get("checkpoint"), *map(conditions.get, names))] = record.id
+    return set(newest.values()), left_out
+
+
+def _check_mechanisms(evaluator: Evaluator) -> None:
+    """Raise for mechanisms that this model cannot have, before anything is measured."""
     settings = evaluator.settings
     if not settings.attentions and not evaluator.groups:
         raise ValueError("There is nothing to compare: give --attention or --converted.")
     for name in settings.attentions:
         try:
-            options = seed_options(ATTENTIONS.get(name), settings.seed)
+            options = models.seed_options(ATTENTIONS.get(name), settings.seed)
             patch_model(shared_copy(evaluator.exact.model), name, **options)
         except NotImplementedError as error:
             raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
 
 
-def _identity(evaluator: Any) -> dict[str, Any]:
+def _identity(evaluator: Evaluator) -> dict[str, Any]:
     """What all records of one model in a folder have in common."""
     exact, settings = evaluator.exact, evaluator.settings
     metrics = {metric.measurement: metric.settings.get("data") for metric in evaluator.metrics}
@@ -387,45 +384,37 @@ def _identity(evaluator: Any) -> dict[str, Any]:
     return json_safe({**identity, **{name: getattr(settings, name) for name in FIXED_SETTINGS}})
 
 
-def _group_facts(group: Any) -> dict[str, Any]:
-    checkpoints = [{"folder": one.folder, "fingerprint": one.fingerprint} for one in group.checkpoints]
-    return {
-        "label": group.label,
-        "attention": group.attention,
-        "layers": dict(group.layers),
-        "checkpoints": checkpoints,
-    }
+def _join_earlier_runs(
+    evaluators: Sequence[Evaluator], config: EvaluateConfig, records: Records
+) -> list[dict[str, Any]]:
+    """Add mechanisms, lengths and seeds of earlier runs, so that the report shows all of them, and label checkpoints.
 
-
-def _run_settings(evaluators: Sequence[Any]) -> dict[str, Any]:
-    """What a run line says: enough to add to the records later."""
-    models = []
-    for evaluator in evaluators:
-        groups = [_group_facts(group) for group in (*evaluator.groups, *evaluator.baselines)]
-        models.append({"task": evaluator.task, "identity": _identity(evaluator), "groups": groups})
-    return {"models": models, "settings": asdict(evaluators[0].settings)}
-
-
-def _join_earlier_runs(evaluators: Sequence[Any], config: EvaluateConfig, records: Records) -> None:
-    """Add mechanisms, lengths, seeds and checkpoints of earlier runs, so that the report shows all of them, complete.
+    Returns:
+        What the report says about the checkpoints of all runs.
 
     Raises:
         ValueError: The records are of another model, other data or other settings.
     """
-    runs = [run for run in records.runs.values() if "models" in run.settings]
-    if not runs:
-        return
-    latest = runs[-1].settings
-    earlier = {entry["task"]: entry for entry in latest["models"]}
-    current = {evaluator.task: evaluator for evaluator in evaluators}
-    for task, entry in earlier.items():
-        _check_identity(config, task, entry["identity"], current.get(task))
-        if task in current:
-            _join_groups(current[task], entry["groups"])
-    evaluators[0].settings = _joined_settings(evaluators[0].settings, latest["settings"], config)
+    first = evaluators[0]
+    earlier = [run.settings for run in records.runs.values() if "identities" in run.settings]
+    groups = {group["label"]: group for group in earlier[-1]["groups"]} if earlier else {}
+    if earlier:
+        current = {evaluator.task: evaluator for evaluator in evaluators}
+        for task, identity in earlier[-1]["identities"].items():
+            _check_identity(config, task, identity, current.get(task))
+        first.settings = _joined_settings(first, earlier[-1]["settings"], config)
+    for evaluator in evaluators:
+        for part in (evaluator.groups, evaluator.baselines):
+            labels = {group["identity"]: group["label"] for group in groups.values()}
+            part[:] = models.label_groups(part, labels)
+            for group in part:
+                facts = group.facts()
+                known = groups.get(group.label, {"folders": []})["folders"]
+                groups[group.label] = {**facts, "folders": list(dict.fromkeys([*known, *facts["folders"]]))}
+    return list(groups.values())
 
 
-def _check_identity(config: EvaluateConfig, task: str, earlier: Mapping[str, Any], evaluator: Any) -> None:
+def _check_identity(config: EvaluateConfig, task: str, earlier: Mapping[str, Any], evaluator: Evaluator | None) -> None:
     if evaluator is None:
         raise ValueError(
             f"The folder {config.output!r} has records of the task {task!r} with the model {earlier['model']!r}. Give "
@@ -441,34 +430,21 @@ def _check_identity(config: EvaluateConfig, task: str, earlier: Mapping[str, Any
         )
 
 
-def _joined_settings(settings: Settings, earlier: Mapping[str, Any], config: EvaluateConfig) -> Settings:
+def _joined_settings(evaluator: Evaluator, earlier: Mapping[str, Any], config: EvaluateConfig) -> Any:
     """The settings with everything that was measured before; options that are not set stay as they were."""
-    lengths = settings.lengths if config.speed.lengths else ()
-    own = () if config.length is None else (config.length,)
+    settings = evaluator.settings
+    lengths = (
+        *(settings.lengths if config.speed.lengths else ()),
+        *(() if config.length is None else (config.length,)),
+    )
     return replace(
         settings,
-        attentions=_union(earlier["attentions"], config.attention or ()),
-        lengths=tuple(sorted(_union(earlier["lengths"], (*lengths, *own)))),
+        attentions=tuple(dict.fromkeys([*earlier["attentions"], *(config.attention or ())])),
+        lengths=tuple(sorted({*earlier["lengths"], *lengths})),
         length=config.length or earlier["length"],
-        seeds=_union(earlier["seeds"], config.seeds or ()),
+        seeds=tuple(dict.fromkeys([*earlier["seeds"], *(config.seeds or ())])),
         backward=settings.backward or earlier["backward"],
         layer=settings.layer or earlier["layer"],
         throughput_batch_size=config.speed.batch_size or earlier["throughput_batch_size"],
         dtype=config.speed.dtype or earlier["dtype"],
     )
-
-
-def _join_groups(evaluator: Any, entries: Sequence[Mapping[str, Any]]) -> None:
-    from .evaluator import checkpoint_of
-    from .models import CheckpointGroup, merge_groups
-
-    groups = [
-        CheckpointGroup(entry["attention"], entry["layers"], tuple(map(checkpoint_of, entry["checkpoints"])))
-        for entry in entries
-    ]
-    evaluator.groups = merge_groups([group for group in groups if group.layers], evaluator.groups)
-    evaluator.baselines = merge_groups([group for group in groups if not group.layers], evaluator.baselines)
-
-
-def _union(first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys([*first, *second]))

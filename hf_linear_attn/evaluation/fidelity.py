@@ -30,8 +30,8 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """Return what the forward pass accepts of a batch, on the model's device, without labels and without a cache."""
+def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
+    """Return what a model's forward pass accepts of a batch, on its device, without labels and without a cache."""
     accepted = set(inspect.signature(model.forward).parameters)
     inputs: dict[str, Any] = {
         name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted and name != "labels"

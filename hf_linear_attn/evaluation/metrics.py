@@ -356,6 +356,8 @@ def classification_metric(
         settings: What the values depend on besides the model.
     """
 
+    import numpy as np
+
     @cache
     def exact_logits(suffix: str) -> Tensor:
         return classifier_logits(exact, batches[suffix])
@@ -374,6 +376,10 @@ def classification_metric(
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
                 values.append(value("divergence", _answer_divergence(reference, own, regression)))
+                if not regression and metrics[0] in METRICS:
+                    frequent = np.full_like(labels, np.bincount(labels).argmax())
+                    constant = compute_metrics(metrics[:1], frequent, labels)[metrics[0]]
+                    values.append(value("most_frequent_answer", constant))
             values += [value(name + suffix, scores[name]) for name in metrics]
         longest = max(batch["input_ids"].shape[1] for part in batches.values() for batch in part)
         return [*values, value("rows", rows), value("longest_input", longest, unit="tokens")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,7 @@ from ..integration.discovery import attention_shape, longest_input, self_attenti
 from ..integration.inputs import has_position_table
 from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD, is_patched, patch_model
-from ..registry import AttentionEntry
+from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.models import quiet_transformers, shared_copy
 from .config import PYTHON_DOCUMENTATION
@@ -116,6 +117,13 @@ def backend_in_use(device: torch.device) -> str:
     if get_backend() != "auto":
         return get_backend()
     return "torch" if device.type != "cpu" or unavailable_reason() is not None else "native"
+
+
+def check_mechanism(name: str) -> None:
+    """Raise a ValueError for an unknown mechanism, and for exact attention, which others are compared with."""
+    ATTENTIONS.get(name)
+    if name == EXACT:
+        raise ValueError(f"attention {name!r} is the exact attention, which is always measured. Name another one.")
 
 
 def seed_options(entry: AttentionEntry, seed: int) -> dict[str, Any]:
@@ -296,6 +304,11 @@ class CheckpointGroup:
         """A text that is equal for groups which differ in weights and seeds only."""
         return json.dumps(_without_seeds(self.layers), sort_keys=True, default=str)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says about the group."""
+        folders = [one.folder for one in self.checkpoints]
+        return {"label": self.label, "identity": self.identity, "layers": dict(self.layers), "folders": folders}
+
     def resized(self, longest: int) -> dict[str, Any]:
         """Return the layers for inputs of `longest` tokens, where a mechanism is built for a largest length."""
         layers = {}
@@ -342,27 +355,19 @@ def find_checkpoints(
     return list(groups.values())
 
 
-def label_groups(groups: Sequence[CheckpointGroup]) -> list[CheckpointGroup]:
-    """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several."""
-    counts: dict[str, int] = {}
-    labeled = []
+def label_groups(groups: Sequence[CheckpointGroup], known: Mapping[str, str]) -> list[CheckpointGroup]:
+    """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several.
+
+    Args:
+        groups: Groups without labels.
+        known: Identity of a group -> its label in an earlier run, which stays the same.
+    """
+    labels = dict(known)
     for group in groups:
         base = f"{group.attention} ({group.state})"
-        counts[base] = counts.get(base, 0) + 1
-        labeled.append(replace(group, label=base if counts[base] == 1 else f"{base} {counts[base]}"))
-    return labeled
-
-
-def merge_groups(first: Sequence[CheckpointGroup], second: Sequence[CheckpointGroup]) -> list[CheckpointGroup]:
-    """Join groups of the same layers; a checkpoint of `second` replaces the same one of `first`."""
-    merged = {group.identity: group for group in first}
-    for group in second:
-        known = merged.get(group.identity)
-        if known is not None:
-            checkpoints = {one.fingerprint: one for one in (*known.checkpoints, *group.checkpoints)}
-            group = replace(known, checkpoints=tuple(checkpoints.values()))
-        merged[group.identity] = group
-    return label_groups(list(merged.values()))
+        names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
+        labels.setdefault(group.identity, next(name for name in names if name not in labels.values()))
+    return [replace(group, label=labels[group.identity]) for group in groups]
 
 
 def patched_like(layers: Mapping[str, Any], exact: PreTrainedModel) -> PreTrainedModel:

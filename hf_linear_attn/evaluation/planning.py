@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..data.task_data import read_documents
 from ..data.text import Text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
-from ..integration.inputs import accepts_longer_inputs, has_position_table
+from ..integration.inputs import has_position_table
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS, list_attentions
 from ..saving import save_checkpoint
@@ -32,10 +32,10 @@ from .inputs import EvaluationInputs, input_lengths, inputs_text, task_inputs, t
 from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
-from .models import ExactModel, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
+from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
 from .progress import ConsoleProgress
 from .records import RECORDS_FILE, Records
-from .speed import timing_options
+from .speed import possible_lengths, timing_options
 
 if TYPE_CHECKING:
     from ..plan import PlanConfig
@@ -64,7 +64,8 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
     console = console or Console()
     budget = Budget.parse(config.budget)
-    _check_attention(config.attention)
+    list_attentions()
+    check_mechanism(config.attention)
     check_output(config.output, RESULTS, overwrite=config.overwrite, resume=config.resume)
     if config.save_model is not None:
         check_output(
@@ -183,14 +184,14 @@ class _Run:
         lengths = self.config.lengths
         if lengths is None:
             lengths = (1024,) if self.config.quick else (1024, 4096)
-        limit = longest_input(self.exact.model)
-        if limit is None or accepts_longer_inputs(self.exact.model):
-            return list(lengths)
-        if budget.length is not None and budget.length > limit:
+        possible = possible_lengths(self.exact.model, lengths)[0]
+        wanted = [] if budget.length is None else [budget.length]
+        if wanted != possible_lengths(self.exact.model, wanted)[0]:
+            limit = longest_input(self.exact.model)
             raise ValueError(
                 f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
             )
-        return [length for length in lengths if length <= limit] or [limit]
+        return possible
 
     def _patch(self) -> None:
         """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
@@ -202,8 +203,7 @@ class _Run:
         except NotImplementedError as error:
             raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
         longest = max(self.lengths, default=0)
-        accepted = [item.name for item in fields(entry.options)]
-        for_timing = timing_options(options, accepted, longest_input(model), longest) if longest else options
+        for_timing = timing_options(entry, options, longest_input(model), longest) if longest else options
         same = for_timing == options
         self.timed = self.patched if same else patch_model(shared_copy(model), attention, **for_timing)
 
@@ -364,13 +364,6 @@ def _stages(progress: ConsoleProgress) -> Progress:
             start = 0.0
 
     return on_progress
-
-
-def _check_attention(name: str) -> None:
-    list_attentions()
-    ATTENTIONS.get(name)
-    if name == "softmax":
-        raise ValueError("attention 'softmax' is the exact attention: there is nothing to plan. Name a mechanism.")
 
 
 def _metadata(path: Path) -> dict[str, str]:

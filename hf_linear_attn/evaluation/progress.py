@@ -87,7 +87,7 @@ class ConsoleProgress:
         while columns:
             table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
             table.add_column(frame.index.name, no_wrap=True)
-            used, shown = max(map(len, index)) + 4, []
+            used, shown = max(map(len, index)) + 4, list[str]()
             while columns:
                 needed = max(map(len, [*columns[0].split(), *frame[columns[0]]])) + 2
                 if shown and used + needed > self.console.width:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ..utils.environment import json_safe
@@ -56,26 +58,24 @@ class Quality:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A mechanism's score beside that of the exact model.
+    """A mechanism's score beside that of a model with exact attention.
 
     Attributes:
         score: Which score.
         own: The mechanism's.
-        exact: The exact model's.
-        floor: The score of the model without attention.
-        share: Share of the exact model's score that is kept, in (0, 1]; None where it is not defined, or where the
-            mechanism is better than the exact model.
-        valid, below_floor, chance: As in `metrics.Assessment`.
+        reference: The score of the model that it is compared with.
+        control: Whether that is the tuned exact model; otherwise it is the exact model itself.
+        share: Share of the reference's score that is kept, in (0, 1]; None where it is not defined, or where the
+            mechanism is better than the reference.
+        assessment: What the score says.
     """
 
     score: Score
     own: Quality
-    exact: Quality
-    floor: Quality | None
+    reference: Quality
+    control: bool
     share: float | None
-    valid: bool
-    below_floor: bool
-    chance: bool
+    assessment: Assessment
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Evaluation:
 
     @property
     def labels(self) -> list[str]:
-        """The rows of the summary: the exact model, baselines, mechanisms, the model without attention."""
+        """The rows of the summary: the exact model, tuned exact models, mechanisms, the model without attention."""
         return self.info["labels"]
 
     @property
@@ -121,10 +121,7 @@ class Evaluation:
     @property
     def length(self) -> int | None:
         """The measured length that is nearest to the user's own."""
-        lengths, own = self.lengths(FORWARD), self.info["settings"]["length"]
-        if not lengths:
-            return None
-        return lengths[-1] if own is None else min(lengths, key=lambda length: abs(length - own))
+        return self._nearest(FORWARD, 1, self.info["settings"]["length"])
 
     @cached_property
     def throughput_batch_size(self) -> int:
@@ -140,12 +137,13 @@ class Evaluation:
             rows.setdefault((row["measurement"], row["metric"]), []).append(row)
         return rows
 
+    def _find(self, measurement: str, metric: str, **columns: Any) -> list[dict[str, Any]]:
+        rows = self._rows.get((measurement, metric), ())
+        return [row for row in rows if all(row[name] == expected for name, expected in columns.items())]
+
     def lengths(self, measurement: str, batch_size: int = 1) -> list[int]:
         """Return the lengths at which something was timed for all rows."""
-        counts: dict[int, int] = {}
-        for row in self._rows.get((measurement, "seconds"), ()):
-            if row["batch_size"] == batch_size:
-                counts[int(row["length"])] = counts.get(int(row["length"]), 0) + 1
+        counts = Counter(int(row["length"]) for row in self._find(measurement, "seconds", batch_size=batch_size))
         return sorted(length for length, count in counts.items() if count == max(counts.values()))
 
     def select(self, measurement: str, metric: str, **columns: Any) -> pandas.DataFrame:
@@ -157,9 +155,7 @@ class Evaluation:
 
     def value(self, measurement: str, metric: str, *, column: str = "value", **columns: Any) -> float | None:
         """Return the only value of a metric with these columns, the mean of several, or None."""
-        rows = self._rows.get((measurement, metric), ())
-        rows = [row for row in rows if all(row[name] == expected for name, expected in columns.items())]
-        return _mean([row.get(column) for row in rows])
+        return _mean(row.get(column) for row in self._find(measurement, metric, **columns))
 
     def quality(self, score: Score, label: str, *, before: bool = False) -> Quality | None:
         """Return a score of a row.
@@ -170,27 +166,26 @@ class Evaluation:
             before: The mechanism as patched, before attention transfer; None where there was no transfer.
         """
         rows = self._states(score.measurement, score.metric, label, before, task=score.task)
-        values = [row["value"] for row in rows if _is_number(row["value"])]
+        values = tuple(row["value"] for row in rows if _is_number(row["value"]))
         if not values:
             return None
-        std = _std(values) if len(values) > 1 else None
-        stderr = _mean([row.get("stderr") for row in rows])
-        return Quality(sum(values) / len(values), std, stderr, tuple(values))
+        std = stdev(values) if len(values) > 1 else None
+        return Quality(fmean(values), std, _mean(row.get("stderr") for row in rows), values)
 
-    def _states(self, measurement: str, metric: str, label: str, before: bool, **columns: Any) -> list[dict[str, Any]]:
+    def _states(
+        self, measurement: str, metric: str, label: str, before: bool = False, **columns: Any
+    ) -> list[dict[str, Any]]:
         """The rows before attention transfer, or those after it; without a transfer, all are after it."""
-        rows = self._rows.get((measurement, metric), ())
-        rows = [row for row in rows if row["label"] == label and all(row[name] == columns[name] for name in columns)]
+        rows = self._find(measurement, metric, label=label, **columns)
         if any(row["state"] == "transferred" for row in rows):
             return [row for row in rows if row["state"] == ("untrained" if before else "transferred")]
         return [] if before else rows
 
     def crossover(self, label: str, measurement: str = FORWARD) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model."""
-        lengths = self.lengths(measurement)
-        speedups = [self.speedup(label, length, measurement) for length in lengths]
-        known = [(length, speedup) for length, speedup in zip(lengths, speedups, strict=True) if speedup is not None]
-        return crossover(*zip(*known, strict=True)) if known else None
+        speedups = {length: self.speedup(label, length, measurement) for length in self.lengths(measurement)}
+        known = {length: speedup for length, speedup in speedups.items() if speedup is not None}
+        return crossover(list(known), list(known.values())) if known else None
 
     def speedup(self, label: str, length: int, measurement: str = FORWARD, batch_size: int = 1) -> float | None:
         """Return the time of the exact model divided by this one's; both were timed side by side."""
@@ -200,48 +195,57 @@ class Evaluation:
     # ---------------------------------------------------------------------------------------------- comparisons
 
     def compare(self, label: str, score: Score) -> Comparison | None:
-        """Compare a row's score with the exact model's, and with that of the model without attention."""
-        own, exact = self.quality(score, label), self.quality(score, EXACT_LABEL)
-        if own is None or exact is None:
-            return None
-        result = self._assess(score, label)
-        share = None
-        if result.valid and min(own.mean, exact.mean) > 0 and (result.worse or own.mean == exact.mean):
-            share = own.mean / exact.mean if score.higher_is_better else exact.mean / own.mean
-        floor = self.quality(score, WITHOUT_ATTENTION)
-        return Comparison(score, own, exact, floor, share, result.valid, result.below_floor, result.chance)
+        """Compare a row's score with that of exact attention, and with that of the model without attention.
 
-    def _assess(self, score: Score, label: str) -> Assessment:
-        """Apply the rule that `plan` shares."""
-        own, exact, floor = (self.quality(score, name) for name in (label, EXACT_LABEL, WITHOUT_ATTENTION))
+        A converted checkpoint is compared with the tuned exact model where there is one: both were trained alike.
+        """
+        converted = label in [group["label"] for group in self.info["checkpoints"]]
+        controls = [name for name in self.labels if name not in (EXACT_LABEL, WITHOUT_ATTENTION, *self.mechanisms)]
+        tuned = [one for name in controls if converted and name != label and (one := self.quality(score, name))]
+        own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
+        if own is None or reference is None:
+            return None
+        comparison = Comparison(score, own, reference, bool(tuned), None, self._assess(score, label, reference))
+        worse = comparison.assessment.worse or own.mean == reference.mean
+        if not comparison.assessment.valid or min(own.mean, reference.mean) <= 0 or not worse:
+            return comparison
+        return replace(comparison, share=_share(comparison, own.mean))
+
+    def _assess(self, score: Score, label: str, reference: Quality | None) -> Assessment:
+        """Apply the rule that `plan` shares; a classifier must be better than one that always gives one answer, too."""
+        own, floor = self.quality(score, label), self.quality(score, WITHOUT_ATTENTION)
         divergences = [
-            _mean([row["value"] for row in self._states(score.measurement, "divergence", name, False, task=score.task)])
+            _mean(row["value"] for row in self._states(score.measurement, "divergence", name, task=score.task))
             for name in (label, WITHOUT_ATTENTION)
         ]
-        return assess(
-            *(row and row.mean for row in (own, exact, floor)),
-            higher_is_better=score.higher_is_better,
-            stderr=math.hypot(*(row.stderr or 0.0 for row in (exact, floor) if row)),
-            divergence=divergences[0],
-            floor_divergence=divergences[1],
-        )
+        constant = self._constant_score(score)
+        known = [row.stderr or 0.0 for row in (reference, floor) if row]
+        rule: dict[str, Any] = {"higher_is_better": score.higher_is_better, "stderr": math.hypot(*known)}
+        means = [None if row is None else row.mean for row in (own, reference, floor)]
+        result = assess(*means, **rule, divergence=divergences[0], floor_divergence=divergences[1])
+        if constant is None or assess(means[0], means[1], constant, **rule).valid:
+            return result
+        return replace(result, valid=False, below_floor=False)
+
+    def _constant_score(self, score: Score) -> float | None:
+        """The score of always giving the most frequent answer of a labelled task."""
+        return self.value(score.measurement, "most_frequent_answer", label=EXACT_LABEL, task=score.task)
 
     def mean_share(self, label: str) -> tuple[float, float | None] | None:
         """Return the mean over the labelled tasks of the share that is kept, and its spread over seeds.
 
-        A score above the exact model's counts as 100 %. The result is None with fewer than two tasks, or where one of
+        A score above the reference's counts as 100 %. The result is None with fewer than two tasks, or where one of
         them cannot judge attention.
         """
         scores = [score for score in self.scores if score.measurement == "task"]
-        comparisons = [self.compare(label, score) for score in scores]
-        if len(scores) < 2 or any(one is None or not one.valid for one in comparisons):
+        known = [one for score in scores if (one := self.compare(label, score)) and one.assessment.valid]
+        if len(scores) < 2 or len(known) < len(scores):
             return None
-        known = [one for one in comparisons if one is not None]
-        shares = [_retained_share(one, one.own.mean) for one in known]
-        runs = list(zip(*(one.own.values for one in known), strict=False))
-        means = [sum(map(_retained_share, known, run)) / len(run) for run in runs]
-        same = len({len(one.own.values) for one in known}) == 1 and len(means) > 1
-        return sum(shares) / len(shares), _std(means) if same else None
+        runs = [one.own.values for one in known]
+        if len({len(values) for values in runs}) > 1:
+            return fmean(_share(one, one.own.mean) for one in known), None
+        means = [fmean(map(_share, known, run)) for run in zip(*runs, strict=True)]
+        return fmean(means), stdev(means) if len(means) > 1 else None
 
     def conclusions(self) -> list[Conclusion]:
         """Return one sentence per mechanism: its speed at the user's length, and what it keeps of the quality."""
@@ -269,8 +273,7 @@ class Evaluation:
 
     def longest_quality_input(self) -> int:
         """Return the tokens of the longest input that the first score was measured on."""
-        first = self.scores[0]
-        measured = self.value(first.measurement, "longest_input", label=EXACT_LABEL)
+        measured = self.value(self.scores[0].measurement, "longest_input", label=EXACT_LABEL)
         return int(measured or self.info["data"].get("held_out", {}).get("longest", 0))
 
     def warnings(self) -> list[str]:
@@ -290,12 +293,17 @@ class Evaluation:
         return [*lines, *self.info["notes"]]
 
     def _validity_text(self, score: Score) -> str:
+        """Why a score cannot judge attention, or an empty string."""
         exact, floor = self.quality(score, EXACT_LABEL), self.quality(score, WITHOUT_ATTENTION)
-        if exact is None or floor is None or self._assess(score, EXACT_LABEL).valid:
+        if exact is None or floor is None or self._assess(score, EXACT_LABEL, exact).valid:
             return ""
+        other = f"without attention ({_show(score, floor.mean)})"
+        constant, sign = self._constant_score(score), 1 if score.higher_is_better else -1
+        if constant is not None and sign * (constant - floor.mean) >= 0:
+            other = f"always giving the most frequent answer ({_show(score, constant)})"
         return (
-            f"{score.title}: the data cannot judge attention, because the model without attention scores "
-            f"{_show(score, floor.mean)} against {_show(score, exact.mean)} of the exact one."
+            f"{score.title}: these data cannot judge attention: the exact model ({_show(score, exact.mean)}) is not "
+            f"clearly better than {other}. No verdict is given."
         )
 
     # ---------------------------------------------------------------------------------------------- summary
@@ -321,77 +329,61 @@ class Evaluation:
                 spread = "" if after.std is None else f" ± {fixed(after.std, score.digits)}"
                 start = "" if before is None else f"{_show(score, before.mean)} → "
                 row[score.title] = f"{start}{_show(score, after.mean)}{spread}"
-            row[f"{score.title} kept"] = self._share_text(label, score)
+            row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = self._share_text(label, score)
         mean = self.mean_share(label) if label in self.mechanisms else None
-        row["mean over tasks"] = (
-            "–" if mean is None else f"{mean[0]:.1%}" + ("" if mean[1] is None else f" ± {mean[1]:.1%}")
-        )
-        for metric, title, digits in (("kl", "KL, nats", 2), ("output_error", "output error", 2)):
-            row[title] = self._change_text(metric, label, digits)
-        parameters = self.value("parameters", "learned_parameters", label=label)
-        row["learned parameters"] = "–" if parameters is None else f"{parameters:,.0f}"
+        if mean is not None:
+            row["mean over tasks"] = f"{mean[0]:.1%}" + ("" if mean[1] is None else f" ± {mean[1]:.1%}")
+        for metric, title in (("kl", "KL, nats"), ("output_error", "output error")):
+            before_text, text = (_text(self._overall(metric, label, first), "{:.2f}") for first in (True, False))
+            row[title] = text if before_text == "–" else f"{before_text} → {text}"
+        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}")
         return {**row, **self._speed_row(label)}
 
     def _share_text(self, label: str, score: Score) -> str:
         comparison = self.compare(label, score) if label != EXACT_LABEL and not score.agreement else None
-        if comparison is None or not comparison.valid:
+        if comparison is None or not comparison.assessment.valid:
             return "–"
         if comparison.share is None:
-            return "above exact"
+            return "better than the control" if comparison.control else "better than exact"
         return f"{comparison.share:.1%}" if score.higher_is_better else f"{1 / comparison.share - 1:+.1%}"
 
-    def _overall(self, metric: str, label: str, *, before: bool = False) -> float | None:
+    def _overall(self, metric: str, label: str, before: bool = False) -> float | None:
         """A metric of fidelity, over all layers and heads."""
         rows = self._states("fidelity", metric, label, before)
-        return _mean([row["value"] for row in rows if not _is_number(row["layer"])])
-
-    def _change_text(self, metric: str, label: str, digits: int) -> str:
-        before, after = self._overall(metric, label, before=True), self._overall(metric, label)
-        if after is None:
-            return "–"
-        return fixed(after, digits) if before is None else f"{fixed(before, digits)} → {fixed(after, digits)}"
+        return _mean(row["value"] for row in rows if not _is_number(row["layer"]))
 
     def _speed_row(self, label: str) -> dict[str, str]:
-        row: dict[str, str] = {}
-        own = self.length
-        for length in lengths_to_show(self.lengths(FORWARD), own):
-            row[f"at {length:,}"] = self._time_text(label, FORWARD, length)
-        change = self.crossover(label) if label in self.mechanisms else None
-        row["faster from"] = "–" if change is None else str(change)
-        memory = None if own is None else self.value(FORWARD, "peak_memory", label=label, length=own, batch_size=1)
-        if own is not None:
-            row[f"memory at {own:,}"] = "–" if memory is None else format_bytes(memory)
-        size = self.throughput_batch_size
+        own, size = self.length, self.throughput_batch_size
+        row = {
+            f"at {length:,}": self._time_text(label, FORWARD, length)
+            for length in lengths_to_show(self.lengths(FORWARD), own)
+        }
+        row["faster from"] = str((self.crossover(label) if label in self.mechanisms else None) or "–")
+        columns: dict[str, Any] = {"label": label, "length": own, "batch_size": 1}
+        row[f"memory at {own or 0:,}"] = _text(self.value(FORWARD, "peak_memory", **columns), format_bytes)
         for measurement, title in ((FORWARD, "tokens/s"), (TRAINING, "training tokens/s")):
-            nearest = self._nearest(measurement, size) if size > 1 else None
-            rate = (
-                None
-                if nearest is None
-                else self.value(measurement, "tokens_per_second", label=label, length=nearest, batch_size=size)
-            )
-            if rate is not None:
-                row[f"{title}, {size} × {nearest:,}"] = format_rate(rate)
+            nearest = self._nearest(measurement, size, own) if size > 1 else None
+            if nearest is not None:
+                rate = self.value(measurement, "tokens_per_second", label=label, length=nearest, batch_size=size)
+                row[f"{title}, {size} × {nearest:,}"] = _text(rate, format_rate)
         for measurement in (TRAINING, PREFILL, DECODING):
-            nearest = self._nearest(measurement, 1)
+            nearest = self._nearest(measurement, 1, own)
             if nearest is not None:
                 row[f"{measurement} at {nearest:,}"] = self._time_text(label, measurement, nearest)
-        context = self._nearest(DECODING, 1)
-        if context is not None:
-            cache = self.value(DECODING, "cache_bytes", label=label, length=context, batch_size=1)
-            row[f"cache at {context:,}"] = "–" if cache is None else format_bytes(cache)
-        return row
+        context = self._nearest(DECODING, 1, own)
+        cache = self.value(DECODING, "cache_bytes", label=label, length=context, batch_size=1)
+        return {**row, f"cache at {context or 0:,}": _text(cache, format_bytes)}
 
-    def _nearest(self, measurement: str, batch_size: int) -> int | None:
+    def _nearest(self, measurement: str, batch_size: int, own: int | None) -> int | None:
+        """The measured length that is nearest to `own`; without one, the longest."""
         lengths = self.lengths(measurement, batch_size)
-        return min(lengths, key=lambda length: abs(length - (self.length or length))) if lengths else None
+        return min(lengths, key=lambda length: abs(length - (own or lengths[-1]))) if lengths else None
 
     def _time_text(self, label: str, measurement: str, length: int) -> str:
-        columns: dict[str, Any] = {"label": label, "length": length, "batch_size": 1}
         if label == EXACT_LABEL:
-            seconds = self.value(measurement, "seconds", **columns)
-            return "–" if seconds is None else format_seconds(seconds)
-        speedup = self.value(measurement, "seconds", column="speedup", **columns)
-        return "–" if speedup is None else f"{speedup:.2f}×"
+            seconds = self.value(measurement, "seconds", label=label, length=length, batch_size=1)
+            return _text(seconds, format_seconds)
+        return _text(self.speedup(label, length, measurement), "{:.2f}×")
 
     # ---------------------------------------------------------------------------------------------- files
 
@@ -434,10 +426,10 @@ class Evaluation:
         return self.summary().to_html()
 
 
-def _retained_share(comparison: Comparison, own: float) -> float:
-    """The share of the exact model's score that a score keeps, at most 1."""
-    exact = comparison.exact.mean
-    return min(1.0, own / exact if comparison.score.higher_is_better else exact / own)
+def _share(comparison: Comparison, own: float) -> float:
+    """The share of the reference's score that a score keeps, at most 1."""
+    reference = comparison.reference.mean
+    return min(1.0, own / reference if comparison.score.higher_is_better else reference / own)
 
 
 def _speed_text(speedup: float) -> str:
@@ -447,40 +439,46 @@ def _speed_text(speedup: float) -> str:
 
 
 def _quality_text(comparison: Comparison) -> str:
-    """What a mechanism keeps of one score: first beside the exact model, then beside no attention."""
+    """What a mechanism keeps of one score: first beside exact attention, then beside no attention."""
     score = comparison.score
-    own, exact = _show(score, comparison.own.mean), _show(score, comparison.exact.mean)
+    own, exact = _show(score, comparison.own.mean), _show(score, comparison.reference.mean)
     spread = "" if comparison.own.std is None else f" ± {fixed(comparison.own.std, score.digits)}"
-    if not comparison.valid:
-        return f"{score.title} {own}{spread} against {exact}, which these data cannot relate to attention"
+    name = "the equally trained exact model" if comparison.control else "the exact model"
+    if not comparison.assessment.valid:
+        return f"{score.title} {own}{spread} ({name}: {exact}), without a verdict"
     if score.agreement:
         text = f"{score.title} {own}{spread}"
     elif comparison.share is None:
-        text = f"{score.title} {own}{spread}, better than the exact model's {exact}"
-        text += ", although its outputs differ largely: that is chance" if comparison.chance else ""
+        text = f"{score.title} {own}{spread}, better than {name} ({exact})"
+        text += ", although its outputs differ largely: that is chance" if comparison.assessment.chance else ""
     elif score.higher_is_better:
-        text = f"keeps {100 * comparison.share:.1f} % of {score.title} ({own}{spread} against {exact})"
+        text = f"{score.title} {own}{spread}, {100 * comparison.share:.1f} % of {name} ({exact})"
     else:
-        text = f"{score.title} {own}{spread} against {exact} ({1 / comparison.share - 1:+.1%})"
-    return f"{text}, worse than without attention" if comparison.below_floor else text
+        text = f"{score.title} {own}{spread}, {1 / comparison.share - 1:+.1%} against {name} ({exact})"
+    return f"{text}, worse than without attention" if comparison.assessment.below_floor else text
 
 
 def _worthwhile(speedup: float | None, comparison: Comparison | None) -> bool | None:
-    """Whether a mechanism is faster and keeps the quality; None where the data do not decide, or at a price."""
+    """Whether a mechanism is faster and keeps the quality; None where the data do not decide, or it loses a little."""
     if speedup is not None and speedup < FASTER:
         return False
-    if comparison is None or not comparison.valid or speedup is None:
+    if comparison is None or not comparison.assessment.valid or speedup is None or comparison.assessment.chance:
         return None
-    if comparison.chance:
-        return None
-    if comparison.below_floor:
+    if comparison.assessment.below_floor:
         return False
     share = 1.0 if comparison.share is None else comparison.share
     return True if share >= KEEPS else None if share >= LOSES_LITTLE else False
 
 
-def _show(score: Score | Mapping[str, Any], number: float) -> str:
-    return fixed(number, score.digits if isinstance(score, Score) else score["digits"])
+def _show(score: Score, number: float) -> str:
+    return fixed(number, score.digits)
+
+
+def _text(number: float | None, form: Any) -> str:
+    """A number as text, by a format string or a function; a dash where there is none."""
+    if number is None:
+        return "–"
+    return form.format(number) if isinstance(form, str) else form(number)
 
 
 def _is_number(value: Any) -> bool:
@@ -488,11 +486,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not math.isnan(value)
 
 
-def _mean(values: list[Any]) -> float | None:
+def _mean(values: Iterable[Any]) -> float | None:
     numbers = [float(value) for value in values if _is_number(value)]
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def _std(values: list[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return fmean(numbers) if numbers else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..integration.attention import SUBMODULE
-from ..integration.cache import LinearStateLayer
 from ..integration.discovery import attention_shape, longest_input, self_attention
-from ..integration.inputs import position_inputs, synthetic_inputs
+from ..integration.inputs import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
 from ..mechanisms.base import AttentionInputs, LinearAttention
+from ..registry import AttentionEntry
 from ..utils.formatting import format_bytes
 from ..utils.models import shared_copy
 from ..utils.timing import Timing, time_interleaved
+from .records import Record
 from .resources import count_flops, free_memory, peak_memory
+from .streaming import cache_bytes
 
 #: The name of a model whose attention is switched off, in tables and plots.
 WITHOUT_ATTENTION = "without attention"
@@ -67,27 +69,46 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def timing_options(
-    options: Mapping[str, Any], accepted: Sequence[str], limit: int | None, longest: int
+    entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, longest: int
 ) -> dict[str, Any]:
     """Return the options of a mechanism that is timed at up to `longest` tokens.
 
     A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
     """
-    if "max_length" in accepted and (limit is None or longest > limit):
-        return {**options, "max_length": longest}
-    return dict(options)
+    sized = any(item.name == "max_length" for item in fields(entry.options))
+    return {**options, "max_length": longest} if sized and (limit is None or longest > limit) else dict(options)
+
+
+def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:
+    """Return the lengths that the whole model can take, and a sentence about those beyond its positions (or "")."""
+    limit = longest_input(model)
+    if limit is None or max(lengths, default=0) <= limit:
+        return list(lengths), ""
+    if not accepts_longer_inputs(model):
+        possible = [length for length in lengths if length <= limit] or [limit]
+        return possible, f"The model takes {limit:,} positions; longer inputs were not timed."
+    if has_position_table(model):
+        beyond = (
+            f"The model has {limit:,} positions. Beyond them its position numbers start again from zero, which does "
+        )
+        return list(lengths), f"{beyond}not change the time; no quality was measured there."
+    beyond = f"The model was trained on up to {limit:,} positions. Its rotary positions continue beyond them, "
+    return list(lengths), f"{beyond}where no quality was measured."
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Passes of a whole model
 
 
+def _accepted(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
+    """Return the options that the model's forward pass knows."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
 def forward_pass(model: PreTrainedModel) -> Pass:
     """Return one forward pass without a cache; of a language model the logits of the last token only."""
-    accepted = inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    if "logits_to_keep" in accepted:
-        extra["logits_to_keep"] = 1
+    extra = _accepted(model, use_cache=False, logits_to_keep=1)
     return lambda inputs: model(**inputs, **extra)
 
 
@@ -95,18 +116,14 @@ def prefill_pass(model: PreTrainedModel) -> Pass:
     """Return the pass in which `generate` reads the prompt: logits of the last token, with a new cache in each call."""
     if model.config._attn_implementation == NO_ATTENTION_IMPLEMENTATION:
         return forward_pass(model)  # a model without attention has nothing to cache
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    last = _accepted(model, logits_to_keep=1)
     return lambda inputs: model(**inputs, past_key_values=DynamicCache(config=model.config), use_cache=True, **last)
 
 
 def training_pass(model: PreTrainedModel) -> Pass:
     """Return one forward and backward pass with gradients of all weights (of `mean(output²)`)."""
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-
-    def run(inputs: Mapping[str, Tensor]) -> None:
-        model(**inputs, **extra)[0].float().square().mean().backward()
-
-    return run
+    extra = _accepted(model, use_cache=False)
+    return lambda inputs: model(**inputs, **extra)[0].float().square().mean().backward()
 
 
 FORWARD, PREFILL, TRAINING, LAYER, DECODING = "forward", "prefill", "forward+backward", "layer", "decoding"
@@ -222,17 +239,6 @@ def measure_layer(
 # Decoding
 
 
-def cache_bytes(cache: Any) -> int:
-    """Return the bytes of keys and values, and of recurrent states, in a cache."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, LinearStateLayer):
-            total += layer.nbytes()
-        elif layer.is_initialized:
-            total += layer.keys.nbytes + layer.values.nbytes
-    return total
-
-
 @torch.inference_mode()
 def fill_cache(model: PreTrainedModel, tokens: Sequence[int], length: int) -> DynamicCache:
     """Return a cache after `length` tokens (the given ones, repeated as needed)."""
@@ -251,7 +257,7 @@ def fill_cache(model: PreTrainedModel, tokens: Sequence[int], length: int) -> Dy
 def measure_decoding(
     models: Mapping[str, PreTrainedModel],
     tokens: Sequence[int],
-    context: int,
+    length: int,
     *,
     baseline: str,
     seconds: float,
@@ -265,7 +271,7 @@ def measure_decoding(
     Args:
         models: Name -> causal language model.
         tokens: Token ids that the context is made from.
-        context: Tokens before the first timed one.
+        length: Tokens before the first timed one.
         baseline: The model that speedups are relative to.
         seconds: Time to spend.
         batch_size: Sequences that are decoded at once.
@@ -273,11 +279,11 @@ def measure_decoding(
     Returns:
         Name -> values `seconds` of one step, `tokens_per_second` and `cache_bytes` (of all sequences).
     """
-    caches = {name: fill_cache(model, tokens, context) for name, model in models.items()}
+    caches = {name: fill_cache(model, tokens, length) for name, model in models.items()}
     for cache in caches.values():
         cache.batch_repeat_interleave(batch_size)
     sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-    steps = {name: _decoding_step(models[name], caches[name], tokens[0], batch_size, context) for name in models}
+    steps = {name: _decoding_step(models[name], caches[name], tokens[0], batch_size, length) for name in models}
     device = models[baseline].device
     options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}
     timings = time_interleaved(steps, baseline=baseline, seconds=seconds, device=device, **options)
@@ -334,16 +340,15 @@ class Forecast:
 
 
 def forecast(
-    rows: Mapping[str, tuple[float, float | None]],
-    time_growth: Callable[[str], float],
-    memory_growth: Callable[[str], float],
+    rows: Mapping[str, Record], time_growth: Callable[[str], float], memory_growth: Callable[[str], float]
 ) -> Forecast:
     """Predict a measurement from a smaller one.
 
     Args:
-        rows: Name -> seconds of one pass, and its peak memory in bytes or None.
+        rows: Name -> the smaller measurement, with `seconds` of one pass and perhaps its `peak_memory`.
         time_growth, memory_growth: By which factor the time and the memory of a model grow.
     """
-    needed = [memory * memory_growth(name) for name, (_, memory) in rows.items() if memory]
-    seconds = 4 * sum(median * time_growth(name) for name, (median, _) in rows.items())
+    memory = {name: record.value("peak_memory") for name, record in rows.items()}
+    needed = [used * memory_growth(name) for name, used in memory.items() if used]
+    seconds = 4 * sum((record.value("seconds") or 0.0) * time_growth(name) for name, record in rows.items())
     return Forecast(seconds, max(needed, default=None))

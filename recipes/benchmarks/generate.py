@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -106,10 +106,8 @@ class Generation:
 
     def _options(self, name: str) -> dict[str, Any]:
         entry = ATTENTIONS.get(name)
-        accepted = [field.name for field in fields(entry.options)]
-        return timing_options(
-            workloads.options_of(entry, self.bench.options.seed), accepted, None, self.longest + PIECE
-        )
+        options = workloads.options_of(entry, self.bench.options.seed)
+        return timing_options(entry, options, None, self.longest + PIECE)
 
     # ---------------------------------------------------------------------------------------------- one context
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -84,9 +84,8 @@ class WholeModel:
     def _options(self, name: str) -> dict[str, Any]:
         entry = ATTENTIONS.get(name)
         longest = max(self.bench.options.numbers("model_lengths"))
-        accepted = [field.name for field in fields(entry.options)]
-        limit = longest_input(self.exact)
-        return timing_options(workloads.options_of(entry, self.bench.options.seed), accepted, limit, longest)
+        options = workloads.options_of(entry, self.bench.options.seed)
+        return timing_options(entry, options, longest_input(self.exact), longest)
 
     # ---------------------------------------------------------------------------------------------- lengths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hf_linear_attn.evaluation.speed import (
 )
 from hf_linear_attn.integration.attention import attention_modules
 from hf_linear_attn.integration.inputs import accepts_longer_inputs, position_inputs, synthetic_inputs
+from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.models import shared_copy
 from tests.helpers import MAX_LENGTH, every_mechanism, patch_small, tiny_model
 
@@ -124,10 +126,11 @@ def test_passes_with_several_sequences_and_a_prefill(kind: str) -> None:
 
 
 def test_only_mechanisms_with_a_largest_length_get_one() -> None:
-    assert timing_options({"a": 1}, ["a", "max_length"], 512, 8192) == {"a": 1, "max_length": 8192}
-    assert timing_options({}, ["max_length"], None, 100) == {"max_length": 100}
-    assert timing_options({}, ["max_length"], 512, 512) == {}
-    assert timing_options({"a": 1}, ["a"], 512, 8192) == {"a": 1}
+    sized, other = ATTENTIONS.get("linformer"), ATTENTIONS.get("elu")
+    assert timing_options(sized, {"seed": 1}, 512, 8192) == {"seed": 1, "max_length": 8192}
+    assert timing_options(sized, {}, None, 100) == {"max_length": 100}
+    assert timing_options(sized, {}, 512, 512) == {}
+    assert timing_options(other, {"seed": 1}, 512, 8192) == {"seed": 1}
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
@@ -191,11 +194,15 @@ def test_decoding() -> None:
 # What a measurement would take
 
 
+def measured(seconds: float, memory: float | None = None) -> Any:
+    return SimpleNamespace(value={"seconds": seconds, "peak_memory": memory}.get)
+
+
 def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: dict[str, Any] = {"exact": (2.0, 100), "elu": (1.0, None)}
+    rows: dict[str, Any] = {"exact": measured(2.0, 100), "elu": measured(1.0)}
     expected = speed.forecast(rows, lambda name: 4 if name == "exact" else 2, lambda name: 3)
     assert expected == speed.Forecast(40.0, 300)
-    assert speed.forecast({"exact": (1.0, None)}, lambda name: 1, lambda name: 1).bytes is None
+    assert speed.forecast({"exact": measured(1.0)}, lambda name: 1, lambda name: 1).bytes is None
     device = torch.device("cpu")
     for free, skipped in ((1000, False), (None, False), (300, True)):
         monkeypatch.setattr(speed, "free_memory", lambda device, free=free: free)
