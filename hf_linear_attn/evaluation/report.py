@@ -208,7 +208,7 @@ def method(evaluation: Evaluation) -> dict[str, str]:
         )
     lines["fidelity"] = f"{inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
     for group in info["checkpoints"]:
-        lines[group["label"]] = ", ".join(one["folder"] for one in group["checkpoints"])
+        lines[group["label"]] = ", ".join(group["folders"])
     lines["times"] = (
         f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
         f"{info['backend']}; exact attention is {info['model']['attention']}"
