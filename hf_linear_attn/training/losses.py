@@ -14,8 +14,15 @@ from ..integration.attention import AttentionCall
 #: Label of a token that is not to be predicted.
 IGNORED = -100
 
-#: Longest input, in tokens, for which `loss="auto"` matches attention weights, which takes O(L²) time.
+#: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
 MAX_WEIGHTS_LENGTH = 1024
+
+#: Queries of a row that the loss on weights draws at each step, where a row has more than twice as many. All of them
+#: cost 14 forward passes of a language model of 30 layers at 1,024 tokens; so many cost a fraction of one.
+SAMPLED_QUERIES = 64
+
+#: Length of the runs of neighbouring queries that are drawn.
+RUN_LENGTH = 8
 
 #: Largest number of attention weights `[rows, H, queries, S]` in memory at a time. Each block is differentiated before
 #: the next one is computed, so this bounds the memory for any batch size, length and number of layers.
@@ -190,26 +197,32 @@ def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
     return per_row.sum() / rows.sum().clamp_min(1)
 
 
-def layer_loss(call: AttentionCall, kind: str, *, backward: bool, branch_only: bool = False) -> Tensor:
+def layer_loss(
+    call: AttentionCall, kind: str, *, backward: bool, branch_only: bool = False, seed: int | None = None
+) -> Tensor:
     """Return the loss of one layer's attention, without a gradient; optionally add the gradients of the learned parts.
 
     Args:
         call: A call of the layer's attention.
-        kind: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution and there are
-            at most `MAX_WEIGHTS_LENGTH` keys, outputs otherwise.
+        kind: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution, and are known
+            for some of the queries or there are at most `MAX_WEIGHTS_LENGTH` keys; outputs otherwise.
         backward: Whether to add gradients to the `.grad` of the learned parts.
         branch_only: See `attention_weights_loss`.
+        seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
+            from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
     """
+    separable = call.mechanism.separable_queries(call.causal) and call.query.shape[2] == call.key.shape[2]
     by_weights = kind == "weights" or (
-        kind == "auto" and call.mechanism.distribution and call.key.shape[2] <= MAX_WEIGHTS_LENGTH
+        kind == "auto" and call.mechanism.distribution and (separable or call.key.shape[2] <= MAX_WEIGHTS_LENGTH)
     )
     total = torch.zeros((), device=call.query.device)
     if not by_weights:
         return total + _evaluate(lambda: attention_outputs_loss(call), backward)
     queries = call.real_queries()
     count = queries.sum().clamp_min(1)
-    for block, rows in _blocks(call, queries):
-        share = rows.sum() / count
+    ranges = _query_ranges(call, seed) if separable else [(0, call.query.shape[2], 1)]
+    for block, rows, factor in _blocks(call, queries, ranges):
+        share = factor * rows.sum() / count
 
         def block_loss(block: AttentionCall = block, rows: Tensor = rows, share: Tensor = share) -> Tensor:
             return share * attention_weights_loss(block, rows, branch_only=branch_only)
@@ -228,14 +241,37 @@ def _evaluate(loss: Callable[[], Tensor], backward: bool) -> Tensor:
     return value.detach()
 
 
-def _blocks(call: AttentionCall, rows: Tensor) -> Iterator[tuple[AttentionCall, Tensor]]:
-    """Yield parts of a call, with their part of `rows [B, H, L]`, of at most `BLOCK_ENTRIES` weights or one query."""
-    batch, heads, length, _ = call.query.shape
-    keys = call.key.shape[2]
-    size = max(1, BLOCK_ENTRIES // (heads * length * keys))
-    per_query = call.mechanism.separable_queries(call.causal) and length == keys
-    queries = length if not per_query else max(1, min(length, BLOCK_ENTRIES // (heads * keys)))
-    for first in range(0, batch, size):
+def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, int]]:
+    """Return ranges of queries, `(start, stop, factor)`: the loss is the sum of theirs, each times its factor.
+
+    A sample divides the row into equal parts and draws one run of neighbouring queries from each. The factor is the
+    number of runs that this one stands for.
+    """
+    _, heads, length, _ = call.query.shape
+    if seed is None or length <= 2 * SAMPLED_QUERIES:
+        size = max(1, min(length, BLOCK_ENTRIES // (heads * call.key.shape[2])))
+        return [(start, min(start + size, length), 1) for start in range(0, length, size)]
+    generator = torch.Generator().manual_seed(seed)
+    runs, parts = -(-length // RUN_LENGTH), SAMPLED_QUERIES // RUN_LENGTH
+    ranges = []
+    for part in range(parts):
+        first, last = part * runs // parts, (part + 1) * runs // parts
+        start = RUN_LENGTH * int(torch.randint(first, last, (), generator=generator))
+        ranges.append((start, min(start + RUN_LENGTH, length), last - first))
+    return ranges
+
+
+def _blocks(
+    call: AttentionCall, rows: Tensor, ranges: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[AttentionCall, Tensor, int]]:
+    """Yield parts of a call of at most `BLOCK_ENTRIES` weights, or one range of one row of the batch.
+
+    Yields:
+        The part, its part of `rows [B, H, L]`, and the factor of its range.
+    """
+    longest = max(stop - start for start, stop, _ in ranges)
+    size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
+    for first in range(0, call.query.shape[0], size):
         index = slice(first, first + size)
         part = replace(
             call,
@@ -246,9 +282,8 @@ def _blocks(call: AttentionCall, rows: Tensor) -> Iterator[tuple[AttentionCall, 
             padding=None if call.padding is None else call.padding[index],
             allowed=call.allowed if call.allowed.shape[0] == 1 else call.allowed[index],
         )
-        for start in range(0, length, queries):
-            stop = min(start + queries, length)
-            yield _query_range(part, start, stop), rows[index, :, start:stop]
+        for start, stop, factor in ranges:
+            yield _query_range(part, start, stop), rows[index, :, start:stop], factor
 
 
 def _query_range(call: AttentionCall, start: int, stop: int) -> AttentionCall:

@@ -31,6 +31,9 @@ ProgressFunction = Callable[[int, int, float], None]
 
 LOSSES = ("auto", "weights", "outputs")
 
+#: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class TransferResult:
@@ -75,7 +78,8 @@ def transfer_attention(
     The loss of a layer, averaged over heads and real tokens, is one of:
 
     - weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Zhang et al. 2024,
-      arXiv:2402.04347);
+      arXiv:2402.04347). Of rows of more than 128 tokens each step draws 64 queries, spread over the row, anew in every
+      layer: in expectation this is the loss of all queries, at a fraction of its cost;
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`.
 
     A hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the window would
@@ -91,8 +95,8 @@ def transfer_attention(
         steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
-        loss: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution and the input
-            has at most 1,024 tokens, outputs otherwise.
+        loss: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution, outputs
+            otherwise (and beyond 1,024 tokens for mechanisms that need all queries at once).
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.
@@ -239,7 +243,10 @@ class AttentionTransferLoss:
         branch_only = step in self.branch_steps
 
         def observe(call: AttentionCall) -> None:
-            losses.append(layer_loss(call, self.kind, backward=step is not None, branch_only=branch_only))
+            # Every step draws other queries in each layer. An evaluation draws the same ones every time.
+            seed = (step or 0) * MAX_LAYERS + len(losses)
+            training = step is not None
+            losses.append(layer_loss(call, self.kind, backward=training, branch_only=branch_only, seed=seed))
             if step is not None and self.after_layer is not None:
                 self.after_layer(call.mechanism)
 

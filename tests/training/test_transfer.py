@@ -69,6 +69,54 @@ def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatc
         assert max(sizes) <= max(entries, smallest)
 
 
+@pytest.mark.parametrize(("name", "family"), [("hedgehog", GPT2), ("window", LLAMA), ("hedgehog", BERT)], ids=str)
+def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The average over seeds is the loss of all queries, and so is that of the gradients."""
+    model = model_of(name, family)
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), observe_attention(model, calls.append):
+        model(**batch())
+    call = calls[0]
+    parameters = list(call.mechanism.parameters())
+
+    def loss_and_gradients(seed: int | None) -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        loss = losses.layer_loss(call, "auto", backward=True, seed=seed)
+        grads = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
+        return torch.cat([loss.reshape(1), *grads]).double()
+
+    expected = loss_and_gradients(None)
+    monkeypatch.setattr(losses, "SAMPLED_QUERIES", 6)
+    monkeypatch.setattr(losses, "RUN_LENGTH", 2)  # 9 runs, the last of them shorter; 3 are drawn
+    drawn = torch.stack([loss_and_gradients(seed) for seed in range(200)])
+    assert float(drawn[:, 0].std()) > 0
+    error = (drawn.mean(0) - expected).abs()
+    assert bool((error <= 5 * drawn.std(0) / len(drawn) ** 0.5 + 1e-6).all())
+    assert torch.equal(loss_and_gradients(7), drawn[7])
+
+
+def test_long_rows_cost_no_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("hedgehog", GPT2)
+    compared: list[int] = []
+    original = AttentionCall.exact_weights
+
+    def weights(call: AttentionCall) -> torch.Tensor:
+        result = original(call)
+        compared.append(result.shape[2])
+        return result
+
+    monkeypatch.setattr(AttentionCall, "exact_weights", weights)
+    monkeypatch.setattr(losses, "SAMPLED_QUERIES", 8)
+    monkeypatch.setattr(losses, "RUN_LENGTH", 4)
+    objective = AttentionTransferLoss(model)
+    ids = torch.randint(1, VOCABULARY, (1, 90))
+    first, again, other = (objective({"input_ids": ids}, step=step) for step in (1, 1, 2))
+    assert compared == [4] * 2 * 2 * 3  # two runs, two layers, three steps
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_the_loss_is_the_mean_divergence() -> None:
     model = model_of("hedgehog", BERT)
     layer_losses, _ = gradients(model)
