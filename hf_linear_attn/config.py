@@ -244,8 +244,8 @@ class LinearAttentionConfig:
             raise ValueError(f"Not the settings of linear attention: {sorted(unknown) or saved.get('layers')!r}.")
         default = saved.get(DEFAULT_KEY)
         return cls(
-            None if default is None else LayerConfig.parse(default),
-            {str(key): LayerConfig.parse(layer) for key, layer in saved.get("layers", {}).items()},
+            None if default is None else _saved_layer(default),
+            {str(key): _saved_layer(layer) for key, layer in saved.get("layers", {}).items()},
         )
 
 
@@ -310,6 +310,17 @@ def _check_heads(heads: Any) -> tuple[int, ...]:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"exact_heads must hold integers, got {index!r} ({type(index).__name__}).")
     return tuple(sorted(set(indices)))
+
+
+def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
+    """Read a layer of the saved form, which has all options: one that is missing is newer than the file.
+
+    Such options declare in their metadata which value computes as `before` they existed.
+    """
+    layer = LayerConfig.parse(saved)
+    options = fields(ATTENTIONS.get(layer.attention).options)
+    before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
+    return LayerConfig(layer.attention, {**before, **layer.options})
 
 
 def _as_index(key: str) -> int | None:

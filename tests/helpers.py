@@ -46,6 +46,7 @@ GRADIENT_FACTOR = 10.0
 SMALL_OPTIONS: dict[str, Any] = {
     "num_features": 24,
     "window_size": 4,
+    "sink_tokens": 2,
     "block_size": 4,
     "slots_per_block": 2,
     "num_slots": 5,

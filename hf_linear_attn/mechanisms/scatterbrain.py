@@ -175,8 +175,8 @@ class ScatterbrainAttention(LinearAttention):
         kv_state = 4 * shape.num_key_value_heads * (self.feature_map.num_features * (shape.value_dim + 1) + 1)
         ring = options.window_size * (shape.num_key_value_heads * token + 1)
         bucket_keys = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
-        bucket_state = shape.num_key_value_heads * bucket_keys * (token + 8) + 8 if bucket_keys else 0
-        return kv_state + ring + bucket_state
+        bucket_state = shape.num_key_value_heads * bucket_keys * (token + 8)
+        return kv_state + ring + bucket_state + 8
 
 
 def _with_scale(features: Features) -> Features:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from .common import FeatureFunction, Features, compute_dtype, finite_or_zero, mask_tokens
 from .fused import WindowedCall
+from .sinks import Sinks, attend_from_sinks, end_tokens
 from .windowed import FLOOR, Accumulator, QueryRows, blocked_keys, make_query_rows, pad_tokens, slice_rows, with_ones
 
 #: Smallest block: narrower bands have blocks of this many tokens.
@@ -73,7 +74,13 @@ class _KeyBlocks:
     """Keys and values, padded to whole blocks and by one more on either side; blocks are made where they are needed."""
 
     def __init__(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, key_features: FeatureFunction, size: int
+        self,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Sinks | None,
+        key_features: FeatureFunction,
+        size: int,
     ) -> None:
         length = key.shape[2]
         self.size, self.count = size, -(-length // size)
@@ -81,7 +88,9 @@ class _KeyBlocks:
         after = (self.count + 1) * size - length
         self.key, self.value = pad_tokens(key, size, after), pad_tokens(value, size, after)
         real = torch.ones(1, length, dtype=torch.bool, device=key.device) if mask is None else mask
-        self.valid = functional.pad(real, (size, after), value=False)
+        self.valid = self.far = functional.pad(real, (size, after), value=False)
+        if sinks is not None:  # which have no features
+            self.far = self.valid.expand(key.shape[0], -1).scatter(1, sinks.position + size, False)
         self.masked = mask is not None
         self.key_features = key_features
 
@@ -94,9 +103,10 @@ class _KeyBlocks:
         value = mask_tokens(self.value[:, :, tokens].to(self.dtype), select)
         values, log_scale = self.key_features(key, start * self.size)
         # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
-        values = values * valid.to(values.dtype)[:, None, :, None]
+        far = self.far[:, tokens]
+        values = values * far.to(values.dtype)[:, None, :, None]
         if log_scale is not None:
-            log_scale = mask_tokens(log_scale, valid, float("-inf"))
+            log_scale = mask_tokens(log_scale, far, float("-inf"))
         split = Features(self._split(values), None if log_scale is None else self._split(log_scale))
         block_value = self._split(with_ones(value))
         return _Blocks(self._split(blocked_keys(key, valid)), split, block_value, _block_states(split, block_value))
@@ -190,8 +200,25 @@ def _row_scale(rows: Features, parts: list[tuple[Features, Tensor | None]], far:
     return rows.log_scale.detach() + scale
 
 
-def _attend(rows: QueryRows, keys: _Blocks, far: _FarState, band: _Band) -> Accumulator:
-    """Attend from n blocks of rows to n + 2 blocks of keys and the far state `[n, B, G, m, e + 1]`."""
+class _SinkColumns(NamedTuple):
+    """Sinks of n blocks of rows: `[k, 0]` `[B, G, s, d + 1]`, `[v, 1]`, and which rows they are far from
+    `[n, B, 1, R·c, s]`."""
+
+    key: Tensor
+    value: Tensor
+    outside: Tensor
+
+
+def _sink_columns(sinks: Sinks, first: int, count: int, size: int, repeats: int, window: int) -> _SinkColumns:
+    rows = torch.arange(first * size, (first + count) * size, device=sinks.key.device)
+    outside = sinks.outside(rows, window, False).unflatten(1, (count, size)).movedim(1, 0)
+    dtype = compute_dtype(sinks.key)
+    key, value = functional.pad(sinks.key.to(dtype), (0, 1)), with_ones(sinks.value.to(dtype))
+    return _SinkColumns(key, value, outside.repeat(1, 1, repeats, 1).unsqueeze(2))
+
+
+def _attend(rows: QueryRows, keys: _Blocks, far: _FarState, band: _Band, sinks: _SinkColumns | None) -> Accumulator:
+    """Attend from n blocks of rows to n + 2 blocks of keys, the far state `[n, B, G, m, e + 1]` and the sinks."""
     count = rows.query.shape[0]
     features, (key_values, key_scale) = rows.features, keys.features
 
@@ -203,6 +230,9 @@ def _attend(rows: QueryRows, keys: _Blocks, far: _FarState, band: _Band) -> Accu
     beside = torch.lerp(after, before, band.before) + band.beside_bias
     inner = own if band.own_bias is None else own + band.own_bias
     top = torch.maximum(beside.amax(dim=-1), inner.amax(dim=-1))  # detached where everything is relative to it
+    if sinks is not None:
+        sink_logits = (rows.query @ sinks.key.transpose(-1, -2)).masked_fill(~sinks.outside, float("-inf"))
+        top = torch.maximum(top, sink_logits.amax(dim=-1))
     scale = _row_scale(features, [(part(0), band.before), (part(1), band.own), (part(2), band.after)], far)
     top = (top if scale is None else torch.maximum(top.detach(), scale)).clamp_min(FLOOR)
     beside, inner = torch.exp(beside - top.unsqueeze(-1)), torch.exp(inner - top.unsqueeze(-1))
@@ -217,11 +247,13 @@ def _attend(rows: QueryRows, keys: _Blocks, far: _FarState, band: _Band) -> Accu
     if features.log_scale is not None and far.log_scale is not None:
         total = total * torch.exp(features.log_scale + far.log_scale.unsqueeze(-1) - top).unsqueeze(-1)
     total = total + read(beside, 0, band.before) + read(inner, 1, band.own) + read(beside, 2, band.after)
+    if sinks is not None:
+        total = total + torch.exp(sink_logits - top.unsqueeze(-1)) @ sinks.value
     return Accumulator(total, top)
 
 
 def banded_accumulator(call: WindowedCall, *, normalise: bool = False) -> Accumulator:
-    """Compute the bidirectional form before normalisation, `[B, H, L, …]`.
+    """Compute the bidirectional form before normalisation, `[B, H, L, …]`, with sinks as keys only.
 
     With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`.
     """
@@ -232,7 +264,8 @@ def banded_accumulator(call: WindowedCall, *, normalise: bool = False) -> Accumu
         empty = value.new_zeros(batch, heads, 0, value.shape[-1])
         return Accumulator(empty if normalise else with_ones(empty.to(compute_dtype(query))), empty[..., 0])
     size = min(max(window, MIN_BLOCK), length)
-    keys = _KeyBlocks(key, value, call.mask, call.key_features, size)
+    sinks = end_tokens(call)
+    keys = _KeyBlocks(key, value, call.mask, sinks, call.key_features, size)
     padded = pad_tokens(mask_tokens(query, call.mask), 0, keys.count * size - length)
     log_mix = call.log_mixing_weights()
     if log_mix.shape[2] > 1:
@@ -253,7 +286,8 @@ def banded_accumulator(call: WindowedCall, *, normalise: bool = False) -> Accumu
         block = padded[:, :, start * size : (start + count) * size]
         mix = slice_rows(log_mix, start * size, (start + count) * size)
         rows = make_query_rows(block, call.query_features, start * size, groups, call.scaling, mix)
-        accumulator = _attend(_block_rows(rows, count), blocks, far, band)
+        columns = None if sinks is None else _sink_columns(sinks, start, count, size, heads // groups, window)
+        accumulator = _attend(_block_rows(rows, count), blocks, far, band, columns)
         out = accumulator.normalised().to(value.dtype) if normalise else accumulator.values
         values.append(_unblock(out, heads // groups))
         scales.append(_unblock(accumulator.log_scale.unsqueeze(-1), heads // groups))
@@ -280,4 +314,4 @@ def windowed_bidirectional(call: WindowedCall) -> Tensor:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    return banded_accumulator(call, normalise=True).values
+    return attend_from_sinks(banded_accumulator(call, normalise=True).values, call, end_tokens(call))

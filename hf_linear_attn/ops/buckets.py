@@ -8,8 +8,7 @@ A pair that several rounds of hashing select, or that lies in the band too, coun
 
 The decoding state consists of the last `capacity` keys and values of every bucket and round:
     `bucket_ring_key` `[B, G, rounds, buckets, capacity, d]`, `bucket_ring_value` `[…, e]`,
-    `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty),
-    `bucket_count` `[B]` (real tokens so far)
+    `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty)
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def token_positions(mask: Tensor | None, batch: int, length: int, state: State |
         positions = torch.arange(length, device=device).expand(batch, length)
     else:
         positions = mask.long().cumsum(dim=1) - 1
-    return positions if state is None else positions + state["bucket_count"].unsqueeze(1)
+    return positions if state is None else positions + state["count"].unsqueeze(1)
 
 
 def make_pool(
@@ -194,7 +193,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     positions = token_positions(mask, batch, length, state, key.device)
     rounds = range(hashing.directions.shape[0])
     pools = [make_pool(key, value, positions, mask, hashing, round_, state) for round_ in rounds]
-    after = _store(pools, hashing, positions, mask, state)
+    after = _store(pools, hashing)
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
     width = len(rounds) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
@@ -216,14 +215,15 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), after
 
 
-def _store(pools: list[_Pool], hashing: Hashing, positions: Tensor, mask: Tensor | None, state: State | None) -> State:
+def _store(pools: list[_Pool], hashing: Hashing) -> State:
     """Return the state: the last `capacity` keys and values of every bucket."""
     keys, values, stored = [], [], []
     batch, groups = pools[0].key.shape[:2]
-    numbers = torch.arange(hashing.buckets + 1, device=positions.device) * MAX_POSITION
+    device = pools[0].key.device
+    numbers = torch.arange(hashing.buckets + 1, device=device) * MAX_POSITION
     for pool in pools:
         borders = torch.searchsorted(pool.code, numbers.expand(batch, groups, -1).contiguous())
-        offsets = torch.arange(-hashing.capacity, 0, device=positions.device)
+        offsets = torch.arange(-hashing.capacity, 0, device=device)
         chosen = borders[:, :, 1:].unsqueeze(-1) + offsets
         valid = chosen >= borders[:, :, :-1].unsqueeze(-1)
         size = pool.order.shape[-1]
@@ -231,12 +231,10 @@ def _store(pools: list[_Pool], hashing: Hashing, positions: Tensor, mask: Tensor
         keys.append(pool.take(pool.key, index).masked_fill(~valid.unsqueeze(-1), 0.0))
         values.append(pool.take(pool.value, index).masked_fill(~valid.unsqueeze(-1), 0.0))
         stored.append(pool.take(pool.position, index).masked_fill(~valid, -1))
-    new = mask.sum(dim=1) if mask is not None else torch.full((batch,), positions.shape[1], device=positions.device)
     return {
         "bucket_ring_key": torch.stack(keys, dim=2),
         "bucket_ring_value": torch.stack(values, dim=2),
         "bucket_ring_place": torch.stack(stored, dim=2),
-        "bucket_count": new if state is None else new + state["bucket_count"],
     }
 
 

@@ -129,9 +129,10 @@ class KernelizedCall(NamedTuple):
 class StepMix(NamedTuple):
     """Log mixing weights of a decoding step: as a function that computes `[B, H, 1]`, and as a formula,
 
-        g = b + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w, 0) / N)
+        g = b + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
 
-    base b `[H]`, weight u `[H, d]`, num_tokens n `[B]` before this one; saturation N (None: without the last term).
+    base b `[H]`, weight u `[H, d]`, num_tokens n `[B]` before this one, s sinks; saturation N (None: without the last
+    term).
     """
 
     compute: Callable[[], Tensor]
@@ -139,7 +140,7 @@ class StepMix(NamedTuple):
     weight: Tensor
     bound: float
     saturation: int | None
-    num_tokens: Tensor | None
+    num_tokens: Tensor
 
 
 class QueryMix(NamedTuple):
@@ -161,7 +162,9 @@ class WindowedCall(NamedTuple):
     (`ops.windowed`).
 
     The fields are those of `KernelizedCall`; `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`.
-    Without gradients `log_mix` may be a formula: a `StepMix` for a step, a `QueryMix` for sequences.
+    Without gradients `log_mix` may be a formula: a `StepMix` for a step, a `QueryMix` for sequences. With `sinks` n,
+    the first n tokens of each row (causal), or the first n and the last n, have exact weights for every query
+    (`ops.sinks`).
     """
 
     query: Tensor
@@ -178,6 +181,7 @@ class WindowedCall(NamedTuple):
     mask: Tensor | None = None
     state: State | None = None
     return_state: bool = False
+    sinks: int = 0
 
     def log_mixing_weights(self) -> Tensor:
         """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""

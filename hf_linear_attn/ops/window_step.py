@@ -1,5 +1,5 @@
-"""One token of windowed attention after a state: the oldest key of the ring moves into `kv` and `k_sum`, and the new
-key is appended to the ring."""
+"""One token of windowed attention after a state: the oldest key of the ring moves into `kv` and `k_sum` unless it is a
+sink, and the new key is appended to the ring."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from .common import State, compute_dtype, divide, mask_tokens
 from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys
+from .sinks import first_tokens
 from .windowed import FLOOR
 
 RING = ("ring_key", "ring_value", "ring_mask")
@@ -43,18 +44,24 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     dtype = compute_dtype(query)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
     ring = next_ring(key, value, state)
-    oldest = state["ring_mask"][:, :1]
+    sinks, first = first_tokens(call)
+    outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
+    oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
-    far: State = {name: part for name, part in state.items() if name not in RING}
+    far: State = {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
     far = merge_keys(far, older, mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
-    near_key, near_value = ring["ring_key"].to(dtype), ring["ring_value"].to(dtype)
-    full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(ring["ring_mask"].all())
+    near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
+    if sinks is not None:
+        near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
+        near = torch.cat([near, torch.arange(call.sinks, device=near.device) <= outside], dim=1)
+    near_key, near_value = near_key.to(dtype), near_value.to(dtype)
+    full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
     if not full:
-        near_key, near_value = mask_tokens(near_key, ring["ring_mask"]), mask_tokens(near_value, ring["ring_mask"])
+        near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
     rows = (query.to(dtype) * call.scaling).reshape(batch, groups, heads // groups, -1)
     logits = rows @ near_key.transpose(-1, -2)
     if not full:
-        logits = logits.masked_fill(~ring["ring_mask"][:, None, None, :], float("-inf"))
+        logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
     values, scale = call.query_features(query.to(dtype), 0)
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
     features = (values * mix).reshape(batch, groups, heads // groups, -1)
@@ -68,4 +75,4 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     exact = torch.exp(logits - top)
     total = exact.sum(dim=-1, keepdim=True) + far_weight
     out = divide(exact @ near_value + far_value, total.squeeze(-1))
-    return out.view(batch, heads, 1, -1).to(value.dtype), {**far, **ring}
+    return out.view(batch, heads, 1, -1).to(value.dtype), {**far, **ring, **first}

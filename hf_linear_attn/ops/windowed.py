@@ -10,7 +10,8 @@ for other maps it is 0, and `c_i` is the maximum over the window: the kernelized
 strongest token of the window.
 
 Shapes as in `ops.kernelized`; log_mix `[H]`, or row by row `[B | 1, H, L | 1]`; the window is the last `window` tokens
-(causal, the token itself included) or the tokens at a distance below `window` (bidirectional: `ops.banded`).
+(causal, the token itself included) or the tokens at a distance below `window` (bidirectional: `ops.banded`). Sinks
+(`ops.sinks`) count as inside of every window.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn import functional
 from .common import FeatureFunction, Features, State, compute_dtype, divide, group_heads, mask_tokens
 from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys, read_state
+from .sinks import Sinks, first_tokens, take_tokens
 
 #: Number of queries that the causal form handles at once.
 CAUSAL_CHUNK = 64
@@ -117,18 +119,27 @@ def _largest_scale(keys: Features, used: Tensor) -> Tensor:
     return scales.masked_fill(~used, float("-inf")).amax(dim=-1)
 
 
+def _chunk_inside(sinks: Sinks | None, start: int, size: int, window: int, device: torch.device) -> Tensor:
+    """Which keys of a chunk have exact weights, `[B | 1, 1, 1, n, window + n (+ sinks)]`."""
+    row = torch.arange(size, device=device).unsqueeze(-1)
+    column = torch.arange(size + window, device=device)
+    inside = ((column > row) & (column <= row + window)).unsqueeze(0)
+    if sinks is not None:
+        outside = sinks.outside(row.squeeze(-1) + start, window, True)
+        inside = torch.cat([inside.expand(outside.shape[0], -1, -1), outside], dim=-1)
+    return inside[:, None, None]
+
+
 def _causal_chunk(
-    rows: QueryRows, key: Tensor, value: Tensor, older: Features, window: int, state: State | None
+    rows: QueryRows, key: Tensor, value: Tensor, older: Features, inside: Tensor, state: State | None
 ) -> Accumulator:
-    """One chunk of n queries against the `window + n` keys `[k, bias]` and values `[v, 1]` that end with their own.
+    """One chunk of n queries against keys `[k, bias]` and values `[v, 1]`: `window + n` that end with their own, and
+    the sinks.
 
     older: features of the first n of these keys; row i has key j <= i of them outside its window.
     """
     size = rows.query.shape[3]
-    row = torch.arange(size, device=key.device).unsqueeze(-1)
-    column = torch.arange(size + window, device=key.device)
-    inside = (column > row) & (column <= row + window)
-    left = column[:size] <= row
+    left = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
     logits = row_product(rows.query, key).masked_fill(~inside, float("-inf"))
     top = logits.amax(dim=-1)  # with a log scale everything is relative to it, so that it has no gradient
     query_scale = rows.features.log_scale
@@ -150,11 +161,6 @@ def _causal_chunk(
             far = far * torch.exp(query_scale + state["log_scale"][:, :, None, None] - top).unsqueeze(-1)
         total = total + far
     return Accumulator(total, top)
-
-
-def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
-    """Gather tokens `index [B, n]` of `[B, H, L, d]`."""
-    return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
 class Tokens(NamedTuple):
@@ -218,7 +224,7 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
     """Compute the causal form before normalisation, `[B, H, L, …]`, and the state after it.
 
     With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`, divided chunk by chunk. At
-    padding all of it is zero.
+    padding all of it is zero. The state holds what `first_tokens` returns, too.
     """
     query, key, value, window, state = call.query, call.key, call.value, call.window, call.state
     dtype = compute_dtype(query)
@@ -228,7 +234,12 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
         return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
     groups = key.shape[1]
     tokens = gather_tokens(query, key, value, call.log_mixing_weights(), window, call.mask, state)
-    far = None if state is None else {name: part for name, part in state.items() if not name.startswith("ring_")}
+    sinks, first = first_tokens(call)
+    is_far = tokens.valid
+    if sinks is not None:
+        is_far = is_far & (torch.arange(-window, length, device=key.device) > sinks.position[:, -1:])
+        sink_key, sink_value = functional.pad(sinks.key.to(dtype), (0, 1)), with_ones(sinks.value.to(dtype))
+    far = None if state is None else {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
     values, scales = [], []
     for start in range(0, length, CAUSAL_CHUNK):
         size = min(CAUSAL_CHUNK, length - start)
@@ -239,8 +250,13 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
         mix = slice_rows(tokens.log_mix, start, start + size)
         block = tokens.query[:, :, start : start + size]
         rows = make_query_rows(block, call.query_features, start, groups, call.scaling, mix)
-        older = masked_key_features(call.key_features, near_key[:, :, :size], start - window, valid[:, :size], dtype)
-        chunk = _causal_chunk(rows, blocked_keys(near_key, valid), with_ones(near_value), older, window, far)
+        older_keys = near_key[:, :, :size], start - window, is_far[:, start : start + size]
+        older = masked_key_features(call.key_features, *older_keys, dtype)
+        exact_key, exact_value = blocked_keys(near_key, valid), with_ones(near_value)
+        if sinks is not None:
+            exact_key, exact_value = torch.cat([exact_key, sink_key], 2), torch.cat([exact_value, sink_value], 2)
+        inside = _chunk_inside(sinks, start, size, window, key.device)
+        chunk = _causal_chunk(rows, exact_key, exact_value, older, inside, far)
         out = chunk.normalised().to(value.dtype) if normalise else chunk.values
         values.append(out.flatten(1, 2))
         scales.append(chunk.log_scale.flatten(1, 2))
@@ -249,15 +265,15 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
     if tokens.query_index is not None:
         joined = mask_tokens(take_tokens(joined, tokens.query_index), call.mask)
         scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.query_index).squeeze(-1), call.mask)
-    return Accumulator(joined, scale), {**(far or {}), **make_ring(tokens, length)}
+    return Accumulator(joined, scale), {**(far or {}), **make_ring(tokens, length), **first}
 
 
 def windowed_causal(call: WindowedCall) -> tuple[Tensor, State | None]:
     """Compute the causal form, continued from `call.state`.
 
     The kernelized part is causal attention over keys delayed by `window` tokens, so the state consists of `kv`, `k_sum`
-    (`log_scale`), and a ring of the last `window` keys and values: `ring_key [B, G, w, d]`, `ring_value [B, G, w, e]`,
-    `ring_mask [B, w]`. Windows count real tokens: padding anywhere changes nothing.
+    (`log_scale`), a ring of the last `window` keys and values: `ring_key [B, G, w, d]`, `ring_value [B, G, w, e]`,
+    `ring_mask [B, w]`, the sinks and the number of tokens. Windows count real tokens: padding anywhere changes nothing.
     Time O(L·(window + chunk + m)·d); temporaries O(chunk·(window + m)).
 
     Returns:

@@ -18,14 +18,19 @@ def build(causal, **options):
 
 
 @BOTH
-def test_far_weights_follow_the_formula(causal):
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_far_weights_follow_the_formula(causal, sinks):
     """Against a window alone and the same map without saturation, row by row from the explicit weights."""
     length, window, saturation = 40, 4, 10
     query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
-    unbounded = build(causal, saturation=None).attention_weights(query, key, scaling=0.35, causal=causal)
-    bounded = build(causal, saturation=saturation).attention_weights(query, key, scaling=0.35, causal=causal)
+    options = {"scaling": 0.35, "causal": causal}
+    unbounded = build(causal, saturation=None, sink_tokens=sinks).attention_weights(query, key, **options)
+    bounded = build(causal, saturation=saturation, sink_tokens=sinks).attention_weights(query, key, **options)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     inside = (distance.abs() < window) & ((distance >= 0) | (not causal))
+    inside[:, :sinks] = distance[:, :sinks] >= 0 if causal else True
+    if sinks and not causal:
+        inside[:, -sinks:] = inside[:sinks] = inside[-sinks:] = True
     far = ((distance >= 0) | (not causal)) & ~inside
     ratio = {name: (w * far).sum(-1) / (w * inside).sum(-1) for name, w in (("plain", unbounded), ("bounded", bounded))}
     expected = ratio["plain"] / (1 + far.sum(-1) / saturation)

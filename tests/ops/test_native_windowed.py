@@ -14,7 +14,7 @@ from tests.slow_cases import slow, slow_rows
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 
-#: Batch, heads, groups, length; window; feature map.
+#: Batch, heads, groups, length; window; feature map. (Sinks: as many as the option's default.)
 CASES = [
     ((1, 1, 1, 5), 2, "hedgehog"),
     ((2, 4, 2, 150), 16, "hedgehog"),
@@ -33,9 +33,11 @@ CASE = pytest.mark.parametrize(
 )
 
 
-def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True, saturation=None):
+def build(shape, window, feature_map, head_dim=9, value_dim=6, causal=True, saturation=None, sinks="auto"):
     entry = ATTENTIONS.get("window")
-    options = entry.options(window_size=window, mix_init=-0.3, feature_map=feature_map, saturation=saturation)
+    options = entry.options(
+        window_size=window, mix_init=-0.3, feature_map=feature_map, saturation=saturation, sink_tokens=sinks
+    )
     mechanism = entry.factory(AttentionShape(shape[1], shape[2], head_dim, value_dim, causal=causal), options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -57,11 +59,11 @@ def definition(mechanism, tensors, causal, mask):
 
 
 @BOTH
-@pytest.mark.parametrize("saturation", [None, 20])
+@pytest.mark.parametrize(("saturation", "sinks"), [(None, "auto"), (20, 0), *slow_rows((20, 17))])
 @pytest.mark.parametrize("kind", ["left", *slow("none", "right", "holes")])
 @CASE
-def test_output_and_gradients_are_the_definitions(shape, window, feature_map, kind, saturation, causal):
-    mechanism = build(shape, window, feature_map, causal=causal, saturation=saturation)
+def test_output_and_gradients_are_the_definitions(shape, window, feature_map, kind, saturation, sinks, causal):
+    mechanism = build(shape, window, feature_map, causal=causal, saturation=saturation, sinks=sinks)
     mask = masks(shape, kind)
     weight = torch.randn(shape[0], shape[1], shape[3], 6, generator=torch.Generator().manual_seed(1))
     if mask is not None:  # what padding gets is nobody's business

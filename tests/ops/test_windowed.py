@@ -22,14 +22,14 @@ def maps(built):
     return (lambda x, start: built.query(x, SCALING)), (lambda x, start: built.key(x, SCALING))
 
 
-def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None):
+def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None, sinks=0):
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
     size = built.num_features
-    call = WindowedCall(q, k, v, *maps(built), None, size, causal, window, SCALING, log_mix, mask, state)
+    call = WindowedCall(q, k, v, *maps(built), None, size, causal, window, SCALING, log_mix, mask, state, sinks=sinks)
     return windowed.windowed_causal(call) if causal else (banded.windowed_bidirectional(call), None)
 
 
-def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None):
+def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None, sinks=0):
     """With explicit weights; the map and the inputs must be in float64."""
     log_mix = LOG_MIX[: q.shape[1]].double() if log_mix is None else log_mix
     allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
@@ -46,6 +46,7 @@ def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None):
         scaling=SCALING,
         log_mix=log_mix,
         relative=query.log_scale is None,
+        sinks=sinks,
     )
 
 
@@ -54,12 +55,15 @@ def defined(built, *inputs, **options):
 
 
 @BOTH
-@pytest.mark.parametrize(("length", "window"), [(65, 64), (129, 5), *slow_rows((1, 4), (2, 1), (64, 63), (300, 70))])
+@pytest.mark.parametrize(
+    ("length", "window", "sinks"),
+    [(65, 64, 0), (129, 5, 3), *slow_rows((1, 4, 0), (2, 1, 4), (64, 63, 1), (300, 70, 0), (300, 70, 17))],
+)
 @every_feature_map(signed=False)
-def test_output_equals_the_definition(name, length, window, causal):
+def test_output_equals_the_definition(name, length, window, sinks, causal):
     built, inputs = feature_map(name), qkv(length, value_dim=9)
-    out, _ = fast(built, *inputs, window=window, causal=causal)
-    assert_close(out, defined(built, *inputs, window=window, causal=causal))
+    out, _ = fast(built, *inputs, window=window, causal=causal, sinks=sinks)
+    assert_close(out, defined(built, *inputs, window=window, causal=causal, sinks=sinks))
 
 
 @BOTH
@@ -69,20 +73,22 @@ def test_no_tokens_give_no_outputs(name, causal):
 
 
 @BOTH
+@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("side", ["left", "right"])
 @every_feature_map(signed=False)
-def test_padding(name, side, causal):
+def test_padding(name, side, sinks, causal):
     built, inputs, mask = feature_map(name), qkv(150, batch=3), padding_mask([150, 90, 0], 150, side)
-    out, _ = fast(built, *inputs, window=20, causal=causal, mask=mask)
-    expected = defined(built, *inputs, window=20, causal=causal, mask=mask)
+    out, _ = fast(built, *inputs, window=20, causal=causal, mask=mask, sinks=sinks)
+    expected = defined(built, *inputs, window=20, causal=causal, mask=mask, sinks=sinks)
     assert_close(*(x.transpose(1, 2)[mask] for x in (out, expected)))  # what padding gets is nobody's business
     assert not bool(out[2].any())
 
 
 @BOTH
 @pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(6, 2, 5, 11), *slow_rows((1, 1, 3, 1))])
+@pytest.mark.parametrize("sinks", [3, *slow(0)])
 @every_feature_map(signed=False)
-def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value_dim, causal):
+def test_gradients_equal_those_of_the_definition(name, sinks, heads, groups, dim, value_dim, causal):
     built = feature_map(name, heads, groups, dim)
     inputs = qkv(131, heads=heads, groups=groups, dim=dim, value_dim=value_dim)
     mask = padding_mask([131, 70], 131, "left")
@@ -90,7 +96,8 @@ def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value
     def gradients(compute, built, inputs):
         leaves = [x.clone().requires_grad_() for x in inputs]
         mix = LOG_MIX[:heads].to(leaves[0].dtype).clone().requires_grad_()
-        out = compute(built, *leaves, window=7, causal=causal, log_mix=mix, mask=mask).transpose(1, 2)[mask]
+        options = {"window": 7, "causal": causal, "log_mix": mix, "mask": mask, "sinks": sinks}
+        out = compute(built, *leaves, **options).transpose(1, 2)[mask]
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         return torch.autograd.grad((out * cotangent).sum(), [*leaves, mix, *built.parameters()])
 
@@ -101,14 +108,15 @@ def test_gradients_equal_those_of_the_definition(name, heads, groups, dim, value
 
 
 @BOTH
+@pytest.mark.parametrize("sinks", [0, 1])
 @every_feature_map(signed=False)
-def test_gradcheck(name, causal):
+def test_gradcheck(name, sinks, causal):
     built = feature_map(name, 2, 1, 3).double()
     inputs = [x.double().requires_grad_() for x in qkv(6, batch=1, heads=2, groups=1, dim=3, value_dim=2)]
     mix = LOG_MIX[:2].double().requires_grad_()
     mask = torch.tensor([[False, True, True, True, True, True]])
     assert torch.autograd.gradcheck(
-        lambda q, k, v, mix, *_: fast(built, q, k, v, window=2, causal=causal, log_mix=mix, mask=mask)[0],
+        lambda q, k, v, mix, *_: fast(built, q, k, v, window=2, causal=causal, log_mix=mix, mask=mask, sinks=sinks)[0],
         (*inputs, mix, *built.parameters()),
         fast_mode=True,
     )
@@ -131,10 +139,10 @@ def test_with_everything_inside_the_window_it_is_exact_attention(name, length, c
 @every_feature_map(signed=False)
 def test_poison_in_padding_does_not_spread(name, causal, poison):
     built, (q, k, v), mask = feature_map(name), qkv(70), padding_mask([70, 41], 70, "left")
-    clean, _ = fast(built, q, k, v, window=9, causal=causal, mask=mask)
+    clean, _ = fast(built, q, k, v, window=9, causal=causal, mask=mask, sinks=2)
     k[1, :, :29] = poison
     v[1, :, :29] = poison
-    assert torch.equal(fast(built, q, k, v, window=9, causal=causal, mask=mask)[0], clean)
+    assert torch.equal(fast(built, q, k, v, window=9, causal=causal, mask=mask, sinks=2)[0], clean)
 
 
 @given(
@@ -142,18 +150,19 @@ def test_poison_in_padding_does_not_spread(name, causal, poison):
     window=st.integers(1, 50),
     repeats=st.integers(1, 3),
     padding=st.integers(0, 30),
+    sinks=st.integers(0, 5),
 )
 @every_feature_map(signed=False)
-def test_any_split_equals_the_whole(name, splits, window, repeats, padding):
+def test_any_split_equals_the_whole(name, splits, window, repeats, padding, sinks):
     built, length = feature_map(name, 2 * repeats, 2), sum(splits)
     inputs = qkv(length, heads=2 * repeats)
     mask = padding_mask([length, max(length - padding, 0)], length, "left")
-    whole, end = fast(built, *inputs, window=window, causal=True, mask=mask)
+    whole, end = fast(built, *inputs, window=window, causal=True, mask=mask, sinks=sinks)
     state, start, parts = None, 0, []
     for size in splits:
         now = slice(start, start + size)
         new = [x[:, :, now] for x in inputs]
-        out, state = fast(built, *new, window=window, causal=True, mask=mask[:, now], state=state)
+        out, state = fast(built, *new, window=window, causal=True, mask=mask[:, now], state=state, sinks=sinks)
         parts.append(out)
         start += size
     assert_close(torch.cat(parts, dim=2), whole)

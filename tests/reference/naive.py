@@ -63,15 +63,24 @@ def windowed_attention(
     scaling: float,
     log_mix: Tensor,
     relative: bool = True,
+    sinks: int = 0,
 ) -> Tensor:
     """Exact weights inside the window, `exp(g) φ(q)·φ(k)` outside it, one normaliser.
 
     With `relative` (maps whose features carry no scale of their own) the exact weights are `exp(τ q·k - c_i)`, c_i the
-    largest logit of the window; otherwise both are absolute estimates of `exp(τ q·k)`.
+    largest logit of the window; otherwise both are absolute estimates of `exp(τ q·k)`. Sinks are exact for all queries:
+    the first tokens of each row (causal), or the first and the last, which then see all keys exactly themselves.
     """
     heads, length, keys = query.shape[1], query.shape[2], key.shape[2]
     distance = (keys - length) + torch.arange(length)[:, None] - torch.arange(keys)[None, :]
     inside = (distance.abs() < window) & ((distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool))
+    inside = inside.expand(query.shape[0], 1, -1, -1).clone()
+    for row in range(query.shape[0] if sinks else 0):
+        tokens = allowed[row, 0].any(dim=0).nonzero()[:, 0].tolist()
+        chosen = tokens[:sinks] if causal else tokens[:sinks] + tokens[-sinks:]
+        inside[row, :, :, chosen] = True
+        if not causal:
+            inside[row, :, chosen] = True
     inside = inside & allowed
     logits = (query @ repeat_heads(key, heads).transpose(-1, -2) * scaling).masked_fill(~inside, float("-inf"))
     if relative:

@@ -82,6 +82,9 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("ring_capacity", "next_ring_capacity")),
         *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count", "next_count")),
         *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
+        *((name, Strided) for name in ("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient")),
+        ("sink_position", ctypes.c_void_p),
+        ("sinks", ctypes.c_int64),
         ("decay", Strided),
     ]
 

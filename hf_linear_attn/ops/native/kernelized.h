@@ -52,9 +52,14 @@ struct Call {
   // Log mixing weights by formula: `mix` and clip(√τ u·q, ±bound), u [H, padded d] or null. For one token they are
   // b + clip(√τ u·q, ±bound) - log(1 + n / N), b [H]; null b: `mix` holds them.
   const float *mix_base, *mix_weight;
-  const int64_t* count;         // [B]: tokens before this one, of which n lie outside; null: n = 0
-  int64_t* next_count;          // with this one; or null
-  float mix_bound, saturation;  // N
+  const int64_t* count;         // [B]: tokens before this one, of which n lie outside
+  int64_t* next_count;          // with this one
+  float mix_bound, saturation;  // N; 0: without the last term
+  // Sinks [B, G, s, d], exact for every row, and their values: those at `position` [B, s], counted in rows. One token of
+  // windowed attention: the first tokens of each row, contiguous; the new one is added to them while there are fewer.
+  Strided sink_key, sink_value, sink_key_gradient, sink_value_gradient;
+  const int64_t* sink_position;
+  int64_t sinks;
   // Causal form with precomputed features only: log decays [B, G, L, m] of the state, in float32; null data: none.
   Strided decay;
 };

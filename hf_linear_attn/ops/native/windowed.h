@@ -1,5 +1,5 @@
-// Exact weights inside a window, kernelized ones beyond it, one normaliser (see ops/windowed.py), for maps without a log
-// scale:
+// Exact weights inside a window and for sinks, kernelized ones beyond it, one normaliser (see ops/windowed.py), for maps
+// without a log scale:
 //     w_ij = exp(tau q_i.k_j - top_i)   inside,  top_i the largest exponent there
 //     w_ij = mix phi(q_i).phi(k_j)      beyond
 //
@@ -7,7 +7,8 @@
 // keys from `window` before it, of which row t sees those up to its own position (a triangle), and the state of all
 // earlier ones. With a two-sided window the keys from `window` behind it are added, of which row t sees those from its own
 // position on, and the state of all later ones: a first pass from the end saves these for every block.
-// The near part is a band of an n x (n + window) matrix; only vectors that touch the band are computed.
+// The near part is a band of an n x (n + window) matrix, of which only vectors that touch the band are computed, and behind
+// it the sinks' columns, where a row sees those that are outside of its window. As far keys sinks have no features.
 
 #pragma once
 
@@ -24,7 +25,8 @@ namespace hla {
 struct Stream {
   long b, g, repeats, rows, keys, offset;
   bool backwards = false;
-  std::vector<uint8_t> flags;  // validity with a margin on either side, so that no index needs a check
+  // Which keys are tokens, and which of these are no sinks; with a margin on either side, so that no index needs a check.
+  std::vector<uint8_t> flags, far_flags;
   long margin;
 
   Stream(const Call& c, long stream)
@@ -38,12 +40,20 @@ struct Stream {
     flags.assign(keys + 2 * margin, 0);
     const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
     for (long j = c.skip ? c.skip[b] : 0; j < keys; ++j) flags[margin + j] = mask ? mask[j] : 1;
+    if (!c.sinks) return;
+    far_flags = flags;
+    for (long j = 0; j < c.sinks; ++j) {
+      const long key = c.sink_position[b * c.sinks + j] + offset;
+      if (key >= 0 && key < keys) far_flags[margin + key] = 0;
+    }
   }
   const uint8_t* valid() const { return flags.data() + margin; }
+  const uint8_t* far() const { return (far_flags.empty() ? flags : far_flags).data() + margin; }
 
   // Reads rows and keys backwards: token j becomes token keys - 1 - j.
   void reverse() {
     std::reverse(flags.begin(), flags.end());
+    std::reverse(far_flags.begin(), far_flags.end());
     backwards = !backwards;
   }
   // Position of a row in the sequence.
@@ -59,39 +69,84 @@ static inline float query_mix(const Call& c, long h, float root, const float* x,
   return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
 }
 
-// The matrix products and exponentials of the near part of one block.
+// The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
 struct Band {
-  int window, reach, columns, x_row, e_row;  // reach: last column of row t is t + reach
+  int window, reach, columns, sinks, x_row, e_row;  // reach: last column of row t is t + reach
   float *key, *key_t, *value, *value_t, *weights, *slopes, *bias;
+  float *sink_key, *sink_key_t, *sink_value, *sink_value_t, *sink_key_gradient, *sink_value_gradient;
+  const int64_t* sink_position;        // in rows of the sequence
+  int32_t *seen_from, *seen_until;     // rows of the block from which on, and up to which, a sink is outside of the window
   // Keys and values slide through larger buffers: a block reads only those that the block before has not.
   static constexpr int SLIDE = 4 * BLOCK;
   float *key_buffer, *value_buffer;
   int first_row = 0, num_read = 0;  // of the buffers' rows: the first, and how many are read
   long next = -1;                   // first row of the block that can reuse them
 
+  // Some columns of the weights with their keys and values.
+  struct Columns {
+    int begin, end, row;  // row: of the transposed keys and values
+    const float *key, *key_t, *value, *value_t;
+    int size() const { return end - begin; }
+  };
+  // Columns of the band, and those of the sinks if there are any.
+  struct Parts {
+    Columns part[2];
+    int count;
+    const Columns* begin() const { return part; }
+    const Columns* end() const { return part + count; }
+  };
+
   static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.two_sided ? c.window : 0)); }
   static size_t floats(const Call& c, bool backward) {
-    const size_t columns = columns_of(c), x_row = padded(c.size), e_row = padded(c.value_size);
-    return columns * (2 * x_row + e_row + BLOCK + 1 + (backward ? e_row + BLOCK : 0)) + SLIDE * (x_row + e_row) + 128;
+    const size_t columns = columns_of(c), sinks = padded((int)c.sinks), x_row = padded(c.size), e_row = padded(c.value_size);
+    return columns * (2 * x_row + e_row + (backward ? e_row : 0)) + SLIDE * (x_row + e_row) +
+           (columns + sinks) * (BLOCK * (backward ? 2 : 1) + 1) + sinks * (2 * x_row + e_row + 2) +
+           (backward ? sinks * (x_row + 2 * e_row) : 0) + 256;
   }
   Band(const Call& c, Workspace& workspace, bool backward)
       : window(c.window),
         reach(c.two_sided ? 2 * c.window - 1 : c.window),
         columns(columns_of(c)),
+        sinks(padded((int)c.sinks)),
         x_row(padded(c.size)),
         e_row(padded(c.value_size)),
         key_t(workspace.take((size_t)columns * x_row)),
         value_t(backward ? workspace.take((size_t)columns * e_row) : nullptr),
-        weights(workspace.take((size_t)columns * BLOCK)),
-        slopes(backward ? workspace.take((size_t)columns * BLOCK) : nullptr),
-        bias(workspace.take(columns)),
+        weights(workspace.take((size_t)(columns + sinks) * BLOCK)),
+        slopes(backward ? workspace.take((size_t)(columns + sinks) * BLOCK) : nullptr),
+        bias(workspace.take(columns + sinks)),
+        sink_key(workspace.take((size_t)sinks * x_row)),
+        sink_key_t(workspace.take((size_t)sinks * x_row)),
+        sink_value(workspace.take((size_t)sinks * e_row)),
+        sink_value_t(backward ? workspace.take((size_t)sinks * e_row) : nullptr),
+        sink_key_gradient(backward ? workspace.take((size_t)sinks * x_row) : nullptr),
+        sink_value_gradient(backward ? workspace.take((size_t)sinks * e_row) : nullptr),
+        seen_from(reinterpret_cast<int32_t*>(workspace.take(sinks))),
+        seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))),
         key_buffer(workspace.take((size_t)(columns + SLIDE) * x_row)),
         value_buffer(workspace.take((size_t)(columns + SLIDE) * e_row)) {}
 
+  // The sinks of a row of the batch, with zeros behind them; their gradients begin at zero.
+  template <typename T>
+  void read_sinks(const Call& c, const Stream& s) {
+    if (!sinks) return;
+    sink_position = c.sink_position + s.b * c.sinks;
+    memset(sink_key, 0, (size_t)sinks * x_row * sizeof(float));
+    memset(sink_value, 0, (size_t)sinks * e_row * sizeof(float));
+    read_rows<T>(c.sink_key, s.b, s.g, 0, (int)c.sinks, c.size, nullptr, sink_key, x_row);
+    read_rows<T>(c.sink_value, s.b, s.g, 0, (int)c.sinks, c.value_size, nullptr, sink_value, e_row);
+    transpose(sinks, x_row, sink_key, x_row, sink_key_t, sinks);
+    if (!value_t) return;
+    transpose(sinks, e_row, sink_value, e_row, sink_value_t, sinks);
+    memset(sink_key_gradient, 0, (size_t)sinks * x_row * sizeof(float));
+    memset(sink_value_gradient, 0, (size_t)sinks * e_row * sizeof(float));
+  }
+
   // Keys and values from `window` before the block's first row on.
   template <typename T>
-  void read(const Call& c, const Stream& s, long first, int count) {
+  void read(const Call& c, const Stream& s, long start, int count) {
     const uint8_t* valid = s.valid();
+    const long first = s.offset + start;
     columns = padded(window + count + (c.two_sided ? window : 0));
     const int reused = first == next ? std::min(num_read - BLOCK, columns) : 0;
     first_row = first == next ? first_row + BLOCK : 0;
@@ -109,45 +164,84 @@ struct Band {
     num_read = columns;
     next = first + BLOCK;
     for (int j = 0; j < columns; ++j) bias[j] = valid[first - window + j] ? 0.0f : -INFINITY;
+    for (int j = 0; j < sinks; ++j) {
+      bias[columns + j] = j < c.sinks ? 0.0f : -INFINITY;
+      const int64_t distance = j < c.sinks ? std::max<int64_t>(sink_position[j] - start, INT_MIN / 2) : 0;
+      seen_from[j] = (int32_t)(distance + window);
+      seen_until[j] = c.two_sided ? (int32_t)(distance - window) : -1;
+    }
     if (tiles_for(count)) return;
     transpose(columns, x_row, key, x_row, key_t, columns);
     if (value_t) transpose(columns, e_row, value, e_row, value_t, columns);
   }
 
+  int stride() const { return columns + sinks; }  // of weights and slopes
+
   // Columns that some row of the tile at i touches, in whole vectors.
   int begin_of(int i) const { return (i + 1) / LANES * LANES; }
   int end_of(int i, int tile_rows) const { return std::min(padded(i + tile_rows + reach), columns); }
 
+  Columns sink_columns() const {
+    return {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t};
+  }
+  // What a tile touches: part of the band, and the sinks.
+  Parts columns_of_tile(int i, int tile_rows) const {
+    const int begin = begin_of(i);
+    const Columns band{begin, end_of(i, tile_rows), columns, key + (size_t)begin * x_row, key_t + begin,
+                       value + (size_t)begin * e_row, value_t + begin};
+    return {{band, sink_columns()}, sinks ? 2 : 1};
+  }
+  // The whole band and the sinks, for the products of a block.
+  Parts all_columns() const {
+    return {{{0, columns, columns, key, key_t, value, value_t}, sink_columns()}, sinks ? 2 : 1};
+  }
+
+  // Those of the sinks from j on that are outside of the window of row t of the block.
+  VecInt seen_sinks(int t, int j) const {
+    VecInt from, until;
+    memcpy(&from, seen_from + j, sizeof from);
+    memcpy(&until, seen_until + j, sizeof until);
+    return (from <= t) | (until >= t);
+  }
+
   // exp(tau q.k - top) of all rows; top is computed, or with `known` taken from the forward pass.
   void exponentials(int count, const float* query, float scaling, bool known, float* top) const {
     TileProducts* tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
-    if (tiles) tiles->multiply_transposed(count, columns, x_row, query, x_row, key, x_row, weights, columns);
+    if (tiles)
+      for (const Columns& part : all_columns())
+        tiles->multiply_transposed(count, part.size(), x_row, query, x_row, part.key, x_row, weights + part.begin,
+                                   stride());
     for (int i = 0; i < count; i += TILE_ROWS) {
-      const int tile_rows = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tile_rows);
+      const int tile_rows = std::min(count - i, TILE_ROWS);
+      const Parts parts = columns_of_tile(i, tile_rows);
       if (!tiles)
-        multiply_strip(tile_rows, end - begin, x_row, query + i * x_row, x_row, 1, key_t + begin, columns,
-                       weights + (size_t)i * columns + begin, columns, false);
+        for (const Columns& part : parts)
+          multiply_strip(tile_rows, part.size(), x_row, query + i * x_row, x_row, 1, part.key_t, part.row,
+                         weights + (size_t)i * stride() + part.begin, stride(), false);
       for (int t = i; t < i + tile_rows; ++t) {
-        float* row = weights + (size_t)t * columns;
+        float* row = weights + (size_t)t * stride();
         VecInt lane;
-        for (int j = 0; j < LANES; ++j) lane[j] = begin + j;
+        for (int j = 0; j < LANES; ++j) lane[j] = parts.part[0].begin + j;
         Vec maxima = splat(-INFINITY);
-        for (int j = begin; j < end; j += LANES, lane += LANES) {
-          const VecInt inside = (lane > t) & (lane <= t + reach);
+        const auto add_logits = [&](int j, VecInt inside) {
           const Vec logit = select(inside, load(row + j) * scaling + load(bias + j), splat(-INFINITY));
           store(row + j, logit);
           maxima = larger(maxima, logit);
-        }
+        };
+        for (int j = parts.part[0].begin; j < parts.part[0].end; j += LANES, lane += LANES)
+          add_logits(j, (lane > t) & (lane <= t + reach));
+        for (int j = 0; j < sinks; j += LANES) add_logits(columns + j, seen_sinks(t, j));
         if (!known) top[t] = max_of(maxima);
       }
-      for (int t = i; t < i + tile_rows; ++t) {  // a separate pass, because it waits for the maxima
-        float* row = weights + (size_t)t * columns;
-        if (top[t] == -INFINITY) {  // no key in the window
-          for (int j = begin; j < end; j += LANES) store(row + j, Vec{});
-        } else {
-          for (int j = begin; j < end; j += LANES) store(row + j, exp_of(load(row + j) - top[t]));
+      for (int t = i; t < i + tile_rows; ++t)  // a separate pass, because it waits for the maxima
+        for (const Columns& part : parts) {
+          float* row = weights + (size_t)t * stride();
+          if (top[t] == -INFINITY) {  // no key in the window
+            for (int j = part.begin; j < part.end; j += LANES) store(row + j, Vec{});
+          } else {
+            for (int j = part.begin; j < part.end; j += LANES) store(row + j, exp_of(load(row + j) - top[t]));
+          }
         }
-      }
     }
   }
 
@@ -155,7 +249,7 @@ struct Band {
   void clear_outside(int count, float* matrix) const {
     for (int t = 0; t < count; ++t) {
       const int i = t / TILE_ROWS * TILE_ROWS, begin = begin_of(i), end = end_of(i, std::min(count - i, TILE_ROWS));
-      float* row = matrix + (size_t)t * columns;
+      float* row = matrix + (size_t)t * stride();
       memset(row, 0, begin * sizeof(float));
       memset(row + end, 0, (columns - end) * sizeof(float));
     }
@@ -166,17 +260,20 @@ struct Band {
     TileProducts* tiles = tiles_for(count);
     if (tiles) {
       clear_outside(count, weights);
-      multiply(count, e_row, columns, weights, columns, 1, value, e_row, out, e_row, true);
+      for (const Columns& part : all_columns())
+        multiply(count, e_row, part.size(), weights + part.begin, stride(), 1, part.value, e_row, out, e_row, true);
     }
     for (int i = 0; i < count; i += TILE_ROWS) {
-      const int tile_rows = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tile_rows);
-      if (!tiles)
-        multiply_strip(tile_rows, e_row, end - begin, weights + (size_t)i * columns + begin, columns, 1,
-                       value + (size_t)begin * e_row, e_row, out + (size_t)i * e_row, e_row, true);
-      for (int t = i; t < i + tile_rows; ++t) {
-        Vec total{};
-        for (int j = begin; j < end; j += LANES) total += load(weights + (size_t)t * columns + j);
-        normaliser[t] += sum_of(total);
+      const int tile_rows = std::min(count - i, TILE_ROWS);
+      for (const Columns& part : columns_of_tile(i, tile_rows)) {
+        if (!tiles)
+          multiply_strip(tile_rows, e_row, part.size(), weights + (size_t)i * stride() + part.begin, stride(), 1,
+                         part.value, e_row, out + (size_t)i * e_row, e_row, true);
+        for (int t = i; t < i + tile_rows; ++t) {
+          Vec total{};
+          for (int j = part.begin; j < part.end; j += LANES) total += load(weights + (size_t)t * stride() + j);
+          normaliser[t] += sum_of(total);
+        }
       }
     }
   }
@@ -185,47 +282,61 @@ struct Band {
   void backward(int count, const float* query, float scaling, const BackwardBuffers& rows, float* query_gradient,
                 float* key_gradient, float* value_gradient) const {
     TileProducts* tiles = tiles_for(count);
-    if (tiles) tiles->multiply_transposed(count, columns, e_row, rows.gradient, e_row, value, e_row, slopes, columns);
+    if (tiles)
+      for (const Columns& part : all_columns())
+        tiles->multiply_transposed(count, part.size(), e_row, rows.gradient, e_row, part.value, e_row,
+                                   slopes + part.begin, stride());
     clear_outside(count, weights);
     clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {
-      const int tile_rows = std::min(count - i, TILE_ROWS), begin = begin_of(i), end = end_of(i, tile_rows);
+      const int tile_rows = std::min(count - i, TILE_ROWS);
+      const Parts parts = columns_of_tile(i, tile_rows);
       if (!tiles)
-        multiply_strip(tile_rows, end - begin, e_row, rows.gradient + (size_t)i * e_row, e_row, 1, value_t + begin, columns,
-                       slopes + (size_t)i * columns + begin, columns, false);
+        for (const Columns& part : parts)
+          multiply_strip(tile_rows, part.size(), e_row, rows.gradient + (size_t)i * e_row, e_row, 1, part.value_t,
+                         part.row, slopes + (size_t)i * stride() + part.begin, stride(), false);
       for (int t = i; t < i + tile_rows; ++t) {
-        float *weight = weights + (size_t)t * columns, *slope = slopes + (size_t)t * columns;
+        float *weight = weights + (size_t)t * stride(), *slope = slopes + (size_t)t * stride();
         Vec total{}, ties{};
-        for (int j = begin; j < end; j += LANES) {
-          const Vec product = load(weight + j) * (load(slope + j) + rows.normaliser_gradient[t]);
-          store(slope + j, product);
-          total += product;
-          ties += select(load(weight + j) >= 1.0f, splat(1.0f), Vec{});
-        }
+        for (const Columns& part : parts)
+          for (int j = part.begin; j < part.end; j += LANES) {
+            const Vec product = load(weight + j) * (load(slope + j) + rows.normaliser_gradient[t]);
+            store(slope + j, product);
+            total += product;
+            ties += select(load(weight + j) >= 1.0f, splat(1.0f), Vec{});
+          }
         // Near weights are relative to the largest exponent, far weights are not: its gradient is shared by the ties.
         const float shared = sum_of(total) / std::max(sum_of(ties), 1.0f);
-        for (int j = begin; j < end; j += LANES) {
-          const Vec correction = select(load(weight + j) >= 1.0f, splat(shared), Vec{});
-          store(slope + j, (load(slope + j) - correction) * scaling);
-        }
+        for (const Columns& part : parts)
+          for (int j = part.begin; j < part.end; j += LANES) {
+            const Vec correction = select(load(weight + j) >= 1.0f, splat(shared), Vec{});
+            store(slope + j, (load(slope + j) - correction) * scaling);
+          }
       }
       if (!tiles)
-        multiply_strip(tile_rows, x_row, end - begin, slopes + (size_t)i * columns + begin, columns, 1,
-                       key + (size_t)begin * x_row, x_row, query_gradient + (size_t)i * x_row, x_row, true);
+        for (const Columns& part : parts)
+          multiply_strip(tile_rows, x_row, part.size(), slopes + (size_t)i * stride() + part.begin, stride(), 1,
+                         part.key, x_row, query_gradient + (size_t)i * x_row, x_row, true);
+    }
+    if (sinks) {
+      multiply(sinks, x_row, count, slopes + columns, 1, stride(), query, x_row, sink_key_gradient, x_row, true);
+      multiply(sinks, e_row, count, weights + columns, 1, stride(), rows.gradient, e_row, sink_value_gradient, e_row, true);
     }
     if (tiles) {
-      multiply(count, x_row, columns, slopes, columns, 1, key, x_row, query_gradient, x_row, true);
-      multiply(columns, x_row, count, slopes, 1, columns, query, x_row, key_gradient, x_row, true);
-      multiply(columns, e_row, count, weights, 1, columns, rows.gradient, e_row, value_gradient, e_row, true);
+      for (const Columns& part : all_columns())
+        multiply(count, x_row, part.size(), slopes + part.begin, stride(), 1, part.key, x_row, query_gradient,
+                 x_row, true);
+      multiply(columns, x_row, count, slopes, 1, stride(), query, x_row, key_gradient, x_row, true);
+      multiply(columns, e_row, count, weights, 1, stride(), rows.gradient, e_row, value_gradient, e_row, true);
       return;
     }
     for (int j = 0; j < columns; j += TILE_ROWS) {
       const int tile_rows = std::min(columns - j, TILE_ROWS);
       const int from = std::max(0, j - reach), to = std::min(count, j + tile_rows);  // rows whose band meets these columns
       if (from >= to) continue;
-      multiply_strip(tile_rows, x_row, to - from, slopes + (size_t)from * columns + j, 1, columns,
+      multiply_strip(tile_rows, x_row, to - from, slopes + (size_t)from * stride() + j, 1, stride(),
                      query + (size_t)from * x_row, x_row, key_gradient + (size_t)j * x_row, x_row, true);
-      multiply_strip(tile_rows, e_row, to - from, weights + (size_t)from * columns + j, 1, columns,
+      multiply_strip(tile_rows, e_row, to - from, weights + (size_t)from * stride() + j, 1, stride(),
                      rows.gradient + (size_t)from * e_row, e_row, value_gradient + (size_t)j * e_row, e_row, true);
     }
   }
@@ -251,14 +362,14 @@ struct FarKeys {
         transposed(workspace.take((size_t)BLOCK * c.key_map.features())) {}
 
   static bool any(const Stream& s, long from, int count) {
-    const uint8_t* valid = s.valid() + from;
-    return std::any_of(valid, valid + count, [](uint8_t token) { return token != 0; });
+    const uint8_t* keys = s.far() + from;
+    return std::any_of(keys, keys + count, [](uint8_t token) { return token != 0; });
   }
 
   template <typename T>
   void read(const Call& c, const Stream& s, long from, int count) {
-    block.read<T>(c.key, s.b, s.g, from, count, c.size, s.valid());
-    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.valid(), value, padded(c.value_size));
+    block.read<T>(c.key, s.b, s.g, from, count, c.size, s.far());
+    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.far(), value, padded(c.value_size));
     num_read = count;
     is_transposed = false;
   }
@@ -460,6 +571,7 @@ static int windowed(const Call& c) {
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.groups; ++task) {
       Stream s(c, task);
+      band.read_sinks<T>(c, s);
       far.clear();
       if (c.two_sided) {
         far.sum_later_keys<T>(c, s);
@@ -469,9 +581,8 @@ static int windowed(const Call& c) {
       }
       for (long start = 0; start < c.length; start += BLOCK) {
         const int count = (int)std::min<long>(c.length - start, BLOCK);
-        const long first = s.offset + start;
         far.begin<T>(c, s, start, count);
-        band.read<T>(c, s, first, count);
+        band.read<T>(c, s, start, count);
         for (long r = 0; r < repeats; ++r) {
           const long h = s.g * repeats + r;
           if (far.any()) {

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from ..common import InPlaceState, State, mask_tokens
 from ..fused import QueryMix, StepMix, WindowedCall
+from ..sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 from ..window_step import is_decoding_step
-from ..windowed import gather_tokens, make_ring, take_tokens
+from ..windowed import gather_tokens, make_ring
 from . import binding
 from .binding import Arguments, KernelMap, address
 from .prepared_step import PreparedStep, state_after_step
@@ -26,6 +27,7 @@ STATE_FIELDS = {
     "ring_mask": ("ring_mask", "next_ring_mask"),
 }
 RINGS = ("ring_key", "ring_value")
+SINKS = ("sink_key", "sink_value")
 
 #: Number of tokens by which a ring slides before it is copied to the start of its buffer: copying takes as long as
 #: attention to the ring.
@@ -41,26 +43,42 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     tensors = (maps[0].weight, maps[0].bias, maps[1].weight, maps[1].bias)
     log_mix = (call.log_mix.base if isinstance(call.log_mix, QueryMix) else call.log_mixing_weights()).float()
     if not call.causal:
-        mask = None if call.mask is None else call.mask.contiguous()
-        return _Windowed.apply(call.query, call.key, call.value, log_mix, *tensors, call, maps, mask, None, 0)[0], None
+        mask, sinks = None if call.mask is None else call.mask.contiguous(), end_tokens(call)
+        inputs = (call.query, call.key, call.value, log_mix)
+        out = _apply(inputs, tensors, sinks, call, maps, mask, None, 0)[0]
+        return attend_from_sinks(out, call, sinks), None
     length, window = call.query.shape[2], call.window
     if not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
+    sinks, first = first_tokens(call)
     if call.mask is None and call.state is None:
-        query, key, value = call.query, call.key, call.value
-        out, kv, k_sum = _Windowed.apply(query, key, value, log_mix, *tensors, call, maps, None, None, 0)
+        inputs = (call.query, call.key, call.value, log_mix)
+        out, kv, k_sum = _apply(inputs, tensors, sinks, call, maps, None, None, 0)
         if not call.return_state:
             return out, None
-        query, key, value, log_mix = (tensor[:, :, -window:] for tensor in (query, key, value, log_mix))
-        tokens = gather_tokens(query, key, value, log_mix, window, None, None)
-        return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, min(length, window))}
+        tokens = gather_tokens(*(tensor[:, :, -window:] for tensor in inputs), window, None, None)
+        return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, min(length, window)), **first}
     tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
     skip = (~tokens.valid).sum(dim=1)
     inputs = (tokens.query, tokens.key, tokens.value, tokens.log_mix)
-    out, kv, k_sum = _Windowed.apply(*inputs, *tensors, call, maps, None, skip, window)
+    out, kv, k_sum = _apply(inputs, tensors, sinks, call, maps, None, skip, window)
     if tokens.query_index is not None:
         out = mask_tokens(take_tokens(out, tokens.query_index), call.mask)
-    return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, length)}
+    return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, length), **first}
+
+
+def _apply(
+    inputs: tuple[Tensor, ...],
+    parameters: tuple[Tensor | None, ...],
+    sinks: Sinks | None,
+    call: WindowedCall,
+    maps: tuple[KernelMap, KernelMap],
+    mask: Tensor | None,
+    skip: Tensor | None,
+    offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sink_tensors = (None, None, None) if sinks is None else sinks
+    return _Windowed.apply(*inputs, *parameters, *sink_tensors, call, maps, mask, skip, offset)
 
 
 def _is_kernel_step(call: WindowedCall) -> bool:
@@ -69,9 +87,13 @@ def _is_kernel_step(call: WindowedCall) -> bool:
     if state is None or call.value.shape[3] % binding.lanes() or not is_decoding_step(query, call.mask, state):
         return False
     batch, groups, _, size = call.key.shape
-    rings = [(state[name].shape, state[name].dtype) for name in RINGS]
-    expected = [((batch, groups, window, width), query.dtype) for width in (size, call.value.shape[3])]
-    return rings == expected and state["ring_mask"].shape == (batch, window) and state["ring_mask"].dtype is torch.bool
+    expected = {"ring_mask": ((batch, window), torch.bool)}
+    for names, count in ((RINGS, window), (SINKS, call.sinks)):
+        if count:
+            widths = (size, call.value.shape[3])
+            shapes = [((batch, groups, count, width), query.dtype) for width in widths]
+            expected |= dict(zip(names, shapes, strict=True))
+    return all(name in state and (state[name].shape, state[name].dtype) == form for name, form in expected.items())
 
 
 def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -> tuple[Tensor, State]:
@@ -91,20 +113,23 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
         for name, tensor in before.items()
         if name not in RINGS
     }
+    if call.sinks:
+        after |= {name: state[name].contiguous() if own is not None else _copied(state[name]) for name in SINKS}
+        filled.sink_key, filled.sink_value = (binding.strided(after[name]) for name in SINKS)
+        filled.sinks = call.sinks
     after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
     for name, (field_before, field_after) in STATE_FIELDS.items():
         setattr(filled, field_before, before[name].data_ptr())
         setattr(filled, field_after, after[name].data_ptr())
     filled.ring_capacity, filled.next_ring_capacity = call.window, rings[0].shape[2]
+    count = state["count"].long().contiguous()
+    after["count"] = torch.empty_like(count) if own is None else count
+    filled.count, filled.next_count = count.data_ptr(), after["count"].data_ptr()
     mix_tensors = None
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
         filled.mix_base, filled.mix_weight, filled.mix_bound = base.data_ptr(), address(weight), mix.bound
-        if mix.num_tokens is not None:
-            count = mix.num_tokens.long().contiguous()
-            after["count"] = torch.empty_like(count) if own is None else count
-            filled.count, filled.next_count = count.data_ptr(), after["count"].data_ptr()
-            filled.saturation = mix.saturation
+        filled.saturation = mix.saturation or 0.0
         mix_tensors = base, weight
     binding.run("windowed_step", filled)
     if own is None or mix_tensors is None:
@@ -112,6 +137,10 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
     tensors = maps, mix_tensors
     prepare = functools.partial(PreparedWindowStep, "windowed_step", filled, inputs, tensors=tensors, rings=rings)
     return out, state_after_step(own, after, prepare)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _ring_buffer(ring: Tensor) -> Tensor:
@@ -163,6 +192,7 @@ def _arguments(
     out: Tensor,
     weights_t: tuple[Tensor | None, Tensor | None] = (None, None),
     offset: int = 0,
+    sinks: Sinks | None = None,
 ) -> Arguments:
     query, key, value = inputs
     filled = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), maps, out, weights_t)
@@ -170,6 +200,9 @@ def _arguments(
     if mix is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(mix.shape, mix.stride(), strict=True))
         filled.mix = binding.Strided(mix.data_ptr(), *strides)
+    if sinks is not None:
+        filled.sink_key, filled.sink_value = binding.strided(sinks.key), binding.strided(sinks.value)
+        filled.sink_position, filled.sinks = sinks.position.data_ptr(), sinks.position.shape[1]
     filled.offset = offset  # the index of the key that belongs to row 0
     filled.window, filled.two_sided, filled.scaling = call.window, not call.causal, call.scaling
     return filled
@@ -183,13 +216,15 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        query, key, value, log_mix, *parameters, call, maps, mask, skip, offset = inputs
+        query, key, value, log_mix, *rest, call, maps, mask, skip, offset = inputs
+        parameters, sink_tensors = rest[:4], rest[4:]
         query, key, value = (binding.readable(tensor) for tensor in (query, key, value))
+        sinks = None if sink_tensors[0] is None else Sinks(*(tensor.contiguous() for tensor in sink_tensors))
         batch, heads, length, _ = query.shape
         groups, value_size = key.shape[1], value.shape[3]
         out = binding.token_major(batch, heads, length, value_size, value.dtype)
         mix = log_mix.detach().float().exp()
-        filled = _arguments(call, (query, key, value), maps, mask, skip, mix, out, offset=offset)
+        filled = _arguments(call, (query, key, value), maps, mask, skip, mix, out, offset=offset, sinks=sinks)
         weight = None
         if isinstance(call.log_mix, QueryMix):
             weight = binding.pad_columns(call.log_mix.weight)
@@ -205,7 +240,8 @@ class _Windowed(torch.autograd.Function):
         filled.normaliser, filled.top = address(normaliser), address(top)
         binding.run("windowed", filled)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip)
+            saved = sinks or (None, None, None)
+            ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip, *saved)
             ctx.call, ctx.offset = call._replace(query=None, key=None, value=None, mask=None, state=None), offset
             ctx.maps = tuple(kernel_map._replace(weight=None, bias=None) for kernel_map in maps)
         if call.causal:
@@ -216,16 +252,20 @@ class _Windowed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, *rest = ctx.saved_tensors
-        parameters, (mix, out, normaliser, top, mask, skip) = tuple(rest[:4]), rest[4:]
+        parameters, (mix, out, normaliser, top, mask, skip), saved = tuple(rest[:4]), rest[4:10], rest[10:]
+        sinks = None if saved[0] is None else Sinks(*saved)
         gradient = binding.readable(gradients[0])
         maps, weights_t = binding.restore_parameters(ctx.maps, parameters)
-        filled = _arguments(ctx.call, (query, key, value), maps, mask, skip, mix, out, weights_t, ctx.offset)
+        filled = _arguments(ctx.call, (query, key, value), maps, mask, skip, mix, out, weights_t, ctx.offset, sinks)
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
         to_mix = binding.empty(*query.shape[:3]).zero_()
         filled.out_gradient = binding.strided(gradient)
         filled.query_gradient, filled.key_gradient = binding.strided(to_query), binding.strided(to_key)
         filled.value_gradient, filled.mix_gradient = binding.strided(to_value), address(to_mix)
         filled.normaliser, filled.top = address(normaliser), address(top)
+        to_sinks = () if sinks is None else (torch.empty_like(sinks.key), torch.empty_like(sinks.value))
+        if to_sinks:
+            filled.sink_key_gradient, filled.sink_value_gradient = (binding.strided(tensor) for tensor in to_sinks)
         learned = binding.ParameterGradients(
             parameters, tuple(ctx.needs_input_grad[4:8]), query.shape[0], (query.shape[1], key.shape[1])
         )
@@ -237,9 +277,6 @@ class _Windowed(torch.autograd.Function):
             to_value,
             to_mix.sum_to_size(mix.shape),
             *learned.totals(),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(to_sinks or (None, None)),
+            *[None] * 6,  # positions, and what is no tensor
         )

@@ -129,10 +129,10 @@ static void far_backward(const Call& c, const Stream& s, Far& far, FarBackwardBu
       add_weighted(back.normaliser_gradient, far.queries.features, m_row, count, far.state.k);
     }
     memcpy(back.feature_gradient, buffers.key_gradient, (size_t)count * m_row * sizeof(float));
-    clear_masked(s.valid(), first, count, back.feature_gradient, m_row);
-    clear_masked(s.valid(), first, count, back.value_gradient, e_row);
+    clear_masked(s.far(), first, count, back.feature_gradient, m_row);
+    clear_masked(s.far(), first, count, back.value_gradient, e_row);
     map_backward(c, keys.block, s.b, s.g, c.groups, first, count, c.key_weight_gradient, c.key_bias_gradient, back);
-    clear_masked(s.valid(), first, count, back.x_gradient, to.x_row);
+    clear_masked(s.far(), first, count, back.x_gradient, to.x_row);
     add_rows_along(back.x_gradient, to.x_row, count, to.key_at(key_position(first)), s.backwards);
     add_rows_along(back.value_gradient, e_row, count, to.value_at(key_position(first)), s.backwards);
   }
@@ -160,6 +160,7 @@ static int windowed_backward(const Call& c) {
     for (long task = 0; task < c.batch * c.groups; ++task) {
       Stream s(c, task);
       to.clear();
+      band.read_sinks<T>(c, s);
       far_backward<T>(c, s, far, far_buffers, back, normaliser, to);
       if (c.two_sided) {
         s.reverse();
@@ -169,7 +170,7 @@ static int windowed_backward(const Call& c) {
       for (long start = 0; start < c.length; start += BLOCK) {
         const int count = (int)std::min<long>(c.length - start, BLOCK);
         const long first = s.offset + start;
-        band.read<T>(c, s, first, count);
+        band.read<T>(c, s, start, count);
         for (long r = 0; r < s.repeats; ++r) {
           const long h = s.g * s.repeats + r, index = (s.b * c.heads + h) * c.length + start;
           read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, query, x_row);
@@ -187,6 +188,9 @@ static int windowed_backward(const Call& c) {
       }
       write_rows<T>(c.key_gradient, s.b, s.g, 0, (int)c.keys, c.size, to.key_at(0), x_row);
       write_rows<T>(c.value_gradient, s.b, s.g, 0, (int)c.keys, c.value_size, to.value_at(0), e_row);
+      if (!c.sinks) continue;
+      write_rows<T>(c.sink_key_gradient, s.b, s.g, 0, (int)c.sinks, c.size, band.sink_key_gradient, x_row);
+      write_rows<T>(c.sink_value_gradient, s.b, s.g, 0, (int)c.sinks, c.value_size, band.sink_value_gradient, e_row);
     }
   });
 }

@@ -1,5 +1,5 @@
-// One token of windowed attention after a state: the oldest key of the ring moves into S and z, the new key is appended to
-// the ring, and the window of the row is the new ring (see ops/window_step.py).
+// One token of windowed attention after a state: the oldest key of the ring moves into S and z unless it is a sink, the new
+// key is appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/window_step.py).
 
 #pragma once
 
@@ -25,11 +25,19 @@ static void advance_ring(const T* ring, int w, int size, const T* token, T* next
   memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
 }
 
+// The sinks of a head [s, size], with the new token while there are fewer.
+template <typename T>
+static T* add_sink(const Strided& sinks, long b, long g, long count, long max_count, int size, const T* token) {
+  T* rows = static_cast<T*>(sinks.data) + b * sinks.batch + g * sinks.head;
+  if (count < max_count) memcpy(rows + count * size, token, size * sizeof(T));
+  return rows;
+}
+
 // The mixing weight of head h, for its query x.
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
-  const int64_t outside = c.count ? c.count[b] + 1 - c.window : 0;
-  const float bound = outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
+  const int64_t outside = c.count[b] + 1 - c.window - c.sinks;
+  const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
   return std::exp(c.mix_base[h] + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }
 
@@ -39,12 +47,13 @@ static int windowed_step(const Call& c) {
   const int width = c.key_map.width, segment = c.key_map.segment();
   const long repeats = c.heads / c.groups, features = (long)c.key_map.parts * width;
   const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row, 1) + FeatureBlock::floats(c.query_map, x_row, 1) +
-                                  3 * e_row + (size_t)w * (x_row + e_row + 1) + 256;
+                                  3 * e_row + (size_t)(w + c.sinks) * (x_row + e_row + 1) + 256;
   return run_parallel<float>(c.threads, workspace_floats, [&](Workspace& workspace) {  // one row: no tiles
     FeatureBlock keys(c.key_map, x_row, workspace, 1), queries(c.query_map, x_row, workspace, 1);
     float *value = workspace.take(e_row), *out = workspace.take(e_row);
     float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
-          *weights = workspace.take(w);
+          *sink_key_buffer = workspace.take((size_t)c.sinks * x_row),
+          *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take(w + c.sinks + LANES);
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
@@ -55,12 +64,22 @@ static int windowed_step(const Call& c) {
       const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_capacity * e;
       T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.next_ring_capacity * c.size;
       T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.next_ring_capacity * e;
+      const long oldest = c.count[b] - w;  // position of the token that leaves the ring
+      const uint8_t is_far = valid[0] && oldest >= c.sinks;
+      const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
       const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
-      keys.read<T>(key_rows, 0, g, 0, 1, c.size, valid);
-      read_rows<T>(value_rows, 0, 0, 0, 1, e, valid, value, e_row);
-      advance_ring<T>(ring_key, w, c.size, static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head, new_key);
-      advance_ring<T>(ring_value, w, e, static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head,
-                      new_value);
+      keys.read<T>(key_rows, 0, g, 0, 1, c.size, &is_far);
+      read_rows<T>(value_rows, 0, 0, 0, 1, e, &is_far, value, e_row);
+      const T* token_key = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
+      const T* token_value = static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head;
+      advance_ring<T>(ring_key, w, c.size, token_key, new_key);
+      advance_ring<T>(ring_value, w, e, token_value, new_value);
+      if (c.sinks) {
+        T* sink_keys = add_sink<T>(c.sink_key, b, g, c.count[b], c.sinks, c.size, token_key);
+        T* sink_values = add_sink<T>(c.sink_value, b, g, c.count[b], c.sinks, e, token_value);
+        read_rows<T>({sink_keys, 0, 0, c.size}, 0, 0, 0, sinks, c.size, nullptr, sink_key_buffer, x_row);
+        read_rows<T>({sink_values, 0, 0, e}, 0, 0, 0, sinks, e, nullptr, sink_value_buffer, e_row);
+      }
       const bool contiguous_float32 = std::is_same<T, float>::value && c.size == x_row && e == e_row &&
                                       std::find(next_valid, next_valid + w - 1, 0) == next_valid + w - 1;
       const float *near_key = key_buffer, *near_value = value_buffer;
@@ -89,19 +108,21 @@ static int windowed_step(const Call& c) {
             for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[at + f];
           }
         }
-        float top = -INFINITY;
-        for (int j = 0; j < w; ++j) {
-          const bool is_token = j == w - 1 || next_valid[j];
-          weights[j] = is_token ? dot(queries.x, near_key + (size_t)j * x_row, x_row) * c.scaling : -INFINITY;
+        float top = -INFINITY, *sink_weights = weights + w;
+        for (int j = 0; j < w + sinks; ++j) {
+          const float* key = j < w ? near_key + (size_t)j * x_row : sink_key_buffer + (size_t)(j - w) * x_row;
+          const bool is_token = j >= w - 1 || next_valid[j];
+          weights[j] = is_token ? dot(queries.x, key, x_row) * c.scaling : -INFINITY;
           top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
         }
-        for (int j = 0; j < w; j += LANES) {
+        for (int j = 0; j < w + sinks; j += LANES) {
           Vec weight = exp_of(load(weights + j) - top);
-          if (j + LANES > w) weight = select(first_lanes(w - j), weight, Vec{});
+          if (j + LANES > w + sinks) weight = select(first_lanes(w + sinks - j), weight, Vec{});
           store(weights + j, weight);
           normaliser += sum_of(weight);
         }
         multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
+        if (sinks) multiply(1, e_row, sinks, sink_weights, sinks, 1, sink_value_buffer, e_row, out, e_row, true);
         divide_rows<T>(c, b, h, 0, 1, out, &normaliser);
       }
     }
@@ -110,7 +131,7 @@ static int windowed_step(const Call& c) {
     for (long b = 0; b < c.batch; ++b) {
       memmove(c.next_ring_mask + b * w, c.ring_mask + b * w + 1, w - 1);
       c.next_ring_mask[b * w + w - 1] = 1;
-      if (c.next_count) c.next_count[b] = c.count[b] + 1;
+      c.next_count[b] = c.count[b] + 1;
     }
   });
 }
