@@ -212,7 +212,7 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attention", "options", "message"),
     [
-        ("window", {}, "Inputs of up to 64 tokens are attended to exactly; of 96 training inputs 0 are longer."),
+        ("window", {}, "Inputs of up to 66 tokens are attended to exactly; of 96 training inputs 0 are longer."),
         ("window", {"window_size": 2}, None),
         ("linformer", {}, None),
     ],
