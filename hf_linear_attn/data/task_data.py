@@ -21,7 +21,7 @@ from ..utils.extras import require_packages
 from .config import DataConfig
 from .encode import Encoded, encode_blocks, encode_documents, encode_pairs, row_lengths
 from .files import FORMATS, TEXT_FORMATS, file_suffix
-from .metrics import METRICS, TaskMetrics
+from .metrics import METRICS, compute_metrics, load_metrics
 from .sources import check_columns, hold_out_validation, load_source
 from .tasks import Task, get_task, load_task
 from .text import Text, read_text
@@ -156,9 +156,7 @@ class TaskData:
             ValueError: There is no token to predict.
         """
         if self.task_type == "classification":
-            return TaskMetrics(self.metric_names).compute(
-                predictions=prediction.predictions, references=prediction.label_ids
-            )
+            return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
         loss, count = np.asarray(prediction.predictions, dtype="float64").sum(axis=0)
         if not count:
             raise ValueError("The validation data has no token to predict.")
@@ -227,7 +225,7 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
 def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     task, splits = load_labelled(data, seed)
     names = tuple(dict.fromkeys(data.metrics or (task.main_metric, *task.metrics)))
-    TaskMetrics(names)  # an unknown name is an error now, and not after the first pass over the data
+    load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     first = next((name for name in splits if name.startswith("validation")), "validation")

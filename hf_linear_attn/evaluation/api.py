@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
-from ..data.metrics import TaskMetrics
+from ..data.metrics import load_metrics
 from ..data.sources import is_local
 from ..data.task_data import read_documents
 from ..data.tasks import get_task
@@ -183,7 +183,7 @@ def _check_names(config: EvaluateConfig) -> None:
     for entry in config.data.task or ():
         get_task(split_task(entry)[0])
     if config.data.metrics is not None:
-        TaskMetrics(config.data.metrics)  # a metric that cannot be loaded is an error now, not after the transfer
+        load_metrics(config.data.metrics)  # a metric that cannot be loaded is an error now, not after the transfer
     folders = [(folder, "data.task") for folder in config.data.other_tasks.values()]
     for folder, flag in ((config.data.folder, "data.folder"), (config.data.sts, "data.sts"), *folders):
         if folder is not None and not Path(folder).is_dir():

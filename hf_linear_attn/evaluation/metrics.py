@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
-from ..data.metrics import HUB_PREFIX, METRICS, TaskMetrics, compute_metrics
+from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
 from .fidelity import Batch, evaluation_mode, measure_fidelity, model_inputs
 from .progress import OnBatch, report_batches, report_nothing
@@ -411,11 +411,10 @@ def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | 
     if metric.startswith(HUB_PREFIX):
         return None
     generator = np.random.default_rng(0)
-    metrics = TaskMetrics([metric])
     scores = []
     for _ in range(BOOTSTRAP_SAMPLES):
         rows = generator.integers(0, len(references), len(references))
-        scores.append(metrics.compute(predictions=predictions[rows], references=references[rows])[metric])
+        scores.append(compute_metrics([metric], predictions[rows], references[rows])[metric])
     return float(np.nanstd(scores, ddof=1)) if np.isfinite(scores).any() else None
 
 

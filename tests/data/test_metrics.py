@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from hf_linear_attn.data.metrics import METRICS, HubName, TaskMetrics, compute_metrics, parse_hub_name, task_metrics
+from hf_linear_attn.data.metrics import METRICS, compute_metrics, load_metrics
 from hf_linear_attn.data.tasks import TASKS, get_task
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
@@ -52,50 +52,32 @@ def test_every_metric_is_tested():
     assert [name for name, entry in METRICS if not entry.higher_is_better] == ["mse"]
 
 
-@pytest.mark.parametrize("name", sorted(TRUE_VALUES))
-def test_values(name):
-    predictions, references = sample(name)
-    metric = TaskMetrics([name])
-    expected = pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6)
-    assert metric.compute(predictions=predictions, references=references) == {name: expected}
-    assert METRICS.get(name).title
-    for start, end in ((0, 1), (1, 40), (40, 101)):
-        metric.add_batch(
-            predictions=torch.tensor(predictions[start:end]), references=torch.tensor(references[start:end])
-        )
-    assert metric.compute() == {name: expected}
-
-
-@pytest.mark.parametrize("names", [CLASSES, SCORES, ("accuracy",), ("accuracy", "mse")])
-def test_combined(names):
+@pytest.mark.parametrize("names", [*((name,) for name in sorted(TRUE_VALUES)), CLASSES, SCORES, ("accuracy", "mse")])
+def test_values(names):
     predictions, references = sample(names[0])
-    metric = TaskMetrics(names)
-    for _ in range(2):  # filled again after compute()
-        for start, end in ((0, 64), (64, 67), (67, 101)):
-            metric.add_batch(predictions=predictions[start:end], references=references[start:end])
-        result = metric.compute()
-        assert list(result) == list(names)
-        for name, value in result.items():
-            assert value == pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6)
-            assert type(value) is float
+    expected = {name: pytest.approx(float(TRUE_VALUES[name](references, predictions)), rel=1e-6) for name in names}
+    result = compute_metrics(names, predictions, references)
+    assert result == expected
+    assert list(result) == list(names)
+    assert all(type(value) is float for value in result.values())
+    assert compute_metrics(names, torch.tensor(predictions), references.tolist()) == expected
 
 
 def test_several_classes():
     references, predictions = [0, 1, 2, 2, 1], [0, 2, 2, 2, 1]
-    result = TaskMetrics(["accuracy", "matthews_correlation"]).compute(predictions=predictions, references=references)
+    result = compute_metrics(["accuracy", "matthews_correlation"], predictions, references)
     assert result["accuracy"] == 0.8
     assert result["matthews_correlation"] == pytest.approx(sklearn_metrics.matthews_corrcoef(references, predictions))
     with pytest.raises(ValueError, match="f1 is defined for the classes 0 and 1; these rows have 2"):
-        TaskMetrics(["f1"]).compute(predictions=predictions, references=references)
+        compute_metrics(["f1"], predictions, references)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, _ in TASKS))
 def test_metrics_of_tasks(name):
     task = get_task(name)
-    result = task_metrics(name).compute(predictions=[0, 1, 1], references=[0, 1, 1])
+    result = compute_metrics(task.metrics, [0, 1, 1], [0, 1, 1])
     assert tuple(result) == task.metrics
     assert all(value == pytest.approx(1.0) for value in result.values())
-    assert task_metrics(task).compute(predictions=[1], references=[1]).keys() == result.keys()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +90,7 @@ def test_metrics_of_tasks(name):
     ],
 )
 def test_one_class_only(predictions, references, expected):
-    result = TaskMetrics(CLASSES).compute(predictions=predictions, references=references)
+    result = compute_metrics(CLASSES, predictions, references)
     assert tuple(result.values()) == pytest.approx(expected)
 
 
@@ -123,7 +105,7 @@ def test_one_class_only(predictions, references, expected):
     ],
 )
 def test_scores_without_a_correlation(predictions, references, mse):
-    result = TaskMetrics(SCORES).compute(predictions=predictions, references=references)
+    result = compute_metrics(SCORES, predictions, references)
     assert tuple(result.values()) == pytest.approx((math.nan, math.nan, mse), nan_ok=True)
 
 
@@ -133,25 +115,13 @@ def test_nearly_constant_scores_are_no_flood_of_warnings():
     assert math.isnan(result) or abs(result) <= 1.0
 
 
-def test_two_objects_do_not_share_rows():
-    first, second = TaskMetrics(["accuracy"]), TaskMetrics(["accuracy"])
-    first.add_batch(predictions=[1, 1], references=[1, 1])
-    second.add_batch(predictions=[0, 0], references=[1, 1])
-    assert (first.compute()["accuracy"], second.compute()["accuracy"]) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="no rows"):
-        first.compute()
-
-
 SCRIPT = """
 import socket, sys
 def refuse(*args, **options):
     raise AssertionError("a metric asked for the network")
 socket.socket.connect = refuse
-from hf_linear_attn.data.metrics import task_metrics
-metric = task_metrics("mrpc")
-for part in ([int(sys.argv[1])] * 3, [1]):
-    metric.add_batch(predictions=part, references=[1] * len(part))
-print(metric.compute()["accuracy"])
+from hf_linear_attn.data.metrics import compute_metrics
+print(compute_metrics(["accuracy"], [int(sys.argv[1])] * 3 + [1], [1] * 4)["accuracy"])
 """
 
 
@@ -178,19 +148,19 @@ def test_processes_are_apart_and_need_no_home_and_no_network(tmp_path):
 
 def test_what_is_no_metric_is_reported():
     with pytest.raises(ValueError, match=r"Unknown metric 'acuracy'. Did you mean 'accuracy'"):
-        TaskMetrics(["acuracy"])
+        load_metrics(["acuracy"])
     with pytest.raises(TypeError, match="as a list of names, got 'accuracy'"):
-        TaskMetrics("accuracy")
+        load_metrics("accuracy")
     for names in ([], ["f1", "f1"]):
         with pytest.raises(ValueError, match="one or more different names"):
-            TaskMetrics(names)
+            load_metrics(names)
 
 
 @pytest.mark.parametrize(("missing", "name"), [("sklearn", "accuracy"), ("scipy", "accuracy"), ("evaluate", "hub:x")])
 def test_a_missing_package_is_named_with_the_remedy(missing, name, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"{missing}.*pip install 'hf-linear-attn\[train\]'"):
-        TaskMetrics([name])
+        load_metrics([name])
 
 
 def test_importing_is_light():
@@ -232,42 +202,23 @@ def metric_folder(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("hub:accuracy", ("accuracy", None, None)),
-        ("hub:glue:mrpc#f1", ("glue", "mrpc", "f1")),
-        ("hub:me/mine#k", ("me/mine", None, "k")),
-    ],
-)
-def test_hub_names(name, parts):
-    assert parse_hub_name(name) == HubName(*parts)
-
-
 @pytest.mark.parametrize("name", ["hub:", "hub:#f1", "hub:glue:", "hub:glue#"])
 def test_a_name_of_another_form(name):
     with pytest.raises(ValueError, match="hub:PATH"):
-        parse_hub_name(name)
+        load_metrics([name])
 
 
 def test_a_module_of_a_folder_beside_our_own(metric_folder):
     name = f"hub:{metric_folder}#missed"
-    metric = TaskMetrics([name, "accuracy"])
-    metric.add_batch(predictions=[1, 0, 1], references=[1, 1, 1])
-    metric.add_batch(predictions=[0], references=[0])
-    assert metric.compute() == {name: 1.0, "accuracy": 0.75}
-    metric.add_batch(predictions=[0], references=[0])  # filled again
-    assert metric.compute() == {name: 0.0, "accuracy": 1.0}
+    assert compute_metrics([name, "accuracy"], [1, 0, 1, 0], [1, 1, 1, 0]) == {name: 1.0, "accuracy": 0.75}
 
 
 @pytest.mark.parametrize("suffix", ["", "#wrong"])
 def test_several_values_need_a_key(metric_folder, suffix):
-    metric = TaskMetrics([f"hub:{metric_folder}{suffix}"])
-    metric.add_batch(predictions=[1], references=[1])
     with pytest.raises(ValueError, match="gives missed, hit: add #KEY"):
-        metric.compute()
+        compute_metrics([f"hub:{metric_folder}{suffix}"], [1], [1])
 
 
 def test_a_module_that_is_not_there(tmp_path):
     with pytest.raises(OSError, match=r"cannot be loaded .*Connect to the Hub"):
-        TaskMetrics([f"hub:{tmp_path}/nothing"])
+        load_metrics([f"hub:{tmp_path}/nothing"])
