@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .text import split_documents
-
 #: Column -> values.
 Table = dict[str, list[Any]]
+
+#: Marks the end of a document in many text files for language models.
+END_OF_TEXT = "<|endoftext|>"
 
 #: How a file with this suffix is decompressed.
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
@@ -66,15 +67,9 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file. Only `\\n` and `\\r\\n` end a line; other separators may be part of a sentence.
-
-    Raises:
-        OSError, ValueError: As `read_text`.
-    """
+    """Return the lines of a text file; errors as `read_text`. Other separators than \\n and \\r\\n may be text."""
     lines = read_text(path).split("\n")
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 def read_table(path: Path) -> Table:
@@ -91,11 +86,7 @@ def read_table(path: Path) -> Table:
 
 
 def json_objects(path: Path, required: Sequence[str] = ()) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yield line number and object of each line of a JSON-lines file.
-
-    Raises:
-        ValueError: A line is no JSON object, or lacks a required key.
-    """
+    """Yield line number and object of each line of a JSON-lines file. Raises a ValueError if a key is missing."""
     for line, text in enumerate(read_lines(path), start=1):
         try:
             row = json.loads(text)
@@ -203,6 +194,18 @@ def _read_documents(path: Path) -> Table:
     text, name = read_text(path), uncompressed_name(path)
     wikitext = name.startswith("wiki.") and name.endswith((".tokens", ".raw"))
     return {"text": split_articles(text) if wikitext else split_documents(text)}
+
+
+def split_documents(text: str) -> list[str]:
+    """Return the documents of a text, without repetitions.
+
+    The text is split at `<|endoftext|>` if it occurs. A text with blank lines is one running document; a text without
+    any has one document per line (sentences, SMILES strings, log lines).
+    """
+    text = text.replace("\r\n", "\n")
+    separator = END_OF_TEXT if END_OF_TEXT in text else "\n"
+    parts = [text] if separator == "\n" and "\n\n" in text.strip() else text.split(separator)
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def split_articles(text: str) -> list[str]:

@@ -34,7 +34,6 @@ def load_source(
     *,
     config: str | None = None,
     revision: str | None = None,
-    split_map: Mapping[str, str] | None = None,
 ) -> DatasetDict:
     """Load a data set by splits.
 
@@ -50,13 +49,14 @@ def load_source(
             - the name of a Hub set, if no file or folder has this name.
         config: Configuration of the Hub set.
         revision: Branch, tag or commit of the Hub set.
-        split_map: Split of the result -> split of the source; no others are loaded. None: all, with dev, valid and val
-            renamed to validation.
+
+    Returns:
+        The splits; dev, valid and val are renamed to validation.
 
     Raises:
         OSError: The source is missing or unreadable, or the Hub cannot be reached.
         ValueError: The source is empty; files differ in columns or formats, or two are for one split; a bad row (the
-            message names file and line); an unknown split; `config` or `revision` of a local source.
+            message names file and line); several validation splits; `config` or `revision` of a local source.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -68,7 +68,10 @@ def load_source(
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
         splits = _as_dict(load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder."))
-    splits = _select_splits(splits, split_map, source)
+    renamed = {ALIASES.get(name, name): split for name, split in splits.items()}
+    if len(renamed) < len(splits):
+        raise ValueError(f"{source!r} has several validation splits: {', '.join(splits)}. Save it with one of them.")
+    splits = import_datasets().DatasetDict(renamed)
     empty = [name for name, split in splits.items() if not len(split)]
     if empty:
         raise ValueError(f"{source!r} has no rows in {', '.join(empty)}.")
@@ -79,17 +82,15 @@ def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -
     """Load a data set of the Hub, or of the local cache of it.
 
     Args:
-        name: The repository.
-        config: Its configuration.
-        revision: Branch, tag or commit.
+        name, config, revision: The repository, its configuration, and a branch, tag or commit.
         remedy: Last sentence of the message if the data set cannot be reached.
 
     Raises:
         OSError: The data set cannot be reached, or there is none of this name.
         ValueError: It has no such configuration or revision.
     """
-    description = f"the Hub data set {name!r}" + (f", config {config!r}" if config else "")
-    description += f", revision {revision!r}" if revision else ""
+    options = "".join(f", {key} {value!r}" for key, value in (("config", config), ("revision", revision)) if value)
+    description = f"the Hub data set {name!r}{options}"
     try:
         return import_datasets().load_dataset(name, config, revision=revision)
     except ValueError as error:
@@ -172,52 +173,24 @@ def _as_dict(data: Any) -> DatasetDict:
     return data if isinstance(data, datasets.DatasetDict) else datasets.DatasetDict({"train": data})
 
 
-def _select_splits(splits: DatasetDict, split_map: Mapping[str, str] | None, source: str) -> DatasetDict:
-    datasets = import_datasets()
-    if split_map is None:
-        renamed = {name: ALIASES.get(name, name) for name in splits}
-        if len(set(renamed.values())) < len(renamed):
-            raise ValueError(f"{source!r} has several validation splits: {', '.join(splits)}. Choose with a split map.")
-        return datasets.DatasetDict({renamed[name]: split for name, split in splits.items()})
-    for name in split_map.values():
-        if name not in splits:
-            raise ValueError(
-                f"{source!r} has no split {name!r}.{near_matches(name, splits)} Splits: {', '.join(splits)}."
-            )
-    return datasets.DatasetDict({target: splits[name] for target, name in split_map.items()})
-
-
-def hold_out_validation(splits: DatasetDict, size: float | int, seed: int) -> DatasetDict:
+def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> DatasetDict:
     """Return the data set with a split `validation` drawn from `train`; both stay in their order.
 
     Args:
         splits: With a split `train` and without `validation`. Other splits stay.
-        size: A float is a share of the rows in (0, 1), rounded up to at least one row; an int is a number of rows.
+        share: Share of the rows in (0, 1); at least one row.
         seed: Of the draw.
 
     Raises:
-        ValueError: There is no `train` or a `validation` split already, or one of the two would be empty.
-        TypeError: `size` is no number.
+        ValueError: `train` has one row only.
     """
-    datasets = import_datasets()
-    if "train" not in splits or "validation" in splits:
-        raise ValueError(
-            f"A validation split is taken from 'train' where there is none; the splits are {', '.join(splits)}."
-        )
-    if isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise TypeError(f"Give the validation split as a share or a number of rows, got {size!r}.")
     train = splits["train"]
-    rows, count = len(train), size
-    if isinstance(size, float):
-        if not 0 < size < 1:
-            raise ValueError(f"A share of the rows lies between 0 and 1, got {size!r}. A number of rows is an int.")
-        count = max(1, round(size * rows))
-    if not 1 <= count < rows:
-        raise ValueError(f"{count} of {rows} rows cannot be held out: both splits need at least one.")
-    held_out = set(Random(seed).sample(range(rows), int(count)))
-    others = {name: split for name, split in splits.items() if name != "train"}
-    rest = train.select([row for row in range(rows) if row not in held_out])
-    return datasets.DatasetDict({"train": rest, "validation": train.select(sorted(held_out)), **others})
+    count = max(1, round(share * len(train)))
+    if count >= len(train):
+        raise ValueError(f"{count} of {len(train)} rows cannot be held out: both splits need at least one.")
+    held_out = set(Random(seed).sample(range(len(train)), count))
+    rest = train.select([row for row in range(len(train)) if row not in held_out])
+    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(sorted(held_out))})
 
 
 def check_columns(data: Dataset | DatasetDict, columns: Sequence[str], label: str | None) -> None:
@@ -226,7 +199,5 @@ def check_columns(data: Dataset | DatasetDict, columns: Sequence[str], label: st
     for existing in names.values() if isinstance(names, dict) else [names]:
         for column in [*columns, *([] if label is None else [label])]:
             if column not in existing:
-                raise ValueError(
-                    f"The data set has no column {column!r}.{near_matches(column, existing)} "
-                    f"Columns: {', '.join(existing)}."
-                )
+                near, listed = near_matches(column, existing), ", ".join(existing)
+                raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}.")

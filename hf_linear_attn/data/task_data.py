@@ -23,7 +23,7 @@ from .encode import Encoded, encode_blocks, encode_documents, encode_pairs, row_
 from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, compute_metrics, load_metrics
 from .sources import check_columns, hold_out_validation, load_source
-from .tasks import Task, get_task, load_task
+from .tasks import TASKS, Task, load_task
 from .text import Text, read_text
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
 
 def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     task, splits = load_labelled(data, seed)
-    names = tuple(dict.fromkeys(data.metrics or (task.main_metric, *task.metrics)))
+    names = tuple(dict.fromkeys(data.metrics or task.metrics))
     load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -279,7 +279,7 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
         OSError: The data is missing or unreadable.
     """
     if data.dataset is None:
-        task = get_task(str(data.task))
+        task = TASKS.get(str(data.task))
         if tuple(columns) != tuple(task.columns[: len(columns)]):
             raise ValueError(
                 f"data.text_columns is {', '.join(columns)!r}; task {task.name!r} has {', '.join(task.columns)!r}. "
@@ -321,7 +321,7 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
         ValueError, OSError: As `load_splits` and `load_task`; a label that is not in the training rows.
     """
     if data.task is not None:
-        return get_task(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
+        return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
     splits = load_splits(data, seed, (*data.text_columns, data.label_column))
     if data.label_column != "label":
         splits = splits.select_columns([*data.text_columns, data.label_column])
@@ -337,8 +337,7 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
         splits = splits.rename_column("class", "label")
     metrics = ("pearson", "spearmanr") if labels is None else ("accuracy",)
     names, source = None if labels is None else tuple(labels), Path(str(data.dataset)).name
-    task = Task(source, source, data.text_columns, names, metrics, metrics[0], "", (source, None), (), ())
-    return task, splits
+    return Task(source, data.text_columns, names, metrics), splits
 
 
 def _class_number(numbers: Mapping[str, int], row: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 GLUE_HUB = "nyu-mll/glue"
-GLUE_PAPER = "Wang et al. 2019, arXiv:1804.07461"
 
 #: Range of the scores of a regression task.
 MIN_SCORE, MAX_SCORE = 0.0, 5.0
@@ -61,58 +60,35 @@ class Task:
 
     Attributes:
         name: Name on the Hub and the command line.
-        title: What the task asks, in one line.
         columns: The one or two text columns, after loading.
         labels: Names of the classes in order; None for scores (regression).
-        metrics: Metrics to report.
-        main_metric: The metric that stands for the task in an average.
-        paper: Reference.
+        metrics: Metrics to report; the first one stands for the task in an average.
+        layouts: Layouts that the files may have.
         hub: Data set of the Hub, and its configuration.
         folders: Names that the folder of the files may have.
-        layouts: Layouts that the files may have.
         splits: Split of the result -> split of the Hub set.
 
     Raises:
-        ValueError: There are not one or two text columns, or `main_metric` is none of `metrics`.
+        ValueError: There are not one or two text columns.
     """
 
     name: str
-    title: str
     columns: tuple[str, ...]
     labels: tuple[str, ...] | None
     metrics: tuple[str, ...]
-    main_metric: str
-    paper: str
-    hub: tuple[str, str | None] = field(repr=False)
-    folders: tuple[str, ...] = field(repr=False)
-    layouts: tuple[FileLayout, ...] = field(repr=False)
+    layouts: tuple[FileLayout, ...] = field(default=(), repr=False)
+    hub: tuple[str, str | None] = field(default=("", None), repr=False)
+    folders: tuple[str, ...] = field(default=(), repr=False)
     splits: Mapping[str, str] = field(
         default_factory=lambda: {"train": "train", "validation": "validation"}, repr=False
     )
 
     def __post_init__(self) -> None:
         if len(self.columns) not in (1, 2):
-            raise ValueError(f"Task {self.name!r} has {len(self.columns)} text columns; one or two are possible.")
-        if self.main_metric not in self.metrics:
-            raise ValueError(f"The main metric {self.main_metric!r} of {self.name!r} is none of {self.metrics}.")
-
-    @property
-    def num_labels(self) -> int:
-        """Outputs of the model's head; 1 for regression."""
-        return 1 if self.labels is None else len(self.labels)
-
-    @property
-    def problem_type(self) -> str:
-        """As in `PreTrainedConfig.problem_type`."""
-        return "regression" if self.labels is None else "single_label_classification"
+            raise ValueError(f"{self.name!r} has {len(self.columns)} text columns; one or two are possible.")
 
 
 TASKS: Registry[Task] = Registry("task")
-
-
-def get_task(name: str) -> Task:
-    """Return the task of a name. Raises a ValueError with near matches if there is none."""
-    return TASKS.get(name)
 
 
 def load_task(name: str, *, folder: str | None = None, revision: str | None = None) -> DatasetDict:
@@ -135,7 +111,7 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
         OSError: Files are missing or unreadable, or the Hub cannot be reached.
         ImportError: The package datasets is not installed.
     """
-    task = get_task(name)
+    task = TASKS.get(name)
     if folder is None:
         return _from_hub(task, revision)
     if revision is not None:
@@ -267,152 +243,80 @@ _PAIR = ("sentence1", "sentence2")
 _MNLI_DEV = {name: (f"dev_{name.rpartition('_')[2]}.tsv",) for name in ("validation_matched", "validation_mismatched")}
 
 
-def _add_glue(
-    name: str,
+def _add(
     folder: str,
-    title: str,
     columns: tuple[str, ...],
     labels: tuple[str, ...] | None,
     metrics: tuple[str, ...],
-    layouts: FileLayout | tuple[FileLayout, ...],
-    paper: str,
+    *layouts: FileLayout,
     **options: Any,
 ) -> None:
-    layouts = layouts if isinstance(layouts, tuple) else (layouts,)
-    hub, folders = (GLUE_HUB, name), (folder, name)
-    TASKS.add(name, Task(name, title, columns, labels, metrics, metrics[0], paper, hub, folders, layouts, **options))
+    """Register a task of GLUE; its name is that of the folder in lower case without hyphens."""
+    name = folder.lower().replace("-", "")
+    TASKS.add(name, Task(name, columns, labels, metrics, layouts, (GLUE_HUB, name), (folder, name), **options))
 
 
-_add_glue(
-    "cola",
-    "CoLA",
-    "Is the sentence acceptable English?",
-    ("sentence",),
-    ("unacceptable", "acceptable"),
-    ("matthews_correlation",),
-    FileLayout((3,), 1, header=False, widths=(4,)),
-    "Warstadt et al. 2019, arXiv:1805.12471",
-)
-_add_glue(
-    "sst2",
-    "SST-2",
-    "Is the sentence of a film review positive?",
-    ("sentence",),
-    ("negative", "positive"),
-    ("accuracy",),
-    FileLayout(("sentence",), "label"),
-    "Socher et al. 2013, Recursive Deep Models for Semantic Compositionality",
-)
-_add_glue(
-    "mrpc",
-    "MRPC",
-    "Do two sentences of news say the same?",
-    _PAIR,
-    ("not_equivalent", "equivalent"),
-    ("accuracy", "f1"),
-    FileLayout(("#1 String", "#2 String"), "Quality"),
-    "Dolan and Brockett 2005, Automatically Constructing a Corpus of Sentential Paraphrases",
-)
-_add_glue(
-    "stsb",
-    "STS-B",
-    "How similar are two sentences, from 0 to 5?",
-    _PAIR,
-    None,
-    ("pearson", "spearmanr"),
-    (
-        FileLayout(_PAIR, "score"),
-        # The benchmark's own files: genre, file, year, id, score, two sentences; some rows name two sources more.
-        FileLayout(
-            (5, 6),
-            4,
-            {"train": ("sts-train.csv",), "validation": ("sts-dev.csv",)},
-            header=False,
-            widths=(7, 9),
-        ),
-    ),
-    "Cer et al. 2017, arXiv:1708.00055",
-)
-_add_glue(
-    "qqp",
-    "QQP",
-    "Do two questions ask the same?",
-    ("question1", "question2"),
-    ("not_duplicate", "duplicate"),
-    ("accuracy", "f1"),
-    FileLayout(("question1", "question2"), "is_duplicate"),
-    "Iyer et al. 2017, First Quora Dataset Release: Question Pairs",
-)
-_add_glue(
-    "mnli",
+# Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
+_cola = FileLayout((3,), 1, header=False, widths=(4,))
+_add("CoLA", ("sentence",), ("unacceptable", "acceptable"), ("matthews_correlation",), _cola)
+
+# Is the sentence of a film review positive? Socher et al. 2013, Recursive Deep Models for Semantic Compositionality.
+_add("SST-2", ("sentence",), ("negative", "positive"), ("accuracy",), FileLayout(("sentence",), "label"))
+
+# Do two sentences of news say the same? Dolan and Brockett 2005, Automatically Constructing a Corpus of Sentential
+# Paraphrases.
+_mrpc = FileLayout(("#1 String", "#2 String"), "Quality")
+_add("MRPC", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1"), _mrpc)
+
+# How similar are two sentences, from 0 to 5? Cer et al. 2017, arXiv:1708.00055. The benchmark's own files have genre,
+# file, year, id, score and two sentences, and in some rows two sources more.
+_sts_files = {"train": ("sts-train.csv",), "validation": ("sts-dev.csv",)}
+_sts = FileLayout((5, 6), 4, _sts_files, header=False, widths=(7, 9))
+_add("STS-B", _PAIR, None, ("pearson", "spearmanr"), FileLayout(_PAIR, "score"), _sts)
+
+# Do two questions ask the same? Iyer et al. 2017, First Quora Dataset Release: Question Pairs.
+_questions = ("question1", "question2")
+_qqp = FileLayout(_questions, "is_duplicate")
+_add("QQP", _questions, ("not_duplicate", "duplicate"), ("accuracy", "f1"), _qqp)
+
+# Does the premise entail the hypothesis, contradict it, or neither? Williams et al. 2018, arXiv:1704.05426.
+_mnli = FileLayout(_PAIR, "gold_label", {"train": ("train.tsv",), **_MNLI_DEV}, label_names=True)
+_mnli_files = {"train": ("train_subset.tsv",), "validation": ("dev_subset.tsv",)}
+_add(
     "MNLI",
-    "Does the premise entail the hypothesis, contradict it, or neither?",
     ("premise", "hypothesis"),
     ("entailment", "neutral", "contradiction"),
     ("accuracy",),
-    (
-        FileLayout(_PAIR, "gold_label", {"train": ("train.tsv",), **_MNLI_DEV}, label_names=True),
-        FileLayout(
-            _PAIR, "label", {"train": ("train_subset.tsv",), "validation": ("dev_subset.tsv",)}, label_names=True
-        ),
-    ),
-    "Williams et al. 2018, arXiv:1704.05426",
+    _mnli,
+    FileLayout(_PAIR, "label", _mnli_files, label_names=True),
     splits={"train": "train", **{name: name for name in _MNLI_DEV}},
 )
-_add_glue(
-    "qnli",
-    "QNLI",
-    "Does the sentence answer the question?",
-    ("question", "sentence"),
-    _ENTAILMENT,
-    ("accuracy",),
-    FileLayout(("question", "sentence"), "label", label_names=True),
-    f"Rajpurkar et al. 2016, arXiv:1606.05250; {GLUE_PAPER}",
+
+# Does the sentence answer the question? Rajpurkar et al. 2016, arXiv:1606.05250; Wang et al. 2019, arXiv:1804.07461.
+_qnli = FileLayout(("question", "sentence"), "label", label_names=True)
+_add("QNLI", ("question", "sentence"), _ENTAILMENT, ("accuracy",), _qnli)
+
+# Does the first sentence entail the second? Dagan et al. 2006 to Bentivogli et al. 2009.
+_add("RTE", _PAIR, _ENTAILMENT, ("accuracy",), FileLayout(_PAIR, "label", label_names=True))
+
+# Does the sentence with the pronoun replaced follow from the first? Levesque et al. 2012, The Winograd Schema
+# Challenge.
+_add("WNLI", _PAIR, ("not_entailment", "entailment"), ("accuracy",), FileLayout(_PAIR, "label"))
+
+# Is the film review positive? (documents of up to 2,500 words) Maas et al. 2011, Learning Word Vectors for Sentiment
+# Analysis.
+_json_lines = {
+    split: tuple(f"{name}.{suffix}" for suffix in ("jsonl", "jsonl.xz", "jsonl.gz"))
+    for split, name in (("train", "train"), ("validation", "test"))
+}
+_imdb = Task(
+    name="imdb",
+    columns=("text",),
+    labels=("neg", "pos"),
+    metrics=("accuracy",),
+    layouts=(FileLayout(("text",), "label", _json_lines, json_lines=True),),
+    hub=("stanfordnlp/imdb", None),
+    folders=("imdb",),
+    splits={"train": "train", "validation": "test"},
 )
-_add_glue(
-    "rte",
-    "RTE",
-    "Does the first sentence entail the second?",
-    _PAIR,
-    _ENTAILMENT,
-    ("accuracy",),
-    FileLayout(_PAIR, "label", label_names=True),
-    f"Dagan et al. 2006 to Bentivogli et al. 2009; {GLUE_PAPER}",
-)
-_add_glue(
-    "wnli",
-    "WNLI",
-    "Does the sentence with the pronoun replaced follow from the first?",
-    _PAIR,
-    ("not_entailment", "entailment"),
-    ("accuracy",),
-    FileLayout(_PAIR, "label"),
-    f"Levesque et al. 2012, The Winograd Schema Challenge; {GLUE_PAPER}",
-)
-_JSON_LINES = ("jsonl", "jsonl.xz", "jsonl.gz")
-TASKS.add(
-    "imdb",
-    Task(
-        name="imdb",
-        title="Is the film review positive? (documents of up to 2,500 words)",
-        columns=("text",),
-        labels=("neg", "pos"),
-        metrics=("accuracy",),
-        main_metric="accuracy",
-        paper="Maas et al. 2011, Learning Word Vectors for Sentiment Analysis",
-        hub=("stanfordnlp/imdb", None),
-        folders=("imdb",),
-        layouts=(
-            FileLayout(
-                ("text",),
-                "label",
-                {
-                    "train": tuple(f"train.{suffix}" for suffix in _JSON_LINES),
-                    "validation": tuple(f"test.{suffix}" for suffix in _JSON_LINES),
-                },
-                json_lines=True,
-            ),
-        ),
-        splits={"train": "train", "validation": "test"},
-    ),
-)
+TASKS.add("imdb", _imdb)

@@ -7,16 +7,16 @@ import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import files
+from .files import split_documents
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-#: Marks the end of a document in many text files for language models.
-END_OF_TEXT = "<|endoftext|>"
 
 #: Docstrings of the standard library shorter than this are left out: they say too little.
 MIN_DOCSTRING = 40
@@ -37,10 +37,6 @@ class Text:
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
-    @property
-    def characters(self) -> int:
-        return sum(map(len, self.train)) + sum(map(len, self.held_out))
-
 
 def read_text(path: str | None) -> Text:
     """Read a text file, or the docstrings of the standard library if `path` is None.
@@ -50,10 +46,12 @@ def read_text(path: str | None) -> Text:
         ValueError: It is not UTF-8 text, or too short.
     """
     if path is None:
-        documents = standard_library_documents()
         version = ".".join(map(str, sys.version_info[:3]))
-        return text_of(documents, f"docstrings of the standard library of Python {version}, one document per module")
-    return text_of(split_documents(_read_file(Path(path))), str(path))
+        source = f"docstrings of the standard library of Python {version}, one document per module"
+        return text_of(standard_library_documents(), source)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
+    return text_of(split_documents(files.read_text(Path(path))), path)
 
 
 def text_of(documents: Sequence[str], source: str) -> Text:
@@ -74,35 +72,6 @@ def text_of(documents: Sequence[str], source: str) -> Text:
         )
     train, held_out = split_train(documents)
     return Text(source, digest, tuple(train), tuple(held_out))
-
-
-def _read_file(path: Path) -> str:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"There is no text file {str(path)!r}. Give an existing file, or none to use Python's own documentation."
-        )
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder. Give a text file.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give another file.") from error
-
-
-def split_documents(text: str) -> list[str]:
-    """Return the documents of a text, without repetitions.
-
-    The text is split at `<|endoftext|>` if it occurs. A text with blank lines is one running document; a text without
-    any has one document per line (sentences, SMILES strings, log lines).
-    """
-    text = text.replace("\r\n", "\n")
-    if END_OF_TEXT in text:
-        parts: Iterable[str] = text.split(END_OF_TEXT)
-    elif "\n\n" in text.strip():
-        parts = [text]
-    else:
-        parts = text.split("\n")
-    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def split_train(documents: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -132,21 +101,18 @@ def standard_library_documents() -> list[str]:
     )
     seen: set[str] = set()
     documents = []
-    for name in names:
-        candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
-        for path in (path for path in candidates if path.is_file()):
-            texts = [text for text in docstrings(path) if len(text) >= MIN_DOCSTRING and text not in seen]
-            seen.update(texts)
-            if texts:
-                documents.append("\n\n".join(texts))
-    return documents
+    for path in (path for name in names for path in (folder / f"{name}.py", folder / name / "__init__.py")):
+        texts = [text for text in docstrings(path) if len(text) >= MIN_DOCSTRING and text not in seen]
+        seen.update(texts)
+        documents.append("\n\n".join(texts))
+    return [document for document in documents if document]
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Yield the docstrings of a Python file, without indentation."""
+    """Yield the docstrings of a Python file, without indentation; none if there is no such file or it is broken."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -220,21 +186,16 @@ def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int],
 def padded_batches(sequences: Sequence[Sequence[int]], batch_size: int, pad: int) -> list[dict[str, Tensor]]:
     """Return batches `input_ids, attention_mask [batch_size, longest]`, padded on the right with the token `pad`."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     batches = []
     for start in range(0, len(sequences), batch_size):
-        part = sequences[start : start + batch_size]
-        longest = max(map(len, part))
-        ids = torch.full((len(part), longest), pad)
-        mask = torch.zeros(len(part), longest, dtype=torch.long)
-        for row, sequence in enumerate(part):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, : len(sequence)] = 1
-        batches.append({"input_ids": ids, "attention_mask": mask})
+        rows = [torch.tensor(sequence) for sequence in sequences[start : start + batch_size]]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        batches.append({"input_ids": pad_sequence(rows, batch_first=True, padding_value=pad), "attention_mask": mask})
     return batches
 
 
 def pad_token(tokenizer: Any) -> int:
     """Return the padding token; where there is none any token will do, because it is masked."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token for token in candidates if token is not None), 0)
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)

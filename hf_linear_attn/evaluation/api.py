@@ -17,7 +17,7 @@ from ..data.config import DataConfig
 from ..data.metrics import load_metrics
 from ..data.sources import is_local
 from ..data.task_data import read_documents
-from ..data.tasks import get_task
+from ..data.tasks import TASKS
 from ..data.text import Text, text_of
 from ..integration.discovery import longest_input
 from ..integration.inputs import has_position_table
@@ -181,7 +181,7 @@ def _check_names(config: EvaluateConfig) -> None:
     for name in config.attention or ():
         models.check_mechanism(name)
     for entry in config.data.task or ():
-        get_task(split_task(entry)[0])
+        TASKS.get(split_task(entry)[0])
     if config.data.metrics is not None:
         load_metrics(config.data.metrics)  # a metric that cannot be loaded is an error now, not after the transfer
     folders = [(folder, "data.task") for folder in config.data.other_tasks.values()]

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..data.tasks import get_task
+from ..data.tasks import TASKS
 from ..utils.arguments import flatten, to_dict
 from ..version import __version__
 from .options import TrainingRunConfig
@@ -123,7 +123,7 @@ def _header(config: TrainingRunConfig, linear: bool) -> str:
     lines = ["---", "library_name: transformers", f"tags: {json.dumps(tags)}"]
     if _on_hub(config.model):
         lines.append(f"base_model: {json.dumps(config.model)}")
-    data = get_task(config.data.task).hub[0] if config.data.task else config.data.dataset
+    data = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
     if _on_hub(data):
         lines.append(f"datasets: {json.dumps([data])}")
     return "\n".join([*lines, "---", ""])

