@@ -141,7 +141,6 @@ class LinearAttentionConfig:
             FileNotFoundError: There is no such file.
             ValueError: The file does not end in `.json`, `.yaml` or `.yml`, or holds no such dict; a key stands twice;
                 a mechanism or an option is unknown; a value has the wrong type. The message names the file.
-            ImportError: It is a YAML file, and PyYAML is not installed.
         """
         path = Path(path)
         readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml}
@@ -257,10 +256,7 @@ def _read_json(text: str) -> Any:
 
 
 def _read_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("Plans in YAML need PyYAML: pip install pyyaml. Or write the plan in JSON.") from error
+    import yaml
 
     class Loader(yaml.SafeLoader):
         """The safe loader, which by itself lets the last of two equal keys win."""

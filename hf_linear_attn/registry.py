@@ -19,6 +19,9 @@ ENTRY_POINT_GROUP = "hf_linear_attn"
 #: Modules whose import registers the mechanisms and feature maps of this package.
 BUILTIN_MODULES = ("hf_linear_attn.feature_maps", "hf_linear_attn.mechanisms")
 
+#: What `list_attentions` shows of an entry, beside its options.
+LISTED = ("description", "paper", "causal", "bidirectional", "learned", "state", "cost", "recommendation")
+
 T = TypeVar("T")
 
 
@@ -106,19 +109,8 @@ class Registry(Generic[T]):
 class AttentionEntry:
     """What is known of one mechanism, for `list_attentions()`, the command line, tables and tests.
 
-    Attributes:
-        name: The public name.
-        factory: `(shape, options) -> LinearAttention`; most often the class.
-        options: Frozen dataclass of the options.
-        description: One line, for lists.
-        paper: The source.
-        causal: Whether it can be causal.
-        bidirectional: Whether it can be bidirectional.
-        learned: Whether it has parameters that attention transfer can train.
-        state: `"constant"`, `"growing"` or `"none"` (no decoding).
-        cost: Time and memory.
-        recommendation: When to choose it, one line.
-        alternative: What to use instead, for the direction that is missing.
+    `factory` makes it from `(shape, options)`, and is most often its class. The other attributes are the arguments of
+    `register_attention`.
     """
 
     name: str
@@ -198,21 +190,8 @@ def register_attention(
 
     def decorate(cls: type) -> type:
         ATTENTIONS.check_class(cls, f"register_attention({name!r})")
-        entry = AttentionEntry(
-            name=name,
-            factory=cls,
-            options=options,
-            description=description,
-            paper=paper,
-            causal=causal,
-            bidirectional=bidirectional,
-            learned=learned,
-            state=state,
-            cost=cost,
-            recommendation=recommendation,
-            alternative=alternative,
-        )
-        ATTENTIONS.add(name, entry)
+        facts = (description, paper, causal, bidirectional, learned, state, cost, recommendation, alternative)
+        ATTENTIONS.add(name, AttentionEntry(name, cls, options, *facts))
         return cls
 
     return decorate
@@ -292,14 +271,7 @@ def list_attentions() -> dict[str, dict[str, Any]]:
     for name, entry in sorted(ATTENTIONS):
         defaults = entry.options()
         listing[name] = {
-            "description": entry.description,
-            "paper": entry.paper,
-            "causal": entry.causal,
-            "bidirectional": entry.bidirectional,
-            "learned": entry.learned,
-            "state": entry.state,
-            "cost": entry.cost,
-            "recommendation": entry.recommendation,
+            **{fact: getattr(entry, fact) for fact in LISTED},
             "options": {
                 field.name: {"default": getattr(defaults, field.name), "help": field.metadata.get("help", "")}
                 for field in fields(entry.options)

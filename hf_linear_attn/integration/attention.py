@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from .context import (
     IMPLEMENTATION,
     SUBMODULE,
     InterfaceCall,
-    LayerContext,
     attention_modules,
     forward_context,
     in_memory,
@@ -86,7 +87,8 @@ def linear_attention_forward(
             "trust_remote_code=True."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = _is_causal(module, context) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
+    causal = causal if is_causal is None else is_causal
     causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
@@ -95,24 +97,18 @@ def linear_attention_forward(
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
 
 
-def _is_causal(module: nn.Module, context: LayerContext) -> bool:
-    return getattr(module, "is_causal", True) if context.causal is None else context.causal
-
-
 def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run the mechanism of a layer, or its exact attention."""
     mechanism: Any = getattr(call.module, SUBMODULE, None)
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
     _check_call(call, mechanism)
-    with _without_autocast(call.query.device.type), in_memory(mechanism):
+    device = call.query.device.type
+    # (Where autocast is off already we save the time of entering a context.)
+    autocast_off = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    with autocast_off, in_memory(mechanism):
         out, weights = _run_linear(call, mechanism)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Context manager that turns autocast off. (Where it is off already we save the time of entering one.)"""
-    return torch.autocast(device_type=device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -132,15 +128,16 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
     names = (*BOUNDARY_ARGUMENTS, "position_ids")
     kwargs = {name: value for name, value in call.kwargs.items() if name not in names}
 
+    if mask is not None and has_full_mask:
+        allowed = full_mask_to_bool(mask, call.label) & documents.same_document()
+        return _attend(replace(call, mask=allowed, kwargs=kwargs))
+
     def forward(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_call: bool
     ) -> tuple[Tensor, Tensor | None]:
-        settings = (call.dropout, call.scaling, call.causal, call.is_causal, kwargs, first_call)
-        return _attend(InterfaceCall(call.module, call.context, query, key, value, mask, *settings))
+        documents = replace(call, query=query, key=key, value=value, mask=mask, kwargs=kwargs, first_call=first_call)
+        return _attend(documents)
 
-    if mask is not None and has_full_mask:
-        allowed = full_mask_to_bool(mask, call.label) & documents.same_document()
-        return forward(query, key, call.value, allowed, call.first_call)
     layer = forward_context.take_cache_layer()
     if layer is not None:
         layer.skip_tokens(key.shape[2])
@@ -167,18 +164,9 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
         if layer is not None and not call.causal:  # Some encoders create a cache, which they do not need.
             layer.skip_tokens(call.key.shape[2])
             layer = None
-        inputs = AttentionInputs(
-            call.query,
-            call.key,
-            call.value,
-            call.scaling,
-            call.causal,
-            mask,
-            state,
-            return_state=layer is not None,
-            first_call=call.first_call,
-        )
-        out, state_after = mechanism(inputs)
+        tensors = (call.query, call.key, call.value)
+        flags = {"return_state": layer is not None, "first_call": call.first_call}
+        out, state_after = mechanism(AttentionInputs(*tensors, call.scaling, call.causal, mask, state, **flags))
         if layer is not None:
             replay = _replay_function(mechanism, call) if layer.record_past else None
             layer.advance(state_after, call.key, call.value, mask, replay, in_graph=out.requires_grad)
@@ -207,7 +195,8 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
             f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
             "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
         )
-    _warn_quadratic()
+    if not torch.compiler.is_compiling():
+        _warn_quadratic()
     return mask
 
 
@@ -264,16 +253,12 @@ def _check_call(call: InterfaceCall, mechanism: Any) -> None:
         )
 
 
-_warned: set[str] = set()
-
-
+@functools.cache  # once
 def _warn_quadratic() -> None:
-    if "quadratic" not in _warned and not torch.compiler.is_compiling():
-        _warned.add("quadratic")
-        logger.warning(
-            "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
-            "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
-        )
+    logger.warning(
+        "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form of "
+        "linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

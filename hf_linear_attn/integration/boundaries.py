@@ -7,7 +7,7 @@ layers, so the masks that they make meanwhile carry the boundaries too. `after_m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from . import source_guards
 from .cache import FILLED_CACHE
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
-from .packing import BOUNDARIES, packed_batch
+from .packing import BOUNDARIES, PACKED_BATCH
 
 #: Transformers' arguments that describe a packed batch.
 BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -124,7 +124,7 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
     """Return the boundaries `[n + 1]` that a layer received, as an argument or with its mask; or None."""
     boundaries = kwargs.get(BOUNDARIES)
     if boundaries is None and mask is not None:
-        batch = packed_batch(mask)
+        batch = getattr(mask, PACKED_BATCH, None)
         boundaries = None if batch is None else batch.boundaries
     if boundaries is not None and forward_context.runs:
         forward_context.runs[-1].layers_reached += 1
@@ -153,15 +153,18 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
 
 
 def remove_model_hooks(module: nn.Module) -> None:
-    """Remove the hooks of a module, where it has them."""
+    """Remove the hooks of a model around patched layers, where the module has them."""
     vars(module).pop(MODEL_CONTEXT, None)
-    for hooks, flags, hook in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before_model),
-        (module._forward_hooks, module._forward_hooks_always_called, after_model),
-    ):
-        for number in [number for number, registered in hooks.items() if registered is hook]:
-            del hooks[number]
-            flags.pop(number, None)
+    remove_hooks(module, before_model)
+    remove_hooks(module, after_model)
+
+
+def remove_hooks(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Remove a forward hook or pre-hook from a module, where it has it."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if hook is function]:
+            for table in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                table.pop(number, None)
 
 
 def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

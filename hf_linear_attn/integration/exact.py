@@ -15,7 +15,7 @@ from transformers.utils import output_capturing
 
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
-from .context import SUBMODULE, InterfaceCall, attention_modules, layer_context
+from .context import InterfaceCall, attention_modules, layer_context
 from .discovery import self_attention
 from .mask import exact_mask, full_mask_to_bool
 
@@ -106,9 +106,7 @@ def exact_attention(model: Any, layers: Iterable[int] | None = None) -> Abstract
         return _running_exactly(list(attention_modules(model)), None)
     modules = [layer.module for layer in self_attention(model)]
     chosen = {_checked_index(index, len(modules)) for index in layers}
-    return _running_exactly(
-        [modules[index] for index in sorted(chosen) if getattr(modules[index], SUBMODULE, None) is not None], None
-    )
+    return _running_exactly([modules[index] for index in sorted(chosen)], None)
 
 
 def _checked_index(index: int, count: int) -> int:
@@ -144,7 +142,8 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
     out, weights = _exact_output(call)
     observer = call.context.observer
     if mechanism is not None and observer is not None:
-        padding, allowed = _observed_masks(call)
+        allowed = _visible_keys(call)
+        padding = allowed if call.mask is not None and call.mask.dim() == 4 else call.mask
         tensors = (call.query, call.key, call.value, padding, allowed)
         observer(AttentionCall(call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2)))
     return out, weights
@@ -155,10 +154,8 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     query, key, value, mask = call.query, call.key, call.value, call.mask
     causal, implementation, kwargs = call.causal, call.context.exact_implementation, call.kwargs
     length, keys = query.shape[2], key.shape[2]
-    if mask is not None and mask.dim() == 4:
+    if implementation.startswith("flash") or (mask is not None and mask.dim() == 4):
         full: Tensor | None = mask
-    elif implementation.startswith("flash"):
-        full = mask
     elif mask is None and causal and length == keys and implementation != "eager":
         full = None
     else:
@@ -177,10 +174,7 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
         kwargs = {**kwargs, "is_causal": is_causal}
     out, weights = function(call.module, query, key, value, full, dropout=call.dropout, scaling=call.scaling, **kwargs)
     if weights is None and attention_weights_requested(kwargs):
-        allowed = exact_mask(mask, length, keys, causal, query.device) if mask is None or mask.dim() == 2 else full
-        if allowed is None:
-            allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-        weights = softmax_weights(query, key, full_mask_to_bool(allowed), call.scaling).to(value.dtype)
+        weights = softmax_weights(query, key, _visible_keys(call), call.scaling).to(value.dtype)
     return out, weights
 
 
@@ -196,16 +190,11 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     )
 
 
-def _observed_masks(call: InterfaceCall) -> tuple[Tensor | None, Tensor]:
-    """Return the mask of the call, and the keys that each query may see, `[B | 1, H | 1, L, S]`."""
-    length, keys, mask = call.query.shape[2], call.key.shape[2], call.mask
-    if mask is not None and mask.dim() == 4:
-        allowed = full_mask_to_bool(mask)
-        return allowed, allowed
-    allowed_or_none = exact_mask(mask, length, keys, call.causal, call.query.device)
-    if allowed_or_none is None:
-        allowed_or_none = torch.ones(1, 1, length, keys, dtype=torch.bool, device=call.query.device)
-    return mask, allowed_or_none
+def _visible_keys(call: InterfaceCall) -> Tensor:
+    """Return which keys each query may see, `[B | 1, H | 1, L, S]`."""
+    mask, length, keys, device = call.mask, call.query.shape[2], call.key.shape[2], call.query.device
+    full = mask if mask is not None and mask.dim() == 4 else exact_mask(mask, length, keys, call.causal, device)
+    return torch.ones(1, 1, length, keys, dtype=torch.bool, device=device) if full is None else full_mask_to_bool(full)
 
 
 def attention_weights_requested(kwargs: dict[str, Any]) -> bool:

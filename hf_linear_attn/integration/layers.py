@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LayerConfig, LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
-from ..registry import ATTENTIONS, AttentionEntry, build_options
+from ..registry import ATTENTIONS, build_options
 from .attention import before_attention
-from .boundaries import add_model_hooks, remove_model_hooks
+from .boundaries import add_model_hooks, remove_hooks, remove_model_hooks
 from .context import (
     CONFIG_FIELD,
     IMPLEMENTATION,
@@ -37,19 +35,15 @@ SLIDING_WINDOWS = (
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer to patch.
-
-    Attributes:
-        index: Its index among the self-attention layers of the model.
-        layer: The layer.
-        config: Its mechanism and options.
-        mechanism: The module that was built for it, or None while the plan is checked.
-    """
+    """One layer to patch, by its index among the self-attention layers of the model."""
 
     index: int
     layer: AttentionLayer
     config: LayerConfig
-    mechanism: LinearAttention | None = None
+
+
+#: A layer with the mechanism that was built for it.
+BuiltLayer = tuple[PlannedLayer, LinearAttention]
 
 
 def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[PlannedLayer]:
@@ -79,7 +73,13 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
                 f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
                 f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
             )
-        _check_direction(ATTENTIONS.get(layer_config.attention), layer, index)
+        entry = ATTENTIONS.get(layer_config.attention)
+        if not (entry.causal if layer.causal else entry.bidirectional):
+            direction = "causal" if layer.causal else "bidirectional"
+            alternative = f" Use {entry.alternative!r}." if entry.alternative else ""
+            raise NotImplementedError(
+                f"{entry.name!r} cannot be {direction}, and layer {index} ({layer.name}) is.{alternative}"
+            )
         planned.append(PlannedLayer(index, layer, layer_config))
     if not planned:
         reason = " Every layer is 'softmax'."
@@ -96,19 +96,9 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
     return planned
 
 
-def _check_direction(entry: AttentionEntry, layer: AttentionLayer, index: int) -> None:
-    if entry.causal if layer.causal else entry.bidirectional:
-        return
-    direction = "causal" if layer.causal else "bidirectional"
-    alternative = f" Use {entry.alternative!r}." if entry.alternative else ""
-    raise NotImplementedError(
-        f"{entry.name!r} cannot be {direction}, and layer {index} ({layer.name}) is.{alternative}"
-    )
-
-
 def build_mechanisms(
     model: PreTrainedModel, planned: Sequence[PlannedLayer], max_length: int | None
-) -> list[PlannedLayer]:
+) -> list[BuiltLayer]:
     """Build the mechanism of every planned layer, on the device and in the dtype of the layer.
 
     Args:
@@ -116,11 +106,15 @@ def build_mechanisms(
         planned: The layers to patch.
         max_length: The longest input of the model in tokens, or None.
     """
-    built = []
-    for item in planned:
-        mechanism = _build(model, item, max_length)
-        built.append(PlannedLayer(item.index, item.layer, item.config, mechanism))
-    _share_parameters([item.mechanism for item in built if item.mechanism is not None])
+    built = [(item, _build(model, item, max_length)) for item in planned]
+    # Mechanisms that share parameters across layers take those of the first layer of their kind.
+    owners: dict[tuple[type, str, int], LinearAttention] = {}
+    for _, outer in built:
+        mechanism = outer.mechanism if isinstance(outer, HeadMixture) else outer
+        key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
+        owner = owners.setdefault(key, mechanism)
+        if owner is not mechanism:
+            mechanism.share_with(owner)
     return built
 
 
@@ -144,34 +138,13 @@ def _build(model: PreTrainedModel, item: PlannedLayer, max_length: int | None) -
     return mechanism.train(model.training)
 
 
-def _share_parameters(mechanisms: Sequence[LinearAttention]) -> None:
-    """Let mechanisms that share parameters across layers take those of the first layer of their kind."""
-    first: dict[tuple[type, str, int], LinearAttention] = {}
-    for outer in mechanisms:
-        mechanism = outer.mechanism if isinstance(outer, HeadMixture) else outer
-        key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
-        owner = first.setdefault(key, mechanism)
-        if owner is not mechanism:
-            mechanism.share_with(owner)
-
-
-def saved_config(built: Sequence[PlannedLayer]) -> dict[str, Any]:
-    """Return the saved form: every patched layer by index, with all of its options written out."""
-    layers = {
-        str(item.index): LayerConfig(item.config.attention, asdict(item.mechanism.options), item.config.exact_heads)
-        for item in built
-        if item.mechanism is not None
-    }
-    return LinearAttentionConfig(None, layers).to_dict()
-
-
-def install_layers(model: PreTrainedModel, built: Sequence[PlannedLayer]) -> None:
+def install_layers(model: PreTrainedModel, built: Sequence[BuiltLayer]) -> None:
     """Put mechanisms, contexts and hooks into a model that owns its configs.
 
     There are only assignments here: nothing can fail half-way.
     """
-    mechanisms = {id(item.layer.module): item.mechanism for item in built}
-    config_ids = {id(item.layer.config) for item in built}
+    mechanisms = {id(item.layer.module): mechanism for item, mechanism in built}
+    config_ids = {id(item.layer.config) for item, _ in built}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.
     layers = [layer for layer in find_attention(model) if id(layer.config) in config_ids]
     add_model_hooks(model, [layer for layer in layers if not layer.cross])
@@ -186,7 +159,12 @@ def install_layers(model: PreTrainedModel, built: Sequence[PlannedLayer]) -> Non
     for config in configs_of(model):
         if id(config) in config_ids:
             config._attn_implementation_internal = IMPLEMENTATION
-    setattr(model.config, CONFIG_FIELD, saved_config(built))
+    # The saved form names every patched layer by its index, with all of its options written out.
+    saved = {
+        str(item.index): LayerConfig(item.config.attention, asdict(made.options), item.config.exact_heads)
+        for item, made in built
+    }
+    setattr(model.config, CONFIG_FIELD, LinearAttentionConfig(None, saved).to_dict())
     setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
 
 
@@ -202,7 +180,7 @@ def remove_layers(model: PreTrainedModel) -> None:
         if hasattr(module, SUBMODULE):
             delattr(module, SUBMODULE)
         delattr(module, LAYER_CONTEXT)
-        _remove_attention_hook(module)
+        remove_hooks(module, before_attention)
     any_implementation = next(iter(implementations.values()))
     for config in configs_of(model):
         if config._attn_implementation == IMPLEMENTATION:
@@ -210,10 +188,3 @@ def remove_layers(model: PreTrainedModel) -> None:
     for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
         if name in vars(model.config):
             delattr(model.config, name)
-
-
-def _remove_attention_hook(module: nn.Module) -> None:
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if hook is before_attention:
-            del module._forward_pre_hooks[number]
-            module._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .context import ModelRun, forward_context
-from .packing import PackedBatch, set_packed_batch
+from .packing import PACKED_BATCH, PackedBatch
 
 MaskFunction = Callable[..., Any]
 """Whether a query sees a key: (batch, head, query, key), all indices, -> bool, as in Transformers."""
@@ -52,7 +52,7 @@ def _packed_mask(run: ModelRun, arguments: dict[str, Any]) -> Tensor:
     mask = _mask(**arguments)
     if mask is None:
         mask = torch.ones(run.shape, dtype=torch.bool, device=run.boundaries.device)
-    set_packed_batch(mask, PackedBatch(run.boundaries))
+    setattr(mask, PACKED_BATCH, PackedBatch(run.boundaries))
     return mask
 
 

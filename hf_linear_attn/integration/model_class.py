@@ -26,7 +26,7 @@ from ..utils.files import atomic_write
 from .cache import state_layer
 from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
 from .discovery import longest_input
-from .layers import PlannedLayer, build_mechanisms, install_layers, plan_layers
+from .layers import BuiltLayer, build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
@@ -219,7 +219,7 @@ def _linear_attention_class(base: type) -> type:
     return type(base.__name__, (LinearAttentionModelMixin, base), attributes)
 
 
-def install(model: PreTrainedModel, built: Sequence[PlannedLayer], classes: dict[str, str]) -> None:
+def install(model: PreTrainedModel, built: Sequence[BuiltLayer], classes: dict[str, str]) -> None:
     """Make a model that owns its configs a patched one: its layers, then its class.
 
     Args:

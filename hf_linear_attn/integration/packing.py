@@ -25,8 +25,9 @@ PACKED_BATCH = "_linear_attention_packed_batch"
 #: Documents go into one batch if the shortest lacks at most this share of the longest, or so many tokens.
 MAX_PADDING_SHARE, MAX_PADDING_TOKENS = 1 / 8, 16
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attention on a batch of documents: q, k, v `[n, H | G, L, d]` and a mask `[n, L]` or None -> `[n, H, L, e]`."""
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""Attention on a batch of documents: q, k, v `[n, H | G, L, d]`, a mask `[n, L]` or None, and whether it is the first
+batch -> the output `[n, L, H, e]` and the weights `[n, H, L, L]` or None."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Group:
 
     index: Tensor
     mask: Tensor | None
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the part of `[B, H, S, d]` that belongs to the group, `[n, H, L, d]`."""
+        flat = tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
+        return flat[self.index].transpose(1, 2)
 
 
 class Documents:
@@ -93,32 +99,6 @@ class Documents:
         """Return all documents as one padded batch, in order, for what must see them at once."""
         return self._group(list(range(len(self.lengths))))
 
-    def gather(self, tensor: Tensor, group: Group) -> Tensor:
-        """Return the part of `[B, H, S, d]` that belongs to a group, `[n, H, L, d]`."""
-        flat = tensor.transpose(1, 2).reshape(-1, tensor.shape[1], tensor.shape[3])
-        return flat[group.index].transpose(1, 2)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: list[Group] | None = None
-    ) -> Tensor:
-        """Call `attend` on every group and return the outputs as `[B, H, S, e]`."""
-        indices, outputs = [], []
-        for group in self.groups if groups is None else groups:
-            q, k, v = (self.gather(tensor, group) for tensor in (query, key, value))
-            out = attend(q, k, v, group.mask)
-            flat, index = out.transpose(1, 2).flatten(0, 1), group.index.flatten()
-            if group.mask is not None:
-                real = group.mask.flatten().nonzero().squeeze(1)
-                flat, index = flat[real], index[real]
-            outputs.append(flat)
-            indices.append(index)
-        batch, length = self.shape
-        if not outputs:
-            return value.new_zeros(batch, query.shape[1], length, value.shape[3])
-        joined = torch.cat(outputs)
-        scattered = joined.new_zeros(batch * length, *joined.shape[1:]).index_copy(0, torch.cat(indices), joined)
-        return scattered.unflatten(0, (batch, length)).transpose(1, 2)
-
     def same_document(self) -> Tensor:
         """Return which pairs of tokens lie in one document, `[B, 1, S, S]`. O(S²)."""
         numbers = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.long, device=self._tokens.device)
@@ -171,16 +151,6 @@ class PackedBatch:
     documents: dict[tuple[int, int], Documents] = field(default_factory=dict)
 
 
-def packed_batch(tensor: Tensor) -> PackedBatch | None:
-    """Return the packed batch that a mask belongs to, or None."""
-    return getattr(tensor, PACKED_BATCH, None)
-
-
-def set_packed_batch(tensor: Tensor, batch: PackedBatch) -> None:
-    """Let a mask, or a tensor of boundaries, know of the packed batch that it belongs to."""
-    setattr(tensor, PACKED_BATCH, batch)
-
-
 def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
     """Return the documents of an attention call.
 
@@ -188,10 +158,10 @@ def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | N
     to another device they are computed again.)
     """
     carrier = boundaries if padding is None else padding
-    batch = packed_batch(carrier)
+    batch: PackedBatch | None = getattr(carrier, PACKED_BATCH, None)
     if batch is None:
         batch = PackedBatch()
-        set_packed_batch(carrier, batch)
+        setattr(carrier, PACKED_BATCH, batch)
     if shape not in batch.documents:
         batch.documents[shape] = Documents(boundaries, shape, padding)
     return batch.documents[shape]
@@ -199,38 +169,39 @@ def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | N
 
 @torch.compiler.disable
 def run_packed(
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor | None]],
-    documents: Documents,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    single_batch: bool,
+    forward: Forward, documents: Documents, query: Tensor, key: Tensor, value: Tensor, *, single_batch: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Run attention on every group of documents.
+    """Run attention on every group of documents, or on all of them in a single padded batch.
 
     Args:
-        forward: `(q, k, v, mask, first_call) -> (output [n, L, H, e], weights [n, H, L, L] or None)`.
+        forward: The attention.
         documents: The documents of the batch.
         query: `[B, H, S, d]`; key `[B, G, S, d]`, value `[B, G, S, e]`.
-        single_batch: Whether all documents go into one padded call.
+        single_batch: Whether all documents go into one call.
 
     Returns:
         The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `forward` returns any.
     """
     groups = [documents.as_single_group()] if single_batch and documents.lengths else documents.groups
+    batch, length = documents.shape
+    indices, outputs = [], []
     weights: list[tuple[Group, Tensor]] = []
-    remaining = iter(groups)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        group = next(remaining)
-        out, group_weights = forward(query, key, value, mask, group is groups[0])
+    for group in groups:
+        q, k, v = (group.gather(tensor) for tensor in (query, key, value))
+        out, group_weights = forward(q, k, v, group.mask, group is groups[0])
         if group_weights is not None:
             weights.append((group, group_weights))
-        return out.transpose(1, 2)
-
-    out = documents.attend(query, key, value, attend, groups)
-    return out.transpose(1, 2).contiguous(), _scatter_weights(documents.shape, weights) if weights else None
+        flat, index = out.flatten(0, 1), group.index.flatten()
+        if group.mask is not None:
+            real = group.mask.flatten().nonzero().squeeze(1)
+            flat, index = flat[real], index[real]
+        outputs.append(flat)
+        indices.append(index)
+    if not outputs:
+        return value.new_zeros(batch, length, query.shape[1], value.shape[3]), None
+    joined = torch.cat(outputs)
+    scattered = joined.new_zeros(batch * length, *joined.shape[1:]).index_copy(0, torch.cat(indices), joined)
+    return scattered.unflatten(0, (batch, length)), _scatter_weights(documents.shape, weights) if weights else None
 
 
 def _scatter_weights(shape: tuple[int, int], weights: list[tuple[Group, Tensor]]) -> Tensor:

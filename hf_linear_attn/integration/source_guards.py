@@ -20,41 +20,23 @@ from typing import Any
 #: What a module's `forward` uses when it goes through the attention interface.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
-#: In the `forward` of a model around causal layers whose own flag says otherwise (CLIP's text tower).
-CAUSAL_ARGUMENT = re.compile(r"\bis_causal=True\b")
-#: In the `forward` of a decoder that makes the mask of its self-attention layers.
-SELF_ATTENTION_MASK = re.compile(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(")
-#: In the `forward` of a model that makes the masks of its layers.
-MASK_FACTORY = re.compile(r"\bcreate_\w*mask\w*\(")
-
 #: What stands in a module's `forward` if it cannot be linear, and why.
-OBSTACLES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.DOTALL), reason)
-    for pattern, reason in (
-        (
-            r"position_bias|attention_mask=matrix_bd",
-            "adds a relative position bias to its logits, which a product of feature maps cannot express",
-        ),
-        (
-            r"attention_mask=attention_bias|prepare_dynamic_mask",
-            "adds a bias to its logits, which a product of feature maps cannot express",
-        ),
-        (
-            r"\bmerged_attention_mask\b",
-            "attends to its own sequence and another one in a single softmax, which would need a state of both",
-        ),
-        (
-            r"\.update\([^)]*layer_idx \+",
-            "runs several times on one input with a cache layer for each, which would need several states",
-        ),
-        (
-            r"past_key_values\.update.*= attention_interface\(.*= attention_interface\(",
-            "computes attention twice on one cache layer, which would need two states",
-        ),
-    )
-)
-#: The reason for a module with the flag `has_relative_attention_bias`.
-POSITION_BIAS = OBSTACLES[0][1]
+POSITION_BIAS = "adds a relative position bias to its logits, which a product of feature maps cannot express"
+OBSTACLES = {
+    r"position_bias|attention_mask=matrix_bd": POSITION_BIAS,
+    r"attention_mask=attention_bias|prepare_dynamic_mask": (
+        "adds a bias to its logits, which a product of feature maps cannot express"
+    ),
+    r"\bmerged_attention_mask\b": (
+        "attends to its own sequence and another one in a single softmax, which would need a state of both"
+    ),
+    r"\.update\([^)]*layer_idx \+": (
+        "runs several times on one input with a cache layer for each, which would need several states"
+    ),
+    r"past_key_values\.update.*= attention_interface\(.*= attention_interface\(": (
+        "computes attention twice on one cache layer, which would need two states"
+    ),
+}
 
 
 @functools.cache
@@ -74,17 +56,18 @@ def calls_interface(cls: type) -> bool:
 
 def passes_causal_argument(cls: type) -> bool:
     """Return whether a model calls its layers with `is_causal=True`."""
-    return CAUSAL_ARGUMENT.search(forward_source(cls)) is not None
+    return re.search(r"\bis_causal=True\b", forward_source(cls)) is not None
 
 
 def makes_causal_masks_only(cls: type) -> bool:
     """Return whether a decoder makes a causal mask, and no bidirectional one, for its own sequence."""
-    return set(SELF_ATTENTION_MASK.findall(forward_source(cls))) == {"causal"}
+    masks = re.findall(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(", forward_source(cls))
+    return set(masks) == {"causal"}
 
 
 def makes_masks(cls: type) -> bool:
     """Return whether a model makes the attention masks of its layers."""
-    return MASK_FACTORY.search(forward_source(cls)) is not None
+    return re.search(r"\bcreate_\w*mask\w*\(", forward_source(cls)) is not None
 
 
 def computes_softmax_from_mask(cls: type) -> bool:
@@ -98,7 +81,7 @@ def computes_softmax_from_mask(cls: type) -> bool:
 def obstacle(cls: type) -> str:
     """Return why modules of the class cannot be linear; "" where the source says nothing against it."""
     source = forward_source(cls)
-    return next((reason for pattern, reason in OBSTACLES if pattern.search(source)), "")
+    return next((reason for pattern, reason in OBSTACLES.items() if re.search(pattern, source, re.DOTALL)), "")
 
 
 def caps_logits(cls: type) -> bool:
