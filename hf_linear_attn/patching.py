@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from .config import DEFAULT_ATTENTION, LinearAttentionConfig
 from .integration.context import CONFIG_FIELD, SUBMODULE, is_patched
-from .integration.discovery import longest_input, self_attention
-from .integration.layers import build_mechanisms, plan_layers, remove_layers
-from .integration.model_class import PATCHED_NAME, auto_map, install, uninstall_class
-from .integration.models import base_class, check_model, own_configs
+from .integration.discovery import self_attention
+from .integration.layers import remove_layers
+from .integration.model_class import PATCHED_NAME, install, uninstall_class
+from .integration.models import base_class, check_model
 from .integration.positions import (
     PositionChange,
     check_max_length,
@@ -83,21 +83,19 @@ def patch_model(
     """
     check_model(model)
     if is_patched(model):
+        saved = getattr(model.config, CONFIG_FIELD, {"layers": {}})["layers"]
+        names = sorted({layer["attention"] for layer in saved.values()})
         raise ValueError(
-            f"This {type(model).__name__} is already patched ({_summary(model)}). Call unpatch_model(model) first."
+            f"This {type(model).__name__} is already patched ({', '.join(names)} in {len(saved)} layers). Call "
+            "unpatch_model(model) first."
         )
     config = LinearAttentionConfig.parse(attention, layers, options)
-    longest, positions = longest_input(model), PositionChange()
+    positions = PositionChange()
     if max_length is not None:
         positions = _plan_positions(model, config, max_length)
         config = config.with_default("max_length", max_length)
-        longest = None if longest is None else longest + positions.added
-    built = build_mechanisms(model, plan_layers(model, config), longest)
-    classes, extended = auto_map(model), positions.added > 0
-    # From here on there are only assignments, which cannot fail half-way.
-    own_configs(model)
-    positions.apply(model, record=True)
-    install(model, built, classes)
+    extended = positions.added > 0
+    install(model, config, positions)
     if model.name_or_path:
         model.name_or_path += PATCHED_NAME
     if extended and "sentence_transformers" in sys.modules:
@@ -120,15 +118,19 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         TypeError: `model` is no `PreTrainedModel`.
         ValueError: The model is not patched.
     """
-    check_model(model)
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched.")
+    _check_patched(model)
     positions = plan_restoration(model)
     remove_layers(model)
     positions.apply(model)
     clear_extension_record(model)
     uninstall_class(model)
     return model
+
+
+def _check_patched(model: PreTrainedModel) -> None:
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
 
 
 def _plan_positions(model: PreTrainedModel, config: LinearAttentionConfig, max_length: int) -> PositionChange:
@@ -173,6 +175,12 @@ class LayerReport:
     state: str
     exact_heads: tuple[int, ...] = ()
 
+    @property
+    def description(self) -> str:
+        """The mechanism with its exact heads: `"window, exact heads 1 3"`."""
+        heads = " ".join(str(head) for head in self.exact_heads)
+        return f"{self.attention}, exact heads {heads}" if heads else self.attention
+
 
 @dataclass(frozen=True)
 class PatchReport:
@@ -198,7 +206,7 @@ class PatchReport:
 
     def __str__(self) -> str:
         width = max([len(layer.name) for layer in self.layers] + [5])
-        names = [_describe_heads(layer) for layer in self.layers]
+        names = [layer.description for layer in self.layers]
         kind = max([len(name) for name in names] + [9])
         lines = [
             f"{self.model}: {sum(layer.attention != EXACT for layer in self.layers)} of {len(self.layers)} "
@@ -223,9 +231,7 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         TypeError: `model` is no `PreTrainedModel`.
         ValueError: The model is not patched.
     """
-    check_model(model)
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    _check_patched(model)
     saved = getattr(model.config, CONFIG_FIELD)["layers"]
     rows = []
     for index, layer in enumerate(self_attention(model)):
@@ -234,35 +240,11 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         if layer_config is None or module is None:
             rows.append(LayerReport(index, layer.name, EXACT, {}, 0, 0, "growing" if layer.causal else "none"))
             continue
-        entry = ATTENTIONS.get(layer_config["attention"])
-        causal_bytes = module.state_bytes(1024) if layer.causal else 0
+        name, options = layer_config["attention"], dict(layer_config["options"])
         exact_heads = tuple(layer_config.get("exact_heads", ()))
-        state = "growing" if exact_heads else entry.state
-        rows.append(
-            LayerReport(
-                index,
-                layer.name,
-                entry.name,
-                dict(layer_config["options"]),
-                module.learned_parameters(),
-                causal_bytes,
-                state if layer.causal else "none",
-                exact_heads,
-            )
-        )
+        state_bytes, state = 0, "none"
+        if layer.causal:
+            state_bytes, state = module.state_bytes(1024), "growing" if exact_heads else ATTENTIONS.get(name).state
+        parameters = module.learned_parameters()
+        rows.append(LayerReport(index, layer.name, name, options, parameters, state_bytes, state, exact_heads))
     return PatchReport(base_class(type(model)).__name__, tuple(rows))
-
-
-def _describe_heads(layer: LayerReport) -> str:
-    """Return the mechanism of a layer, with its exact heads: `"window, exact heads 1 3"`."""
-    return (
-        " ".join([layer.attention + ", exact heads", *map(str, layer.exact_heads)])
-        if layer.exact_heads
-        else (layer.attention)
-    )
-
-
-def _summary(model: PreTrainedModel) -> str:
-    saved = getattr(model.config, CONFIG_FIELD, None) or {"layers": {}}
-    names = sorted({layer["attention"] for layer in saved["layers"].values()})
-    return f"{', '.join(names)} in {len(saved['layers'])} layers"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from ..utils.files import atomic_write
 from .cache import state_layer
 from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
 from .discovery import longest_input
-from .layers import BuiltLayer, build_mechanisms, install_layers, plan_layers
+from .layers import build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
+from .positions import PositionChange
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = "modeling_hf_linear_attn.py"
@@ -83,7 +83,7 @@ class LinearAttentionModelMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
         if saved is not None:
-            _install_saved(self, saved)  # type: ignore[arg-type]
+            install(self, LinearAttentionConfig.parse(saved))  # type: ignore[arg-type]
 
     @classmethod
     def from_pretrained(
@@ -219,14 +219,19 @@ def _linear_attention_class(base: type) -> type:
     return type(base.__name__, (LinearAttentionModelMixin, base), attributes)
 
 
-def install(model: PreTrainedModel, built: Sequence[BuiltLayer], classes: dict[str, str]) -> None:
-    """Make a model that owns its configs a patched one: its layers, then its class.
+def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: PositionChange | None = None) -> None:
+    """Make a model a patched one: its positions, its layers, then its class. An error leaves it as it was.
 
-    Args:
-        model: The model.
-        built: The planned layers with their mechanisms.
-        classes: The `auto_map` of its config.
+    Raises:
+        ValueError: There is nothing to patch.
+        NotImplementedError: The architecture, a layer, or its direction cannot be served.
     """
+    longest, positions = longest_input(model), positions or PositionChange()
+    built = build_mechanisms(model, plan_layers(model, config), longest and longest + positions.added)
+    classes = auto_map(model)
+    # From here on there are only assignments, which cannot fail half-way.
+    own_configs(model)
+    positions.apply(model, record=True)
     install_layers(model, built)
     vars(model.config).pop(WEIGHTS_FIELD, None)
     if classes:
@@ -242,18 +247,8 @@ def uninstall_class(model: PreTrainedModel) -> None:
     }
     if getattr(model.config, "auto_map", None) and CODE_MODULE in str(model.config.auto_map):
         del model.config.auto_map
-    name = model.name_or_path
+    model.name_or_path = model.name_or_path  # without PATCHED_NAME
     model.__class__ = base_class(type(model))
-    model.name_or_path = name
-
-
-def _install_saved(model: PreTrainedModel, saved: Any) -> None:
-    """Patch a model that is being built from the config of a patched checkpoint."""
-    planned = plan_layers(model, LinearAttentionConfig.parse(saved))
-    built = build_mechanisms(model, planned, longest_input(model))
-    classes = auto_map(model)
-    own_configs(model)
-    install(model, built, classes)
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
@@ -299,38 +294,35 @@ def check_index(folder: Path) -> None:
 
 
 def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool = False) -> None:
-    """Check what `from_pretrained` reports of a load.
-
-    Args:
-        path: Where the weights are, or None for weights that were passed as `state_dict=`.
-        info: Its loading info.
-        ignore_mismatched_sizes: Whether weights of other sizes than the model's may start anew.
+    """Check what `from_pretrained` reports of a load; `path` is None for weights that were passed as `state_dict=`.
 
     Raises:
         ValueError: The weights of the linear attention do not match the config.
         MismatchedSizesError: Other weights have another size than the model.
     """
     source = "the given state_dict" if path is None else repr(str(path))
-    problems = []
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = [key if isinstance(key, str) else key[0] for key in info.get(kind, ())]
-        keys = sorted(key for key in keys if f".{SUBMODULE}." in f".{key}")
-        if keys:
-            problems.append(f"{kind.removesuffix('_keys')}: {', '.join(keys[:3])}" + (" …" if len(keys) > 3 else ""))
-    if problems:
+    names = {
+        kind: sorted(key if isinstance(key, str) else key[0] for key in info.get(f"{kind}_keys", ()))
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    ours = {kind: [key for key in keys if f".{SUBMODULE}." in f".{key}"] for kind, keys in names.items()}
+    if any(ours.values()):
         raise ValueError(
             f"The weights in {source} do not match the linear attention of its config.json "
-            f"({'; '.join(problems)}). "
+            f"({'; '.join(f'{kind}: {_first_three(keys)}' for kind, keys in ours.items() if keys)}). "
             "The checkpoint was changed after it was saved, or belongs to another config: save it again from the "
             "patched model."
         )
-    others = sorted(key if isinstance(key, str) else key[0] for key in info.get("mismatched_keys", ()))
-    if others and not ignore_mismatched_sizes:
+    if names["mismatched"] and not ignore_mismatched_sizes:
         raise MismatchedSizesError(
-            f"The weights in {source} have other sizes than the model of its config: {', '.join(others[:3])}"
-            + (" …" if len(others) > 3 else "")
-            + ". Give the config that belongs to them, or pass ignore_mismatched_sizes=True to start these anew."
+            f"The weights in {source} have other sizes than the model of its config: "
+            f"{_first_three(names['mismatched'])}. Give the config that belongs to them, or pass "
+            "ignore_mismatched_sizes=True to start these anew."
         )
+
+
+def _first_three(keys: list[str]) -> str:
+    return ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
 
 
 def transformers_class(name: str) -> type:
