@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import source_guards
 from .cache import FILLED_CACHE
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
+from .models import model_around
 from .packing import BOUNDARIES, PACKED_BATCH
 
 #: Transformers' arguments that describe a packed batch.
@@ -139,9 +139,7 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
     """Put the hooks on every model around these self-attention layers: the nearest `PreTrainedModel` of each."""
     modules = dict(model.named_modules())
     for layer in layers:
-        name = layer.name
-        while name and not isinstance(modules[name], PreTrainedModel):
-            name = name.rpartition(".")[0]
+        name = model_around(layer.name, modules)
         parent = modules[name]
         if hasattr(parent, MODEL_CONTEXT):
             continue

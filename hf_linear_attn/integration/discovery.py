@@ -6,7 +6,6 @@ Attributes of the modules and fields of their configs decide where they say enou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..feature_maps.base import AttentionShape
 from . import source_guards
+from .models import parent_names
 
 #: Names of modules that attend to another sequence.
 CROSS_ATTENTION = re.compile(r"cross|encoder_attn|encdec|enc_dec|encoder_decoder", re.IGNORECASE)
@@ -59,17 +59,10 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if source_guards.calls_interface(type(module)):
-            causal = _is_causal(module, [modules[parent] for parent in _parent_names(name)])
+            causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
             cross = _is_cross(name, module)
             layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
     return layers
-
-
-def _parent_names(name: str) -> Iterator[str]:
-    """Iterate over the names of the modules around a module, the nearest first; the last is "", the model itself."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
@@ -99,7 +92,7 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
     for name, module in modules.items():
         if not source_guards.computes_softmax_from_mask(type(module)):
             continue
-        makers = [parent for parent in _parent_names(name) if source_guards.makes_masks(type(modules[parent]))]
+        makers = [parent for parent in parent_names(name) if source_guards.makes_masks(type(modules[parent]))]
         if not makers or not LAYER_IN_STACK.match(name.removeprefix(makers[0]).removeprefix(".")):
             continue
         if id(getattr(modules[makers[0]], "config", None)) in configs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,18 @@ def check_model(model: object) -> None:
 def base_class(cls: type) -> type:
     """Return the original class of a patched model; any other class is returned as it is."""
     return getattr(cls, ORIGINAL_CLASS, cls)
+
+
+def parent_names(name: str) -> Iterator[str]:
+    """Iterate over the names of the modules around a module, the nearest first; the last is "", the model itself."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def model_around(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the nearest `PreTrainedModel` around a module (the model itself is "")."""
+    return next((parent for parent in parent_names(name) if isinstance(modules[parent], PreTrainedModel)), "")
 
 
 def own_configs(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..utils.formatting import near_matches
-from .models import all_configs, base_class, check_model, own_configs
+from .models import all_configs, base_class, check_model, model_around, own_configs
 
 #: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` restores.
 EXTENDED_FROM = "linear_attention_extended_from"
@@ -32,7 +32,7 @@ COPIED_LIMITS = ("max_position_embeddings", "max_source_positions", "max_target_
 
 
 def _tile(table: Tensor, length: int) -> Tensor:
-    """Row i is row i mod L of the old table."""
+    """Row i is row i mod L of the old table. (Of a shorter table than the old one, these are its first rows.)"""
     return table.repeat(-(-length // table.shape[0]), 1)[:length]
 
 
@@ -45,20 +45,8 @@ def _interpolate(table: Tensor, length: int) -> Tensor:
     return torch.lerp(table[below], table[above], fraction)
 
 
-def _truncate(table: Tensor, length: int) -> Tensor:
-    return table[:length].clone()
-
-
 #: `how` -> (old positions `[L, D]`, N) -> `[N, D]`.
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
-
-
-def _enumerated(old: Tensor, shape: torch.Size) -> Tensor:
-    return torch.arange(shape[-1], dtype=old.dtype, device=old.device).expand(shape)
-
-
-def _zeros(old: Tensor, shape: torch.Size) -> Tensor:
-    return torch.zeros(shape, dtype=old.dtype, device=old.device)
 
 
 def _causal_mask(old: Tensor, shape: torch.Size) -> Tensor | None:
@@ -78,8 +66,8 @@ def _causal_mask(old: Tensor, shape: torch.Size) -> Tensor | None:
 
 #: Buffers that grow with the positions, by name: (buffer, new shape) -> new buffer, or None if it is not known.
 BUFFERS: dict[str, Callable[[Tensor, torch.Size], Tensor | None]] = {
-    "position_ids": _enumerated,
-    "token_type_ids": _zeros,
+    "position_ids": lambda old, shape: torch.arange(shape[-1], dtype=old.dtype, device=old.device).expand(shape),
+    "token_type_ids": lambda old, shape: old.new_zeros(shape),
     "bias": _causal_mask,
 }
 
@@ -219,10 +207,7 @@ def find_tables(model: PreTrainedModel) -> list[PositionTable]:
             continue
         if "Sinusoid" in type(module).__name__:
             continue
-        parent = name.rpartition(".")[0]
-        while parent and not isinstance(modules[parent], PreTrainedModel):
-            parent = parent.rpartition(".")[0]
-        owner = modules[parent]
+        owner = modules[model_around(name, modules)]
         size = module.num_embeddings - _offset(module)
         stated = [limit for limit in LIMITS if getattr(owner.config, limit, None) == size]
         if stated:
@@ -268,7 +253,7 @@ def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -
 def plan_restoration(model: PreTrainedModel) -> PositionChange:
     """Compute what removes the positions that `patch_model` has added; the others stay as they are by now."""
     limits = {table: getattr(table.owner.config, EXTENDED_FROM, None) for table in find_tables(model)}
-    return _resize({table: limit for table, limit in limits.items() if limit is not None}, _truncate)
+    return _resize({table: limit for table, limit in limits.items() if limit is not None}, _tile)
 
 
 def clear_extension_record(model: PreTrainedModel) -> None:
@@ -288,31 +273,28 @@ def no_table_reason(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int], Tensor]) -> PositionChange:
     """Compute new tensors for the tables, by their new lengths, and for all that depends on their size."""
-    change = PositionChange()
-    for owner, name in {(id(table.owner), table.field): (table.owner, table.field) for table in lengths}.values():
-        table, length = next(
-            (table, length) for table, length in lengths.items() if table.owner is owner and table.field == name
-        )
+    change, done = PositionChange(), set()
+    for table, length in lengths.items():
+        owner, name = table.owner, table.field
+        if (id(owner), name) in done:  # All that depends on the field was resized with its first table.
+            continue
+        done.add((id(owner), name))
         present = getattr(owner.config, name)
-        value = present + length - table.limit
-        change.limits.append((owner, name, value, table.limit))
-        for path, shape in _dependent(owner, name, value).items():
-            module = owner.get_submodule(path.rpartition(".")[0])
-            tensor = _resized(owner, path, module, shape, value - present, method)
-            change.tensors.append((module, path.rpartition(".")[2], tensor))
+        added = length - table.limit
+        change.limits.append((owner, name, present + added, table.limit))
+        for path, shape in _dependent(owner, name, present + added).items():
+            module_path, _, tensor_name = path.rpartition(".")
+            tensor = _resized(owner, path, shape, added, method)
+            change.tensors.append((owner.get_submodule(module_path), tensor_name, tensor))
     return change
 
 
 def _resized(
-    owner: PreTrainedModel,
-    path: str,
-    module: nn.Module,
-    shape: torch.Size,
-    added: int,
-    method: Callable[[Tensor, int], Tensor],
+    owner: PreTrainedModel, path: str, shape: torch.Size, added: int, method: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
     """Return one tensor at its new shape."""
-    name = path.rpartition(".")[2]
+    module_path, _, name = path.rpartition(".")
+    module = owner.get_submodule(module_path)
     old: Tensor = getattr(module, name)
     new = None
     if isinstance(module, nn.Embedding) and name == "weight" and shape[0] == old.shape[0] + added:
@@ -330,16 +312,16 @@ def _resized(
 
 def _dependent(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
     """Return the parameters and buffers whose shape changes with a field of the config, with their new shapes."""
-    before, after = (_shapes(owner, name, limit) for limit in (getattr(owner.config, name), value))
-    return {path: shape for path, shape in after.items() if before.get(path) != shape}
 
+    def shapes(limit: int) -> dict[str, torch.Size]:
+        config = copy.deepcopy(owner.config)
+        setattr(config, name, limit)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            twin: nn.Module = base_class(type(owner))(config)
+        return {path: tensor.shape for path, tensor in chain(twin.named_parameters(), twin.named_buffers())}
 
-def _shapes(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
-    config = copy.deepcopy(owner.config)
-    setattr(config, name, value)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        twin: nn.Module = base_class(type(owner))(config)
-    return {path: tensor.shape for path, tensor in chain(twin.named_parameters(), twin.named_buffers())}
+    before = shapes(getattr(owner.config, name))
+    return {path: shape for path, shape in shapes(value).items() if before.get(path) != shape}
 
 
 def _offset(module: nn.Module) -> int:
