@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
 from .boundaries import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of
-from .cache import LinearStateLayer, refuse_static_cache, state_layer
+from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
 from .context import (
     IMPLEMENTATION,
     SUBMODULE,
@@ -275,7 +274,7 @@ def before_attention(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         )
     forward_context.take_cache_layer()  # An earlier call that raised may have left one.
     # The argument is called past_key_values almost everywhere (layer_past in GPT-NeoX), and seldom passed by position.
-    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
+    cache = self_attention_cache((*kwargs.values(), *args))
     index: Any = getattr(module, "layer_idx", None)
     if cache is None or index is None:
         return

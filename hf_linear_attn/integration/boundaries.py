@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from . import source_guards
-from .cache import FILLED_CACHE
+from .cache import FILLED_CACHE, self_attention_cache
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
 from .models import model_around
@@ -226,7 +225,7 @@ def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[
         )
     if torch.compiler.is_compiling() and not context.passes_arguments_on:  # Elsewhere the masks carry the boundaries.
         raise NotImplementedError(BOUNDARIES_LOST.format(kind))
-    cache = _cache(inputs)
+    cache = self_attention_cache(inputs.values())
     if cache is not None and int(cache.get_seq_length()):
         raise NotImplementedError(FILLED_CACHE)
 
@@ -242,13 +241,9 @@ def _boundaries_from_positions(module: nn.Module, context: ModelContext, inputs:
     if use_cache is None:
         use_cache = getattr(getattr(module, "config", None), "use_cache", False)
     # This is Transformers' own rule where there can be no cache; with one it takes positions for positions.
-    any_jump = context.causal and _cache(inputs) is None and not use_cache
+    any_jump = context.causal and self_attention_cache(inputs.values()) is None and not use_cache
     return find_documents(positions.expand(tokens.shape[0], -1), any_jump=any_jump)
 
 
 def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     return next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
-
-
-def _cache(inputs: dict[str, Any]) -> Cache | None:
-    return next((value for value in inputs.values() if isinstance(value, Cache)), None)

@@ -10,7 +10,7 @@ values unchanged and leaves the layer in `forward_context`, where the attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,11 +80,7 @@ class LinearStateLayer(CacheLayerMixin):
     def expect_update(self, packed: bool = False) -> None:
         """Prepare for `update`; called just before the attention module of a patched model runs.
 
-        Args:
-            packed: Whether the tokens are packed documents, which leave no state to continue from.
-
-        Raises:
-            NotImplementedError: The layer holds tokens, and these or the new ones are packed documents.
+        Packed documents leave no state to continue from: a NotImplementedError if a call before or after them has one.
         """
         if (packed or self._packed) and self.tokens:
             raise NotImplementedError(FILLED_CACHE)
@@ -92,11 +88,7 @@ class LinearStateLayer(CacheLayerMixin):
         self._expects_update = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; the attention function takes this layer and advances its state.
-
-        Raises:
-            RuntimeError: The attention module that calls this is not patched.
-        """
+        """Return the new keys and values; the attention function takes this layer and advances its state."""
         if not self._expects_update:
             raise RuntimeError(
                 "This cache belongs to a model with linear attention, and was given to one without. "
@@ -117,15 +109,10 @@ class LinearStateLayer(CacheLayerMixin):
         replay: Replay | None,
         in_graph: bool = False,
     ) -> None:
-        """Store the state after more tokens.
+        """Store the state after more tokens, given their keys `[B, G, S, d]`, values `[B, G, S, e]` and mask `[B, S]`.
 
-        Args:
-            state: The state after them.
-            key: `[B, G, S, d]`, their keys.
-            value: `[B, G, S, e]`, their values.
-            mask: `[B, S]`, which of them are real, or None.
-            replay: Advances a state over the record; needed while the past is recorded.
-            in_graph: Whether an autograd graph may refer to the state.
+        `replay` advances a state over the record, and is needed while the past is recorded. `in_graph` says whether an
+        autograd graph may refer to the state.
         """
         if self.record_past:
             if not self._record:
@@ -136,11 +123,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.tokens += key.shape[2]
 
     def skip_tokens(self, count: int) -> None:
-        """Count the tokens of a bidirectional pass, which leaves no state.
-
-        Raises:
-            NotImplementedError: It is not the first pass.
-        """
+        """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
         if self.tokens:
             raise NotImplementedError(
                 "Bidirectional attention has no state: a later token would change earlier outputs. "
@@ -152,9 +135,6 @@ class LinearStateLayer(CacheLayerMixin):
         """Return the state to continue from, on the query's device (it may be offloaded) and in its precision.
 
         The next step may write over it, unless its tokens may be taken back or a graph may refer to it.
-
-        Raises:
-            ValueError: The query has another number of rows.
         """
         if self.state is None:
             return None
@@ -180,11 +160,10 @@ class LinearStateLayer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         return self.tokens
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_max_cache_shape(self) -> int:
         return -1
+
+    get_max_length = get_max_cache_shape
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
@@ -198,11 +177,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers).
-
-        Raises:
-            ValueError: The number is positive, or more tokens than were recorded.
-        """
+        """Remove the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers) from the record."""
         # Some versions of Transformers pass a tensor, to which later tokens would be added in place.
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
@@ -267,14 +242,14 @@ class LinearStateLayer(CacheLayerMixin):
         ]
 
 
-def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
-    """Return layer `layer_index` of a cache, replaced by a `LinearStateLayer` where it is not one.
+def self_attention_cache(values: Iterable[Any]) -> Cache | None:
+    """Return the first cache among the arguments of a call; of an encoder-decoder's, that of its self-attention."""
+    cache = next((value for value in values if isinstance(value, Cache)), None)
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
-    Raises:
-        ValueError: The layer already holds keys and values of exact attention.
-    """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+
+def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
+    """Return a layer of a cache, replaced by a `LinearStateLayer` where it is not one; it must be empty then."""
     while len(cache.layers) <= layer_index:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer: Any = cache.layers[layer_index]
@@ -292,8 +267,6 @@ def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
 
 def refuse_static_cache(cache: Cache, layer_index: int) -> None:
     """Raise where an exact layer of a mixture would use a preallocated cache, which does not know its own length."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     if layer_index < len(cache.layers) and isinstance(cache.layers[layer_index], StaticLayer):
         raise NotImplementedError(
             "A static cache cannot serve a mixture of exact and linear layers. Use the default (dynamic) cache: leave "

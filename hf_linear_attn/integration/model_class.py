@@ -22,8 +22,8 @@ from transformers.utils import CONFIG_NAME
 from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
-from .cache import state_layer
-from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
+from .cache import self_attention_cache, state_layer
+from .context import CONFIG_FIELD, IMPLEMENTATION, LAYER_CONTEXT, SUBMODULE, attention_modules
 from .discovery import longest_input
 from .layers import build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
@@ -157,16 +157,16 @@ class LinearAttentionModelMixin:
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            for module in attention_modules(self):  # type: ignore[arg-type]
-                context = layer_context(module)
-                if context is not None and context.runs_exactly:
-                    continue  # It needs keys and values.
-                if getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
-                    state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
+        cache = self_attention_cache([model_kwargs.get("past_key_values")])
+        if cache is None:
+            return prepared
+        for module in attention_modules(self):  # type: ignore[arg-type]
+            if getattr(module, LAYER_CONTEXT).runs_exactly:  # It needs keys and values.
+                continue
+            if getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
+                state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
+        if generation_config.is_assistant:
+            model_kwargs["past_key_values"].activate_past_recording()
         return prepared
 
     def get_expanded_tied_weights_keys(self, *args: Any, **kwargs: Any) -> dict[str, str]:
