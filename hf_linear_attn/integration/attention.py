@@ -116,7 +116,7 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
     A full mask `[B | 1, H | 1, L, L]` applies inside of the documents.
     """
     query, key, mask = call.query, call.key, call.mask
-    if not call.context.is_self_attention or key.shape[2] != query.shape[2]:
+    if call.context.causal is None or key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"{call.label} attends to another sequence of {key.shape[2]} tokens, which packed documents "
             f"({BOUNDARIES}, or position_ids that begin again) do not say how to share. Pass padded rows."

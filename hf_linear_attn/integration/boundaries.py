@@ -18,7 +18,7 @@ from . import source_guards
 from .cache import FILLED_CACHE, self_attention_cache
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
-from .models import model_around
+from .models import model_around, parent_names
 from .packing import BOUNDARIES, PACKED_BATCH
 
 #: Transformers' arguments that describe a packed batch.
@@ -34,18 +34,10 @@ BOUNDARIES_LOST = (
 
 @torch.compiler.disable
 def find_documents(position_ids: Tensor, *, any_jump: bool = False) -> Tensor | None:
-    """Find the documents of a packed batch in its position ids.
+    """Return the boundaries `[n + 1]` of the documents in position ids `[B, S]`; None where each row is one document.
 
-    A document is a run of positions that go up by one, and all begin with the same one (0; 2 in RoBERTa). Anything else
-    says nothing about documents: permuted, repeated or skipped positions.
-
-    Args:
-        position_ids: `[B, S]`.
-        any_jump: Whether every run is a document, wherever it begins.
-
-    Returns:
-        The boundaries `[n + 1]`: the first token of each document in the flattened batch, and the end. None where each
-        row is one document.
+    A document is a run of positions that go up by one, and all begin with the same one (0; 2 in RoBERTa), or anywhere
+    with `any_jump`. Anything else says nothing about documents: permuted, repeated or skipped positions.
     """
     first = torch.ones_like(position_ids[:, :1], dtype=torch.bool)
     begins = torch.cat([first, position_ids.diff(dim=1) != 1], dim=1)
@@ -82,9 +74,7 @@ class ModelContext:
     def of(cls, model: nn.Module, layers: Sequence[str], causal: bool) -> ModelContext:
         """Describe a model around self-attention layers of these names."""
         names, kwargs = source_guards.argument_names(type(model))
-        path = [model]
-        for part in layers[0].split("."):
-            path.append(path[-1].get_submodule(part))
+        path = [model.get_submodule(name) for name in (layers[0], *parent_names(layers[0]))]
         passes_on = all(
             source_guards.passes_keyword_arguments_on(type(module))
             for module in path
@@ -94,16 +84,10 @@ class ModelContext:
 
 
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
-    """Find a part of a model that mixes tokens without attention and does not use the boundaries of documents.
+    """Return name and class of a part of a model that mixes tokens without regard to boundaries of documents; or "".
 
-    That is a convolution over the sequence, or a layer without attention in a stack of layers that have it.
-
-    Args:
-        model: The model.
-        attention: Names of its attention modules.
-
-    Returns:
-        Name and class of such a part; or "".
+    That is a convolution over the sequence, or a layer without attention in a stack of layers that have it (`attention`
+    are the names of the attention modules).
     """
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not any(layer.startswith(f"{name}.") for layer in attention):

@@ -1,16 +1,14 @@
 """What the hooks and functions of a patched model share: one object per layer, and one per thread.
 
-Transformers' attention interface hands our function the attention module, q, k, v, the mask and whatever keyword
-arguments the modeling file passes on. All that we know of a layer therefore hangs on the module, in one attribute
-(`LayerContext`); all that must travel during a forward pass and is not among those arguments is in `ForwardContext`.
+Transformers' attention interface hands our function the attention module, q, k, v, the mask and keyword arguments. All
+that we know of a layer hangs on the module, in one attribute (`LayerContext`); all that must travel during a forward
+pass and is not among those arguments is in `ForwardContext`.
 
-Three marks on other objects remain, because nothing else reaches where they are read:
-
-- the class of a patched model (`model_class`): `from_pretrained` and `generate` know the model by its class only;
-- `boundaries.ModelContext` on every model around patched layers, which its forward hooks read;
-- `packing.PackedBatch` on the mask, or the boundaries, of a packed batch. Some modeling files hand only the mask on to
-  their layers, and gradient checkpointing calls the layers again when the forward pass, and with it `ForwardContext`,
-  is over: only what is an argument of the layer still arrives then.
+Three marks on other objects remain, because nothing else reaches where they are read: the class of a patched model
+(`model_class`), by which `from_pretrained` and `generate` know it; `boundaries.ModelContext` on every model around
+patched layers, which its forward hooks read; and `packing.PackedBatch` on the mask, or the boundaries, of a packed
+batch. Gradient checkpointing calls the layers again when `ForwardContext` is gone: only what is an argument of the
+layer still arrives.
 """
 
 from __future__ import annotations
@@ -40,16 +38,12 @@ IMPLEMENTATION_FIELD = "attn_implementation"
 
 @dataclass
 class LayerContext:
-    """What a patched model knows of one of its attention modules.
-
-    Every module that reads a config whose implementation is ours has one: patched layers, exact layers of a mixture,
-    and cross-attention.
+    """What a patched model knows of one attention module: a patched layer, an exact one, or cross-attention.
 
     Attributes:
         name: The module's name in the model.
         exact_implementation: Name of the implementation that computes this module exactly.
-        causal: Whether this self-attention layer is causal: the module's own flag may be absent, or not say so. None
-            in cross-attention, where the module's flag counts.
+        causal: Whether this self-attention layer is causal. None in cross-attention, where the module's flag counts.
         runs_exactly: Whether a patched layer runs exactly for now.
         observer: What is called with the inputs and the exact outputs of each call while `runs_exactly`, or None.
     """
@@ -59,10 +53,6 @@ class LayerContext:
     causal: bool | None
     runs_exactly: bool = False
     observer: Callable[[Any], None] | None = None
-
-    @property
-    def is_self_attention(self) -> bool:
-        return self.causal is not None
 
 
 @dataclass(slots=True)
@@ -118,9 +108,7 @@ class ModelRun:
 
 
 class ForwardContext(threading.local):
-    """What travels during a forward pass in one thread and is no argument of the attention interface.
-
-    It is of the thread, not of the model, because one model may run in several threads (`nn.DataParallel`, servers).
+    """What travels during a forward pass in one thread (a model may run in several) beside our arguments.
 
     Attributes:
         runs: The models around patched layers that are running, the innermost last. The mask function, which gets
@@ -169,21 +157,18 @@ def is_patched(model: nn.Module) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 # Weights that accelerate keeps elsewhere
 
-_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
-
 
 def in_memory(mechanism: nn.Module) -> AbstractContextManager[None]:
     """Context manager inside of which the mechanism and its feature map have their weights.
 
-    accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward`. A feature map has no
-    `forward`: its mechanism calls `query` and `key`; and other methods than `forward` of the mechanism read its weights
-    as well. Without such hooks this costs next to nothing.
+    accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward` only, and other methods of
+    a mechanism and of its feature map read weights as well. Without such hooks this costs next to nothing.
     """
     if torch.compiler.is_compiling():
-        return _NO_CONTEXT
+        return nullcontext()
     modules = (mechanism, *mechanism._modules.values())
     offloaded = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
-    return _weights_loaded(offloaded) if offloaded else _NO_CONTEXT
+    return _weights_loaded(offloaded) if offloaded else nullcontext()
 
 
 @contextmanager

@@ -77,16 +77,9 @@ def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
 
 
 def foreign_attention(model: nn.Module, configs: set[int]) -> str:
-    """Find attention outside of the interface that would get the masks of the patched layers.
+    """Return name and class of a module that computes its softmax by itself, from masks made for patched layers; or "".
 
-    The masks of a patched model have another form than a module expects that computes its softmax by itself.
-
-    Args:
-        model: The model.
-        configs: Ids of the configs of the layers to patch.
-
-    Returns:
-        Name and class of such a module, whose masks are made for one of these configs; or "".
+    Those masks have another form than it expects. `configs` are the ids of the configs of the layers to patch.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -101,11 +94,7 @@ def foreign_attention(model: nn.Module, configs: set[int]) -> str:
 
 
 def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
-    """Return the self-attention layers of a model, in order.
-
-    Raises:
-        NotImplementedError: The architecture does not go through the attention interface.
-    """
+    """Return the self-attention layers of a model, in order: a NotImplementedError where it has none to patch."""
     layers = [layer for layer in find_attention(model) if not layer.cross]
     if not layers:
         raise NotImplementedError(
@@ -124,9 +113,6 @@ def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -
         layer: The layer.
         index: Its index among the self-attention layers of the model.
         max_length: The longest input of the model in tokens, or None.
-
-    Raises:
-        NotImplementedError: The number of heads or their size cannot be found.
     """
     module = layer.module
     heads = _first(module, HEADS)

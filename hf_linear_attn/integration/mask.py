@@ -29,9 +29,6 @@ BLOCKED = -1e4
 def linear_attention_mask(**arguments: Any) -> Tensor | None:
     """Return the mask of a forward pass; registered with `AttentionMaskInterface`.
 
-    Args:
-        arguments: As Transformers passes them.
-
     Returns:
         `[B, S]` True for real tokens, a full mask `[B, 1, L, S]`, or None where every token is real. The mask of a
         packed batch carries the boundaries of its documents.
