@@ -74,9 +74,3 @@ def test_a_plan_is_read_before_anything_else_of_the_package(write):
     code = f"import hf_linear_attn as hla; print(hla.LinearAttentionConfig.from_file({str(path)!r}).default.attention)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.stdout, result.returncode) == ("hedgehog\n", 0), result.stderr
-
-
-def test_yaml_without_its_package(write, monkeypatch):
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ImportError, match="pip install pyyaml"):
-        LinearAttentionConfig.from_file(write("p.yaml", YAML))
