@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
@@ -20,11 +19,34 @@ if TYPE_CHECKING:
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; with seven markers no pair comes twice among 42.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
-EXACT_COLOR, WITHOUT_COLOR, BEFORE_COLOR = "#000000", "#767676", "#B5B5B5"
+
+#: The looks of the two rows that every evaluation has, and the colour of bars before attention transfer.
+REFERENCES: dict[str, dict[str, Any]] = {
+    EXACT_LABEL: {"color": "#000000", "marker": "X", "linewidth": 2.2},
+    WITHOUT_ATTENTION: {"color": "#767676", "marker": "", "linestyle": (0, (4, 3)), "linewidth": 1.6},
+}
+BEFORE_COLOR = "#B5B5B5"
 
 #: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
-WIDTH = 5.6
-DPI = 160
+WIDTH, DPI = 5.6, 160
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "text.parse_math": False,
+}
 
 CAPTIONS = {
     "quality_vs_speed": "Quality against speed at the length of interest. Hollow: as patched; filled: after attention "
@@ -38,6 +60,20 @@ CAPTIONS = {
     "throughput": "Tokens per second with several sequences at once. Higher is better.",
 }
 
+#: Plots by length -> title, measurement, metric, column and unit of each of their panels.
+CURVES: dict[str, list[tuple[str, str, str, str, Callable[[float], str]]]] = {
+    "time": [
+        ("Time", FORWARD, "seconds", "value", format_seconds),
+        ("Times as fast as exact", FORWARD, "seconds", "speedup", "{:g}×".format),
+    ],
+    "memory": [("Peak memory of one forward pass, batch 1", FORWARD, "peak_memory", "value", format_bytes)],
+    "decoding": [
+        ("Time of a new token", DECODING, "seconds", "value", format_seconds),
+        ("Cache of one sequence", DECODING, "cache_bytes", "value", format_bytes),
+    ],
+    "throughput": [("Tokens per second", FORWARD, "tokens_per_second", "value", format_rate)],
+}
+
 
 def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
     """Return the plots that the evaluation has data for: name -> PNG file.
@@ -46,52 +82,26 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
         ImportError: matplotlib is missing.
     """
     require_packages("matplotlib", extra="demo", purpose="A report")
-    drawings: dict[str, Callable[[Evaluation], Any]] = {}
-    timed = bool(evaluation.lengths(FORWARD))
-    if timed:
-        drawings["quality_vs_speed"] = _quality_vs_speed
-    drawings["quality"] = _quality
-    if timed:
-        drawings["time"] = _time
-        if evaluation.select(FORWARD, "peak_memory")["value"].notna().any():
-            drawings["memory"] = _memory
-    if len(evaluation.select("fidelity", "output_error")):
-        drawings["fidelity"] = _fidelity
-    if evaluation.lengths(DECODING):
-        drawings["decoding"] = _decoding
-    elif evaluation.throughput_batch_size > 1 and evaluation.lengths(FORWARD, evaluation.throughput_batch_size):
-        drawings["throughput"] = _throughput
-    with plot_style():
-        return {name: png(draw(evaluation)) for name, draw in drawings.items()}
-
-
-@contextmanager
-def plot_style() -> Iterator[None]:
-    """Context manager with the look of every plot."""
     import matplotlib
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "axes.titlesize": 10.5,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#666666",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#E3E3E3",
-        "grid.linewidth": 0.7,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-        "xtick.labelsize": 9,
-        "ytick.labelsize": 9,
-        "figure.facecolor": "white",
-        "text.parse_math": False,
-    }
-    with matplotlib.rc_context(style):
-        yield
+    names = ["quality_vs_speed"] if evaluation.lengths(FORWARD) else []
+    names += ["quality", *(name for name in CURVES if _has_data(evaluation, name))]
+    names += ["fidelity"] if len(evaluation.select("fidelity", "output_error")) else []
+    drawings = {"quality_vs_speed": _quality_vs_speed, "quality": _quality, "fidelity": _fidelity}
+    with matplotlib.rc_context(STYLE):
+        figures = {
+            name: drawings[name](evaluation) if name in drawings else _curves(evaluation, name)
+            for name in CAPTIONS
+            if name in names
+        }
+        return {name: png(figure) for name, figure in figures.items()}
+
+
+def _has_data(evaluation: Evaluation, name: str) -> bool:
+    if name == "throughput":  # of decoders, decoding says more
+        size = evaluation.throughput_batch_size
+        return size > 1 and bool(evaluation.lengths(FORWARD, size)) and not evaluation.lengths(DECODING)
+    return all(evaluation.select(panel[1], panel[2])["value"].notna().any() for panel in CURVES[name])
 
 
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -112,35 +122,28 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Quality
-
-
 def _quality_vs_speed(evaluation: Evaluation) -> Any:
     score, length = evaluation.scores[0], evaluation.length
     assert length is not None
     figure, axes = new_figure(4.3)
     points = []
     for label in evaluation.labels:
-        after = evaluation.quality(score, label)
+        after, before = evaluation.quality(score, label), evaluation.quality(score, label, before=True)
         speedup = 1.0 if label == EXACT_LABEL else evaluation.speedup(label, length)
         if after is None or speedup is None:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
-        if label == WITHOUT_ATTENTION:
-            style["marker"] = "x"
-        before = evaluation.quality(score, label, before=True)
+        style["marker"] = style["marker"] or "x"
         if before is not None:
             axes.plot([speedup], [before.mean], **{**style, "markersize": 7}, markerfacecolor="white")
             axes.plot([speedup] * 2, [before.mean, after.mean], color=style["color"], linewidth=1.0, alpha=0.7)
             points.append(before.mean)
         axes.plot([speedup], [after.mean], label=_name(evaluation, label), **style)
         points.append(after.mean)
-    axes.axvline(1.0, color=EXACT_COLOR, linewidth=0.8)
+    axes.axvline(1.0, color="#000000", linewidth=0.8)
     if not score.higher_is_better:
         if min(points) > 0 and max(points) / min(points) > 4:
-            axes.set_yscale("log")
-            _label_ticks(axes.yaxis, points, lambda value: f"{value:g}")
+            _logarithmic(axes, points, "{:g}".format)
         axes.invert_yaxis()
     axes.set_xlabel(f"times as fast as exact attention at {length:,} tokens")
     axes.set_title(f"{score.title} against speed")
@@ -151,11 +154,11 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
 def _quality(evaluation: Evaluation) -> Any:
     """Bars of each score: as patched and after transfer, with lines for exact attention and for none."""
     scores = [score for score in evaluation.scores if evaluation.quality(score, EXACT_LABEL) is not None]
-    labels = [label for label in evaluation.labels if label not in (EXACT_LABEL, WITHOUT_ATTENTION)]
+    labels = [label for label in evaluation.labels if label not in REFERENCES]
     figure, grid = new_figure((0.55 * len(labels) + 1.4) * len(scores), rows=len(scores), squeeze=False)
     for axes, score in zip(grid[:, 0], scores, strict=True):
         _score_bars(evaluation, axes, score, labels)
-    _legend(figure, grid[0, 0], 2)
+    _legend(figure, grid[0, 0])
     return figure
 
 
@@ -171,11 +174,10 @@ def _score_bars(evaluation: Evaluation, axes: Any, score: Score, labels: Sequenc
             end = max(quality.mean, 0.0) + (quality.std or 0.0)
             axes.text(end, row, f" {fixed(quality.mean, score.digits)}", va="center", fontsize=8.5)
             top = max(top, end)
-    for label, style in ((EXACT_LABEL, "solid"), (WITHOUT_ATTENTION, (0, (4, 3)))):
+    for label in REFERENCES:
         quality = evaluation.quality(score, label)
         if quality is not None:
-            color = EXACT_COLOR if label == EXACT_LABEL else WITHOUT_COLOR
-            axes.axvline(quality.mean, color=color, linestyle=style, linewidth=1.6, label=_name(evaluation, label))
+            axes.axvline(quality.mean, label=_name(evaluation, label), **{**_style(evaluation, label), "marker": ""})
             top = max(top, quality.mean)
     axes.set_yticks([-index for index in range(len(labels))], labels)
     axes.set_xlim(right=top * 1.18)
@@ -191,9 +193,8 @@ def _fidelity(evaluation: Evaluation) -> Any:
     table = rows.pivot_table(index="label", columns="layer", values="value", aggfunc="mean", sort=False)
     table = table.reindex([label for label in evaluation.labels if label in table.index])
     figure, axes = new_figure(0.36 * len(table) + 1.6)
-    image = axes.imshow(
-        table.to_numpy(), aspect="auto", cmap="viridis_r", vmin=0.0, vmax=max(1.0, float(table.max().max()))
-    )
+    highest = max(1.0, float(table.max().max()))
+    image = axes.imshow(table.to_numpy(), aspect="auto", cmap="viridis_r", vmin=0.0, vmax=highest)
     axes.set_yticks(range(len(table)), list(table.index))
     axes.set_xticks(range(len(table.columns)), [f"{int(layer)}" for layer in table.columns])
     axes.set_xlabel("layer")
@@ -203,117 +204,50 @@ def _fidelity(evaluation: Evaluation) -> Any:
     return figure
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Speed and memory
-
-
-def _time(evaluation: Evaluation) -> Any:
-    """Times and speedups by length."""
-    figure, (left, right) = new_figure(4.1, columns=2)
-    _lines(evaluation, left, FORWARD, "seconds", format_seconds, band=True)
-    left.set_title("Time")
-    _lines(evaluation, right, FORWARD, "seconds", lambda value: f"{value:g}×", column="speedup")
-    right.set_title("Times as fast as exact")
-    _legend(figure, left, 3)
+def _curves(evaluation: Evaluation, name: str) -> Any:
+    """Panels with a line per row of the summary by length, on logarithmic axes."""
+    figure, grid = new_figure(4.1, columns=len(CURVES[name]), squeeze=False)
+    size = evaluation.throughput_batch_size if name == "throughput" else 1
+    for axes, (title, measurement, metric, column, unit) in zip(grid[0], CURVES[name], strict=True):
+        rows = evaluation.select(measurement, metric, batch_size=size)
+        rows = rows[rows[column] > 0].sort_values("length")
+        for label in evaluation.labels:
+            part, style = rows[rows["label"] == label], _style(evaluation, label)
+            if len(part):
+                axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
+            if metric == "seconds" and column == "value":
+                axes.fill_between(part["length"], part["p20"], part["p80"], color=style["color"], alpha=0.15, lw=0)
+        axes.set_xscale("log", base=2)
+        lengths = sorted(rows["length"].astype(int).unique())
+        ticks = lengths[:: -max(1, math.ceil(len(lengths) / 5))]
+        axes.set_xticks(ticks, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens of context" if measurement == DECODING else "tokens")
+        axes.set_title(title + (f", {size} sequences at once" if size > 1 else ""))
+        _logarithmic(axes, list(rows[column]), unit)
+    _legend(figure, grid[0, 0], 3)
     return figure
 
 
-def _memory(evaluation: Evaluation) -> Any:
-    figure, axes = new_figure(4.1)
-    _lines(evaluation, axes, FORWARD, "peak_memory", format_bytes)
-    axes.set_title("Peak memory of one forward pass, batch 1")
-    _legend(figure, axes, 3)
-    return figure
-
-
-def _throughput(evaluation: Evaluation) -> Any:
-    figure, axes = new_figure(4.1)
-    size = evaluation.throughput_batch_size
-    _lines(evaluation, axes, FORWARD, "tokens_per_second", format_rate, batch_size=size)
-    axes.set_title(f"Tokens per second, {size} sequences at once")
-    _legend(figure, axes, 3)
-    return figure
-
-
-def _decoding(evaluation: Evaluation) -> Any:
-    figure, (left, right) = new_figure(4.1, columns=2)
-    _lines(evaluation, left, DECODING, "seconds", format_seconds, band=True)
-    left.set_title("Time of a new token")
-    _lines(evaluation, right, DECODING, "cache_bytes", format_bytes)
-    right.set_title("Cache of one sequence")
-    for axes in (left, right):
-        axes.set_xlabel("tokens of context")
-    _legend(figure, left, 3)
-    return figure
-
-
-def _lines(
-    evaluation: Evaluation,
-    axes: Any,
-    measurement: str,
-    metric: str,
-    unit: Callable[[float], str],
-    *,
-    column: str = "value",
-    batch_size: int = 1,
-    band: bool = False,
-) -> None:
-    """One line per row of the summary by length, on logarithmic axes."""
-    rows = evaluation.select(measurement, metric, batch_size=batch_size)
-    values: list[float] = []
-    for label in evaluation.labels:
-        part = rows[rows["label"] == label].dropna(subset=[column]).sort_values("length")
-        part = part[part[column] > 0]
-        if part.empty:
-            continue
-        style = _style(evaluation, label)
-        lengths = part["length"].astype(int)
-        axes.plot(lengths, part[column], label=_name(evaluation, label), markersize=5, **style)
-        if band:
-            axes.fill_between(lengths, part["p20"], part["p80"], color=style["color"], alpha=0.15, linewidth=0)
-        values += part[column].tolist()
-    axes.set_xscale("log", base=2)
-    lengths = sorted({int(length) for length in rows["length"]})
-    step = max(1, math.ceil(len(lengths) / 5))
-    ticks = lengths[::-1][::step][::-1]
-    axes.set_xticks(ticks, [_short(length) for length in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("tokens")
-    if values:
-        axes.set_yscale("log")
-        _label_ticks(axes.yaxis, values, unit)
-
-
-def _label_ticks(axis: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
-    """Ticks at 1, 2, 5 times a power of ten (or at powers only on a long axis), written with their unit."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
+    """A logarithmic y axis with ticks at 1, 2, 5 times a power of ten (at powers only on a long one), with units."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = min(values) * 0.8, max(values) * 1.25
-    axis.axes.set_ylim(low, high)
     decades = math.log10(high / low)
-    steps: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.2 else (1,)
-    if decades < 0.7:
-        steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    axis.set_major_locator(FixedLocator([tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
-
-
-def _short(length: int) -> str:
-    """A length as text: 512, 1k, 2k, …"""
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+    steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if decades < 0.7 else (1, 2, 5) if decades < 2.2 else (1,)
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _style(evaluation: Evaluation, label: str) -> dict[str, Any]:
     """Colour and marker of a row, the same in every plot."""
-    if label == EXACT_LABEL:
-        return {"color": EXACT_COLOR, "marker": "X", "linewidth": 2.2}
-    if label == WITHOUT_ATTENTION:
-        return {"color": WITHOUT_COLOR, "marker": "", "linestyle": (0, (4, 3)), "linewidth": 1.6}
     index = evaluation.labels.index(label) - 1
-    return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
+    own = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
+    return REFERENCES.get(label, own)
 
 
 def _name(evaluation: Evaluation, label: str) -> str:

@@ -12,7 +12,7 @@ from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, f
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
-from .speed import DECODING, FORWARD, LAYER, PREFILL, TRAINING, WITHOUT_ATTENTION
+from .speed import DECODING, FORWARD, LAYER, PREFILL, TRAINING
 
 if TYPE_CHECKING:
     import pandas
@@ -21,21 +21,36 @@ if TYPE_CHECKING:
 
 PAGE, MARKDOWN = "report.html", "report.md"
 
-#: What is shown of each measurement by length: metric, column, format, title.
+FORMATS: dict[str, Any] = {
+    "seconds": format_seconds,
+    "tokens_per_second": format_rate,
+    "peak_memory": format_bytes,
+    "cache_bytes": format_bytes,
+    "flops": format_flops,
+}
+
+#: The tables by length: title, measurement, metric.
 SPEED_TABLES = (
-    (FORWARD, "Whole model, one forward pass, batch 1"),
-    (PREFILL, "Prefill: the prompt, batch 1"),
-    (TRAINING, "Whole model, forward and backward, batch 1"),
-    (DECODING, "One new token after a context"),
-    (LAYER, "The attention of one layer by itself, batch 1"),
+    ("Whole model, one forward pass, batch 1", FORWARD, "seconds"),
+    ("Prefill: the prompt, batch 1", PREFILL, "seconds"),
+    ("Whole model, forward and backward, batch 1", TRAINING, "seconds"),
+    ("One new token after a context", DECODING, "seconds"),
+    ("The attention of one layer by itself, batch 1", LAYER, "seconds"),
+    ("Throughput", FORWARD, "tokens_per_second"),
+    ("Training throughput", TRAINING, "tokens_per_second"),
+    ("Decoding", DECODING, "tokens_per_second"),
+    ("Peak memory of one forward pass", FORWARD, "peak_memory"),
+    ("Operations of one forward pass (matrix products)", FORWARD, "flops"),
+    ("Cache after a context", DECODING, "cache_bytes"),
 )
 
 NOTE = (
     "“a → b”: as patched → after attention transfer; ±: standard deviation over seeds or checkpoints. Speeds are times "
     "as fast as the exact model in the same run (1: equal; below 1: slower); the row of the exact model has times. The "
     "row “without attention” is the floor of the quality and the ceiling of the speed: each token attends to itself "
-    "only. “Kept” is the share of the exact model's score; it is only given where the model without attention is "
-    "clearly worse than the exact one, and “above exact” stands for more than 100 %."
+    "only. “Kept” and “change” compare with the exact model, or for a converted checkpoint with the equally trained "
+    "exact model where there is one. They are only given where the exact model is clearly better than the one without "
+    "attention; a share of more than 100 % is called better."
 )
 
 
@@ -119,67 +134,36 @@ def lead(evaluation: Evaluation) -> str:
 
 
 def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
-    """Return a table for each measurement: seconds (or bytes) and speedups by length, as text."""
-    tables = {}
-    for measurement, title in SPEED_TABLES:
-        if evaluation.lengths(measurement):
-            tables[title] = _by_length(evaluation, measurement, "seconds", 1)
-    size = evaluation.throughput_batch_size
-    for measurement, title in ((FORWARD, "Throughput"), (TRAINING, "Training throughput"), (DECODING, "Decoding")):
-        if size > 1 and evaluation.lengths(measurement, size):
-            name = f"{title}: {size} sequences at once, tokens per second"
-            tables[name] = _by_length(evaluation, measurement, "tokens_per_second", size)
-    for measurement, metric, title in (
-        (FORWARD, "peak_memory", "Peak memory of one forward pass"),
-        (FORWARD, "flops", "Operations of one forward pass (matrix products)"),
-        (DECODING, "cache_bytes", "Cache after a context"),
-    ):
-        if evaluation.select(measurement, metric)["value"].notna().any():
-            tables[title] = _by_length(evaluation, measurement, metric, 1)
+    """Return a table for each measurement: values by length as text, times with their speedup."""
+    tables, size = {}, evaluation.throughput_batch_size
+    for title, measurement, metric in SPEED_TABLES:
+        batched = metric == "tokens_per_second"
+        frame = _by_length(evaluation, measurement, metric, size if batched else 1)
+        if len(frame) and not (batched and size == 1):
+            tables[f"{title}: {size} sequences at once, tokens per second" if batched else title] = frame
     return tables
 
 
-FORMATS: dict[str, Any] = {
-    "seconds": format_seconds,
-    "tokens_per_second": format_rate,
-    "peak_memory": format_bytes,
-    "cache_bytes": format_bytes,
-    "flops": format_flops,
-}
-
-
 def _by_length(evaluation: Evaluation, measurement: str, metric: str, batch_size: int) -> pandas.DataFrame:
-    """Values of all rows by length; times with their speedup."""
     import pandas
 
-    lengths = evaluation.lengths(measurement, batch_size)
     rows: dict[str, dict[str, str]] = {}
     for label in evaluation.labels:
-        row = {}
-        for length in lengths:
+        for length in evaluation.lengths(measurement, batch_size):
             columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
             number = evaluation.value(measurement, metric, **columns)
-            if number is None:
-                continue
-            text = FORMATS[metric](number)
-            if metric == "seconds" and label != EXACT_LABEL:
-                speedup = evaluation.speedup(label, length, measurement, batch_size)
-                text += "" if speedup is None else f" ({speedup:.2f}×)"
-            row[f"{length:,}"] = text
-        if row:
-            rows[label] = row
+            if number is not None:
+                text = FORMATS[metric](number)
+                speedup = evaluation.speedup(label, length, measurement) if metric == "seconds" else None
+                text += "" if speedup is None or label == EXACT_LABEL else f" ({speedup:.2f}×)"
+                rows.setdefault(label, {})[f"{length:,}"] = text
+    if (measurement, metric) == (FORWARD, "seconds"):
+        for label in rows:
+            shown = evaluation.crossover(label) if label in evaluation.mechanisms else None
+            rows[label]["faster from"] = "–" if shown is None else str(shown)
     frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–")
-    if measurement == FORWARD and metric == "seconds" and batch_size == 1:
-        frame["faster from"] = [_crossover_text(evaluation, label) for label in frame.index]
     frame.index.name = "tokens"
     return frame
-
-
-def _crossover_text(evaluation: Evaluation, label: str) -> str:
-    if label in (EXACT_LABEL, WITHOUT_ATTENTION):
-        return "–"
-    change = evaluation.crossover(label)
-    return "–" if change is None else str(change)
 
 
 def method(evaluation: Evaluation) -> dict[str, str]:
@@ -213,8 +197,8 @@ def method(evaluation: Evaluation) -> dict[str, str]:
         f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
         f"{info['backend']}; exact attention is {info['model']['attention']}"
     )
-    scores = [score for score in evaluation.scores if evaluation.quality(score, EXACT_LABEL)]
-    noise = [f"{score.title} {_stderr_text(evaluation, score)}" for score in scores if _stderr_text(evaluation, score)]
+    exact = [(score, evaluation.quality(score, EXACT_LABEL)) for score in evaluation.scores]
+    noise = [f"{score.title} ± {fixed(one.stderr, score.digits)}" for score, one in exact if one and one.stderr]
     if noise:
         lines["standard errors of the exact model"] = ", ".join(noise)
     lines["machine"] = f"{hardware['cpu']}, {_count(hardware['threads'], 'thread')}, {hardware['platform']}"
@@ -222,11 +206,6 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     lines["records"] = f"{len(info['records'])} measurements in records.jsonl, {_count(info['runs'], 'run')}"
     lines["duration"] = f"{format_seconds(info['seconds'])} for the last run"
     return lines
-
-
-def _stderr_text(evaluation: Evaluation, score: Any) -> str:
-    quality = evaluation.quality(score, EXACT_LABEL)
-    return "" if quality is None or quality.stderr is None else f"± {fixed(quality.stderr, score.digits)}"
 
 
 def _count(number: int, noun: str) -> str:
