@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from ..utils.arguments import option
@@ -24,6 +24,7 @@ PYTHON_DOCUMENTATION = "python-documentation"
 MINIMUM = {
     "steps": 0,
     "length": 16,
+    "lengths": 16,
     "context": 2,
     "stride": 1,
     "sequence_length": 16,
@@ -31,6 +32,7 @@ MINIMUM = {
     "batch_size": 1,
     "threads": 1,
     "seed": 0,
+    "seeds": 0,
 }
 
 
@@ -64,9 +66,9 @@ class EvaluationData:
     max_eval_samples: int | None = option(None, "labelled rows or sentence pairs to measure on, at most (default: all)")
 
     def __post_init__(self) -> None:
-        _check_integers("data.", self)
         if isinstance(self.task, str):
             raise TypeError(f"data.task must be a tuple of names, got {self.task!r}.")
+        _check_values("data.", self)
         names = [split_task(entry)[0] for entry in self.task or ()]
         if len(set(names)) < len(names):
             raise ValueError(f"data.task has an entry twice: {', '.join(names)}.")
@@ -122,8 +124,7 @@ class SpeedConfig:
     seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)")
 
     def __post_init__(self) -> None:
-        _check_integers("speed.", self)
-        _check_integer_list("speed.lengths", self.lengths, 16)
+        _check_values("speed.", self)
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"speed.dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
         if self.seconds is not None and not self.seconds > 0:
@@ -180,14 +181,7 @@ class EvaluateConfig:
     seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs")
 
     def __post_init__(self) -> None:
-        _check_integers("", self)
-        _check_integer_list("seeds", self.seeds, 0)
-        for name in ("attention", "converted", "baseline"):
-            entries = getattr(self, name)
-            if entries is not None and len(set(entries)) < len(entries):
-                raise ValueError(f"{name} has an entry twice: {', '.join(entries)}.")
-        if self.attention is not None and not self.attention:
-            raise ValueError("attention is empty: name at least one mechanism, or leave it out.")
+        _check_values("", self)
         if self.context is not None and self.stride is not None and self.stride >= self.context:
             raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
         if self.context is not None and self.stride is None and self.context < 4:
@@ -227,47 +221,34 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> Evaluate
     Raises:
         TypeError: There is no such option.
     """
-    sections = {item.name: {one.name for one in fields(getattr(config, item.name))} for item in _sections(config)}
-    changes: dict[str, Any] = {}
+    parts: dict[str, Any] = {"": config, "data": config.data, "speed": config.speed}
+    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for name, value in options.items():
-        value = tuple(value) if isinstance(value, list) else value
-        section = next((section for section, names in sections.items() if name in names), None)
-        if name in {item.name for item in fields(config)}:
-            changes[name] = value
-        elif section is not None:
-            changes[section] = replace(changes.get(section, getattr(config, section)), **{name: value})
-        else:
-            known = ", ".join(
-                [item.name for item in fields(config)] + [one for part in sections.values() for one in part]
-            )
+        part = next((part for part, one in parts.items() if name in {item.name for item in fields(one)}), None)
+        if part is None:
+            known = ", ".join(item.name for one in parts.values() for item in fields(one))
             raise TypeError(f"evaluate() has no option {name!r}. Options: {known}.")
-    return replace(config, **changes)
+        changes[part][name] = tuple(value) if isinstance(value, list) else value
+    own = changes.pop("")
+    for part, values in changes.items():
+        own[part] = replace(own.get(part, parts[part]), **values)
+    return replace(config, **own)
 
 
-def _sections(config: EvaluateConfig) -> list[Any]:
-    return [item for item in fields(config) if is_dataclass(getattr(config, item.name))]
-
-
-def _check_integers(section: str, config: Any) -> None:
+def _check_values(section: str, config: Any) -> None:
+    """Raise a ValueError for an empty list, an entry twice, and a number below its minimum."""
     for item in fields(config):
-        if item.name in MINIMUM:
-            _check_integer(f"{section}{item.name}", getattr(config, item.name), MINIMUM[item.name])
-
-
-def _check_integer_list(name: str, values: tuple[int, ...] | None, minimum: int) -> None:
-    if values is None:
-        return
-    if not values:
-        raise ValueError(f"{name} is empty: give at least one number, or leave it out.")
-    for value in values:
-        _check_integer(name, value, minimum)
-    if len(set(values)) < len(values):
-        raise ValueError(f"{name} has an entry twice: {', '.join(map(str, values))}.")
-
-
-def _check_integer(name: str, value: object, minimum: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
+        name, value = f"{section}{item.name}", getattr(config, item.name)
+        entries = value if isinstance(value, tuple) else (value,)
+        if not entries:
+            raise ValueError(f"{name} is empty: give at least one entry, or leave it out.")
+        if len(set(entries)) < len(entries):
+            raise ValueError(f"{name} has an entry twice: {', '.join(map(str, entries))}.")
+        minimum = MINIMUM.get(item.name)
+        for entry in entries:
+            whole = isinstance(entry, int) and not isinstance(entry, bool)
+            if minimum is not None and entry is not None and not (whole and entry >= minimum):
+                raise ValueError(f"{name} must be a whole number of at least {minimum}, got {entry!r}.")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -276,49 +257,29 @@ def _check_integer(name: str, value: object, minimum: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured on a model: the options with all defaults filled in.
+    """How much is measured on a model: the options with all defaults filled in."""
 
-    Attributes:
-        attentions: The mechanisms to patch in.
-        steps: Steps of attention transfer.
-        sequence_length: Longest sequence of transfer and fidelity, in tokens.
-        batch_size: Sequences in one step of transfer.
-        evaluations: How often the validation sequences are evaluated during a transfer, to keep its best step.
-        train_sequences, validation_sequences: Sequences of the transfer.
-        test_sequences, fidelity_sequences: Sequences of embeddings and of fidelity.
-        perplexity_tokens: Tokens of the perplexity.
-        lengths: Timed lengths.
-        length: The length of the user's inputs, one of `lengths` (None: nothing is timed).
-        seconds: Time to spend on each timed length.
-        seeds: Seeds of everything random; each gives a conversion of its own.
-        seed: Seed of the data's order.
-        context, stride: Windows of the perplexity.
-        throughput_batch_size: Sequences at once where throughput is timed (1: it is not).
-        dtype: Precision of the timed models.
-        backward, layer: Whether to time forward and backward, and one layer.
-    """
-
-    attentions: tuple[str, ...]
-    steps: int
-    sequence_length: int
-    batch_size: int
-    evaluations: int
+    attentions: tuple[str, ...]  # mechanisms to patch in
+    steps: int  # of attention transfer
+    sequence_length: int  # the longest sequence of transfer and fidelity, in tokens
+    batch_size: int  # sequences in one step of transfer
+    evaluations: int  # how often the validation sequences are evaluated during a transfer, to keep its best step
     train_sequences: int
     validation_sequences: int
-    test_sequences: int
+    test_sequences: int  # for embeddings
     fidelity_sequences: int
     perplexity_tokens: int
-    lengths: tuple[int, ...]
-    length: int | None
-    seconds: float
-    seeds: tuple[int, ...]
-    seed: int
-    context: int
-    stride: int
-    throughput_batch_size: int
-    dtype: str
-    backward: bool
-    layer: bool
+    lengths: tuple[int, ...]  # to time
+    length: int | None  # of the user's inputs, one of `lengths` (None: nothing is timed)
+    seconds: float  # to spend on each timed length
+    seeds: tuple[int, ...]  # of everything random; each gives a conversion of its own
+    seed: int  # of the data's order
+    context: int  # tokens of a window of the perplexity
+    stride: int  # tokens between windows
+    throughput_batch_size: int  # sequences at once where throughput is timed (1: it is not)
+    dtype: str  # of the timed models
+    backward: bool  # whether to time forward and backward together
+    layer: bool  # whether to time one layer
 
 
 def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Settings:
@@ -342,7 +303,9 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     default = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
     attentions = config.attention if config.attention or config.converted else default
     own = config.length or min(limit or 2048, 2048)
-    lengths = config.speed.lengths or _default_lengths(limit, config.quick)
+    usual = (128, 512, 2048, 4096) if config.quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+    shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
+    lengths = config.speed.lengths or (*shortest, *usual)
     context = config.context or min(length, limit or length)
     quick = config.quick
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
@@ -369,8 +332,3 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
         backward=config.speed.backward,
         layer=config.speed.layer,
     )
-
-
-def _default_lengths(limit: int | None, quick: bool) -> tuple[int, ...]:
-    lengths = (128, 512, 2048, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
-    return (limit, *lengths) if limit is not None and 16 <= limit < 128 else lengths

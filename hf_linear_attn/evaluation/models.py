@@ -6,8 +6,10 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from ..checkpoints import load_pretrained
 from ..data.files import TEXT_FORMATS, file_suffix
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.inputs import has_position_table
@@ -83,25 +86,22 @@ class ExactModel:
 
     def facts(self) -> dict[str, Any]:
         """Return what a report says about the model."""
-        return {"name": self.name, "kind": self.kind, **model_facts(self.model)}
-
-
-def model_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the class, the sizes, the precision and the attention implementation of a model."""
-    layers = self_attention(model)
-    shape = attention_shape(layers[0], 0, None)
-    return {
-        "class": type(model).__name__,
-        "layers": len(layers),
-        "heads": shape.num_heads,
-        "key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "positions": longest_input(model),
-        "position_table": has_position_table(model),
-        "dtype": dtype_name(model),
-        "attention": str(model.config._attn_implementation),
-    }
+        layers = self_attention(self.model)
+        shape = attention_shape(layers[0], 0, None)
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "class": type(self.model).__name__,
+            "layers": len(layers),
+            "heads": shape.num_heads,
+            "key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "positions": longest_input(self.model),
+            "position_table": has_position_table(self.model),
+            "dtype": dtype_name(self.model),
+            "attention": self.implementation,
+        }
 
 
 def dtype_name(model: PreTrainedModel) -> str:
@@ -145,31 +145,19 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 # Loading
 
 
-def load_config(source: str) -> Any:
-    """Return the config of an unpatched encoder or decoder.
+def describe_source(source: str, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
+    """Return the name, the kind and the config of an unpatched checkpoint.
+
+    A model is a classifier with a task, or where it has the head of one, with a data set that is no plain text.
 
     Raises:
         OSError: It cannot be loaded.
         ValueError: It is patched already, or an encoder-decoder.
     """
-    try:
+    with _named_errors(f"The model {source!r}"):
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"The model {source!r} cannot be loaded ({first_line(error)}). Give a local folder or a repository on the "
-            "Hub."
-        ) from error
     if getattr(config, CONFIG_FIELD, None) is not None:
         raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
-    return config
-
-
-def describe_source(source: str, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
-    """Return the name, the kind and the config of an unpatched checkpoint. Raises as `load_config` and `is_decoder`.
-
-    A model is a classifier with a task, or where it has the head of one, with a data set that is no plain text.
-    """
-    config = load_config(source)
     name = Path(source).resolve().name if Path(source).is_dir() else source
     has_head = any("ForSequenceClassification" in one for one in config.architectures or ())
     has_labels = dataset not in (None, PYTHON_DOCUMENTATION) and file_suffix(Path(str(dataset))) not in TEXT_FORMATS
@@ -180,13 +168,18 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
 
 def load_tokenizer(source: str) -> Any:
     """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
-    try:
+    with _named_errors(f"The tokenizer of {source!r}"):
         return AutoTokenizer.from_pretrained(source)
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Context manager that turns errors of loading into an OSError with the name and a remedy."""
+    try:
+        yield
     except (OSError, ValueError) as error:
-        raise OSError(
-            f"The tokenizer of {source!r} cannot be loaded ({first_line(error)}). Give a local folder or a repository "
-            "on the Hub that has one."
-        ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{name} cannot be loaded ({reason}). Give a local folder or a repository on the Hub.") from error
 
 
 def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
@@ -203,12 +196,9 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
         ValueError: Weights are missing, or its attention cannot be replaced.
     """
     auto_class = getattr(transformers, AUTO_CLASSES[kind])
-    try:
-        with quiet_transformers():
-            precision = {"dtype": torch.float32} if kind == "classifier" else {}
-            model, info = auto_class.from_pretrained(source, output_loading_info=True, **precision)
-    except (OSError, ValueError) as error:
-        raise OSError(f"The model {source!r} cannot be loaded ({first_line(error)}).") from error
+    precision = {"dtype": torch.float32} if kind == "classifier" else {}
+    with _named_errors(f"The model {source!r}"), quiet_transformers():
+        model, info = auto_class.from_pretrained(source, output_loading_info=True, **precision)
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     prefix = f"{model.base_model_prefix}."
     if missing and kind == "classifier" and not any(name.startswith(prefix) for name in missing):
@@ -261,11 +251,6 @@ def kind_of(model: PreTrainedModel) -> str:
     return "decoder" if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "encoder"
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Converted checkpoints
 
@@ -302,7 +287,11 @@ class CheckpointGroup:
     @property
     def identity(self) -> str:
         """A text that is equal for groups which differ in weights and seeds only."""
-        return json.dumps(_without_seeds(self.layers), sort_keys=True, default=str)
+        layers = {
+            index: {**layer, "options": {name: item for name, item in layer["options"].items() if name != "seed"}}
+            for index, layer in self.layers.items()
+        }
+        return json.dumps(layers, sort_keys=True, default=str)
 
     def facts(self) -> dict[str, Any]:
         """Return what a report says about the group."""
@@ -347,8 +336,8 @@ def find_checkpoints(
         layers = {} if saved is None else {str(index): layer for index, layer in saved["layers"].items()}
         names = [layer["attention"] for layer in layers.values()]
         attention = max(dict.fromkeys(names), key=names.count) if names else EXACT
-        loader = _checkpoint_loader(folder, auto_class, exact, device)
-        checkpoint = Checkpoint(Path(folder).name, folder_fingerprint(Path(folder)), loader)
+        load = partial(_load_checkpoint, folder, auto_class, exact, device)
+        checkpoint = Checkpoint(Path(folder).name, folder_fingerprint(Path(folder)), load)
         group = CheckpointGroup(attention, layers, ())
         known = groups.get(group.identity, group)
         groups[group.identity] = replace(known, checkpoints=(*known.checkpoints, checkpoint))
@@ -391,10 +380,8 @@ def folder_fingerprint(folder: Path) -> str:
     if not weights:
         raise ValueError(f"{str(folder)!r} has no weights (*.safetensors). Give a complete checkpoint.")
     for path in (folder / "config.json", *weights):
-        digest.update(path.name.encode())
         with path.open("rb") as file:
-            while block := file.read(2**22):
-                digest.update(block)
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()
 
 
@@ -409,19 +396,7 @@ def _checkpoint_config(folder: str) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _checkpoint_loader(folder: str, auto_class: Any, exact: bool, device: Any) -> Callable[[], PreTrainedModel]:
-    def load() -> PreTrainedModel:
-        from ..checkpoints import load_pretrained
-
-        with quiet_transformers():
-            model = auto_class.from_pretrained(folder) if exact else load_pretrained(folder, auto_class)
-        return model.eval().to(device)
-
-    return load
-
-
-def _without_seeds(layers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        index: {**layer, "options": {name: item for name, item in layer["options"].items() if name != "seed"}}
-        for index, layer in sorted(layers.items())
-    }
+def _load_checkpoint(folder: str, auto_class: Any, exact: bool, device: Any) -> PreTrainedModel:
+    with quiet_transformers():
+        model = auto_class.from_pretrained(folder) if exact else load_pretrained(folder, auto_class)
+    return model.eval().to(device)

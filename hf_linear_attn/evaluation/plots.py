@@ -30,7 +30,7 @@ BEFORE_COLOR = "#B5B5B5"
 #: Inches; at 10 points on 5.6 inches, text is about 9 pixels high on a screen of 390 pixels.
 WIDTH, DPI = 5.6, 160
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.titlesize": 10.5,
