@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -87,33 +86,19 @@ def evaluate(
         ImportError: pandas is missing; with a task or STS-B, a package of the extra `train`.
     """
     require_packages("pandas", extra="demo", purpose="evaluate")
-    start = time.perf_counter()
-    config = with_options(config or EvaluateConfig(), options)
-    text = None
+    config, documents = with_options(config or EvaluateConfig(), options), None
     if isinstance(data, EvaluationData):
         config = replace(config, data=data)
     elif isinstance(data, (str, Path)):
         config = replace(config, data=replace(config.data, dataset=str(data)))
     elif data is not None:
-        text = list(data)
-    _check_names(config)
-    if output is not None:
-        check_output(output, RESULTS, overwrite=config.overwrite, resume=config.resume)
-        config = replace(config, output=str(output))
-    evaluators = _prepare_all(model, config, tokenizer, text)
-    progress = progress or NoProgress()
-    if output is None:
-        return _run(evaluators, config, Records(), None, progress, start, timing=timing)
-    with open_records(config) as records:
-        return _run(evaluators, config, records, Path(output), progress, start, timing=timing)
+        documents = list(data)
+    folder = None if output is None else Path(output)
+    tool = "hf_linear_attn.evaluation.evaluate()"
+    return _evaluate(model, config, folder, progress or NoProgress(), tool, tokenizer, documents, timing=timing)
 
 
-def run_evaluate(
-    config: EvaluateConfig,
-    *,
-    console: Any = None,
-    tool: str = "hf-linear-attn evaluate",
-) -> Evaluation:
+def run_evaluate(config: EvaluateConfig, *, console: Any = None, tool: str = "hf-linear-attn evaluate") -> Evaluation:
     """Evaluate, write the report to `config.output`, show the summary, and return the `Evaluation`.
 
     Args:
@@ -126,53 +111,53 @@ def run_evaluate(
         ImportError: A package of the extra `demo` is missing; with a task or STS-B, one of `train`.
     """
     require_packages("pandas", "matplotlib", "jinja2", "tabulate", extra="demo", purpose=f"`{tool}`")
-    start = time.perf_counter()
     if config.model is None:
         raise ValueError("No model: give a local folder or a repository on the Hub.")
-    screen = ConsoleProgress(console)
-    _check_names(config)
-    check_output(config.output, RESULTS, overwrite=config.overwrite, resume=config.resume)
-    screen.log(f"Loading {config.name or config.model} ...")
-    evaluators = _prepare_all(config.model, config, None, None)
     folder = Path(config.output)
-    with open_records(config) as records:
-        try:
-            with screen:
-                if len(records):
-                    screen.log(f"{len(records)} records of earlier runs are used where they fit.")
-                evaluation = _run(evaluators, config, records, folder, screen, start, tool)
-        except BaseException:
-            if records:
-                saved = f"{len(records)} records are saved in {folder / RECORDS_FILE}."
-                screen.log(f"{saved} To continue: the same command with --resume.")
-            raise
+    with ConsoleProgress(console) as screen:
+        evaluation = _evaluate(config.model, config, folder, screen, tool)
     evaluation.save(folder)
     path = evaluation.report(folder)
-    show(evaluation, screen, path)
+    screen.table(evaluation.summary())
+    conclusions = (f"{one.label}: {one.sentence}" for one in evaluation.conclusions())
+    for line in (*conclusions, *evaluation.warnings()):
+        screen.log(f"• {line}")
+    screen.log(f"Report: {path}")
     return evaluation
 
 
-def show(evaluation: Evaluation, screen: ConsoleProgress, path: Path) -> None:
-    """Print the summary, the conclusions, and where the report is."""
-    screen.table(evaluation.summary())
-    for conclusion in evaluation.conclusions():
-        screen.log(f"• {conclusion.label}: {conclusion.sentence}")
-    for line in evaluation.warnings():
-        screen.log(f"• {line}")
-    screen.log(f"Report: {path}")
-
-
-@contextmanager
-def open_records(config: EvaluateConfig) -> Iterator[Records]:
-    """Context manager that opens the records of the output folder, which is removed if an error leaves none in it.
-
-    Raises:
-        ValueError: The records in the folder are damaged.
-        OSError: The folder cannot be written to.
-    """
-    folder = Path(config.output)
+def _evaluate(
+    model: Any,
+    config: EvaluateConfig,
+    folder: Path | None,
+    progress: Progress,
+    tool: str,
+    tokenizer: Any = None,
+    documents: Sequence[str] | None = None,
+    *,
+    timing: bool = True,
+) -> Evaluation:
+    """Check and load everything, and then measure; with a folder, every record is in it as soon as it is known."""
+    start = time.perf_counter()
+    _check_names(config)
+    if folder is not None:
+        check_output(folder, RESULTS, overwrite=config.overwrite, resume=config.resume)
+        config = replace(config, output=str(folder))
+    progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
+    evaluators = _prepare_all(model, config, tokenizer, documents)
+    if folder is None:
+        return _run(evaluators, config, Records(), None, progress, start, tool, timing=timing)
     with open_output(folder, RESULTS, overwrite=config.overwrite):
-        yield Records(folder / RECORDS_FILE, remeasure=config.remeasure)
+        records = Records(folder / RECORDS_FILE, remeasure=config.remeasure)
+        if len(records):
+            progress.log(f"{len(records)} records of earlier runs are used where they fit.")
+        try:
+            return _run(evaluators, config, records, folder, progress, start, tool, timing=timing)
+        except BaseException:
+            if records:
+                saved = f"{len(records)} records are saved in {folder / RECORDS_FILE}."
+                progress.log(f"{saved} To continue: the same command with --resume.")
+            raise
 
 
 def _check_names(config: EvaluateConfig) -> None:
@@ -299,9 +284,9 @@ def _run(
     folder: Path | None,
     progress: Progress,
     start: float,
-    tool: str = "hf_linear_attn.evaluation.evaluate()",
+    tool: str,
     *,
-    timing: bool = True,
+    timing: bool,
 ) -> Evaluation:
     first = evaluators[0]
     groups = _join_earlier_runs(evaluators, config, records)

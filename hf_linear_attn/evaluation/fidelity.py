@@ -76,25 +76,22 @@ class Fidelity:
         return sum(values) / len(values)
 
 
-class _Totals:
-    def __init__(self) -> None:
-        self.kl: Tensor | None = None
-        self.rows = torch.zeros((), dtype=torch.float64)
-        self.error = torch.zeros((), dtype=torch.float64)
-        self.norm = torch.zeros((), dtype=torch.float64)
-
-    def add(self, call: AttentionCall) -> None:
-        rows = call.real_queries()
-        if call.mechanism.distribution:
-            exact, linear = call.exact_weights().double(), call.linear_weights().double()
-            terms = exact * (exact.clamp_min(1e-300).log() - linear.clamp_min(1e-30).log())
-            kl = terms.sum(dim=-1).masked_fill(~rows, 0.0).sum(dim=(0, 2)).cpu()
-            self.kl = kl if self.kl is None else self.kl + kl
-        self.rows = self.rows + rows.sum(dim=(0, 2)).cpu()
-        exact_out = call.output.double().masked_fill(~rows.unsqueeze(-1), 0.0)
-        linear_out = call.linear_output().double().masked_fill(~rows.unsqueeze(-1), 0.0)
-        self.error = self.error + (exact_out - linear_out).square().sum(dim=(0, 2, 3)).cpu()
-        self.norm = self.norm + exact_out.square().sum(dim=(0, 2, 3)).cpu()
+def _sums(call: AttentionCall) -> dict[str, Tensor]:
+    """Sums over the real queries of one call, per head, float64 on the CPU."""
+    rows = call.real_queries()
+    exact_out, linear_out = (
+        out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
+    )
+    sums = {
+        "rows": rows.sum(dim=(0, 2)).double(),
+        "error": (exact_out - linear_out).square().sum(dim=(0, 2, 3)),
+        "norm": exact_out.square().sum(dim=(0, 2, 3)),
+    }
+    if call.mechanism.distribution:
+        exact, linear = call.exact_weights().double(), call.linear_weights().double()
+        terms = exact * (exact.clamp_min(1e-300).log() - linear.clamp_min(1e-30).log())
+        sums["kl"] = terms.sum(dim=-1).masked_fill(~rows, 0.0).sum(dim=(0, 2))
+    return {name: tensor.cpu() for name, tensor in sums.items()}
 
 
 @torch.no_grad()
@@ -108,10 +105,11 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    totals: dict[int, _Totals] = {}
+    totals: dict[int, dict[str, Tensor]] = {}  # by layer
 
     def observer(call: AttentionCall) -> None:
-        totals.setdefault(id(call.module), _Totals()).add(call)
+        known = totals.setdefault(id(call.module), {})
+        known.update({name: known.get(name, 0.0) + tensor for name, tensor in _sums(call).items()})
 
     cosine, tokens = 0.0, 0
     with evaluation_mode(model):
@@ -126,17 +124,13 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
             tokens += int(real.sum())
     if not tokens:
         raise ValueError("No batches to measure on.")
-    return Fidelity(_layers(model, totals), cosine / tokens, tokens)
-
-
-def _layers(model: PreTrainedModel, totals: dict[int, _Totals]) -> list[LayerFidelity]:
     saved = getattr(model.config, CONFIG_FIELD)["layers"]
-    rows = []
+    layers = []
     for index, layer in enumerate(self_attention(model)):
-        if getattr(layer.module, SUBMODULE, None) is None or id(layer.module) not in totals:
+        total = totals.get(id(layer.module))
+        if total is None or getattr(layer.module, SUBMODULE, None) is None:
             continue
-        total = totals[id(layer.module)]
-        kl = None if total.kl is None else (total.kl / total.rows.clamp_min(1)).tolist()
-        error = (total.error / total.norm.clamp_min(1e-300)).sqrt().tolist()
-        rows.append(LayerFidelity(index, layer.name, saved[str(index)]["attention"], kl, error))
-    return rows
+        kl = (total["kl"] / total["rows"].clamp_min(1)).tolist() if "kl" in total else None
+        error = (total["error"] / total["norm"].clamp_min(1e-300)).sqrt().tolist()
+        layers.append(LayerFidelity(index, layer.name, saved[str(index)]["attention"], kl, error))
+    return Fidelity(layers, cosine / tokens, tokens)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ..checkpoints import load_pretrained
+from ..patching import CONFIG_FIELD
 from ..utils.environment import json_safe
 from ..utils.extras import require_packages
 
@@ -31,7 +33,10 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
 
     if isinstance(model, str):
         tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-        model = _load_model(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        patched = getattr(config, CONFIG_FIELD, None) is not None
+        auto_class = AutoModelForCausalLM
+        model = load_pretrained(model, auto_class) if patched else auto_class.from_pretrained(model)
     if tokenizer is None:
         raise ValueError("Give the tokenizer of the model too, or the folder of a checkpoint that holds both.")
     if tokenizer.eos_token_id is None:
@@ -39,18 +44,6 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
             "lm_eval needs an end-of-sequence token, and this tokenizer has none. Set tokenizer.eos_token."
         )
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-
-
-def _load_model(source: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ..checkpoints import load_pretrained
-    from ..patching import CONFIG_FIELD
-
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if getattr(config, CONFIG_FIELD, None) is None:
-        return AutoModelForCausalLM.from_pretrained(source)
-    return load_pretrained(source, AutoModelForCausalLM)
 
 
 def run_harness(
@@ -68,8 +61,7 @@ def run_harness(
     Args:
         model, tokenizer, batch_size: as `harness_model`.
         tasks: names of tasks.
-        folder: with YAML files of tasks of one's own; only these are then known. None: those of the harness, whose data
-            comes from the Hub.
+        folder: with YAML files of your own tasks; only these are then known. None: the harness's, with data of the Hub.
         limit: so many documents of each task, at most.
         num_fewshot: examples before each question (None: as the task says).
 
@@ -95,10 +87,8 @@ def run_harness(
         bootstrap_iters=0,
         log_samples=False,
     )
-    return {task: _metrics(values) for task, values in (output or {"results": {}})["results"].items()}
-
-
-def _metrics(values: dict[str, Any]) -> dict[str, Any]:
-    """`{"acc,none": 0.5, "alias": …}` as `{"acc": 0.5}`: without filters where there is only the default one."""
-    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    return json_safe({name.removesuffix(",none"): value for name, value in numbers.items()})
+    # "acc,none" is "acc" without a filter, and of no interest are texts such as the task's alias.
+    return {
+        task: json_safe({name.removesuffix(",none"): one for name, one in values.items() if not isinstance(one, str)})
+        for task, values in (output or {"results": {}})["results"].items()
+    }

@@ -153,7 +153,7 @@ class _Run:
         for half in split_halves(text.held_out):
             if self.exact.kind == "decoder":
                 rows = token_documents(tokenizer, half, settings.perplexity_tokens)
-                windows = {"context": settings.context, "stride": settings.stride, "batch_size": size}
+                windows: dict[str, Any] = {"context": settings.context, "stride": settings.stride, "batch_size": size}
                 metrics.append(perplexity_metric(rows, exact=model, **windows))
             else:
                 rows = token_passages(tokenizer, half, settings.sequence_length, settings.test_sequences)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..ops.backends import use_backend
 
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -36,31 +40,22 @@ def count_flops(function: Callable[[], object]) -> int:
     (feature maps, softmax, norms) is not counted. Linear attention counts as in its torch form: the counter sees
     nothing of fused kernels, which do the same products.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from ..ops.backends import use_backend
-
     aten = torch.ops.aten
     fused: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, *args, **kwargs: (
+            2 * _attention_flops(*args, **kwargs)  # two products for each one of the forward pass
+        ),
     }
     with use_backend("torch"), FlopCounterMode(display=False, custom_mapping=fused) as counter:
         function()
     return int(counter.get_total_flops())
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """From the shapes `[B, H, L, d]`, `[B, H_kv, S, d]`, `[B, H_kv, S, d_v]`."""
     batch, heads, length, dim = query
     return 2 * batch * heads * length * key[2] * (dim + value[3])
-
-
-def _backward_flops(
-    grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    """Two products for each one of the forward pass."""
-    return 2 * _attention_flops(query, key, value)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -85,7 +80,9 @@ def peak_memory(function: Callable[[], object], device: torch.device, *, collect
         return int(torch.cuda.max_memory_allocated(device) - before)
     if device.type != "cpu" or not _can_reset_peak():
         return None
-    _hand_back()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # the C library would keep freed memory resident, and a second call would seem to need none
+        trim(0)
     before = _status_bytes("VmRSS")
     CLEAR.write_text(RESET_PEAK, encoding="ascii")
     function()
@@ -98,47 +95,32 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
-    known = [size for size in (_available(), _left_of_group()) if size is not None]
-    return min(known) if device.type == "cpu" and known else None
-
-
-def _available() -> int | None:
-    try:
-        return _status_bytes("MemAvailable", MEMORY)
-    except (OSError, LookupError):
-        return None
+    known = [_left_of_group()]
+    with suppress(OSError, LookupError):
+        known.append(_status_bytes("MemAvailable", MEMORY))
+    return min((size for size in known if size is not None), default=None) if device.type == "cpu" else None
 
 
 def _left_of_group() -> int | None:
     """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
     for folder, limit, used, dropped in GROUPS:
-        try:
+        with suppress(OSError, ValueError):  # no such group, or "max"
             limit_bytes, used_bytes = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
             counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        return max(0, limit_bytes - used_bytes + int(counts.get(dropped, 0)))
+            return max(0, limit_bytes - used_bytes + int(counts.get(dropped, 0)))
     return None
 
 
 def _can_reset_peak() -> bool:
-    try:
+    with suppress(OSError, LookupError):
         CLEAR.write_text(RESET_PEAK, encoding="ascii")
         return _status_bytes("VmHWM") > 0
-    except (OSError, LookupError):
-        return False
+    return False
 
 
-def _hand_back() -> None:
-    """Without this the C library keeps freed memory resident, and a second call seems to need none."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _status_bytes(name: str, path: Path | None = None) -> int:
+def _status_bytes(name: str, path: Path = STATUS) -> int:
     """A line of /proc/self/status (or `path`) such as `VmRSS:  13884 kB`. Raises a LookupError where it is missing."""
-    for line in (path or STATUS).read_text(encoding="ascii", errors="replace").splitlines():
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     raise LookupError(name)

@@ -86,12 +86,20 @@ def read_stream(
         raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near}")
     if chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, got {chunk_length!r}.")
-    limit = position_limit(model)
-    period = _period(model, period, limit) if policy.wraps else None
+    limit, name = position_limit(model), type(model).__name__
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if policy.wraps:
+        period = period or limit or longest_input(model)
+        if period is None:
+            raise ValueError(f"The config of {name} tells no longest input. Give a period.")
+        if period < 1 or period > (limit or period):
+            raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
+        if not takes_positions:
+            raise ValueError(f"{name} takes no position_ids. Read with positions='continue'.")
     source, start, cache = iter(tokens), 0, None
     while True:
-        first = start if period is None else start % period
-        size = chunk_length if period is None else min(chunk_length, period - first)
+        first = start % period if policy.wraps and period else start
+        size = min(chunk_length, period - first) if policy.wraps and period else chunk_length
         piece = list(itertools.islice(source, size))
         if not piece:
             return
@@ -99,36 +107,18 @@ def read_stream(
             cache = None
         if limit is not None and first + len(piece) > limit:
             raise ValueError(
-                f"Token {start + limit - first:,} of the stream lies beyond the {limit} learned positions of "
-                f"{type(model).__name__}. Read with positions='wrap' or 'restart', or extend the table first: "
-                "extend_positions(model, N)."
+                f"Token {start + limit - first:,} of the stream lies beyond the {limit} learned positions of {name}. "
+                "Read with positions='wrap' or 'restart', or extend the table first: extend_positions(model, N)."
             )
         ids = torch.tensor([piece], device=model.device)
-        output = model(
-            ids, past_key_values=cache, use_cache=True, **_position_inputs(model, first, ids, needed=policy.wraps)
-        )
+        places = torch.arange(first, first + len(piece), device=model.device)[None]
+        options = {"position_ids": places} if takes_positions else {}
+        output = model(ids, past_key_values=cache, use_cache=True, **options)
         cache = getattr(output, "past_key_values", None)
         if cache is None:
-            raise ValueError(f"{type(model).__name__} keeps no state: a stream needs a decoder.")
+            raise ValueError(f"{name} keeps no state: a stream needs a decoder.")
         yield Piece(start, ids, output, cache)
         start += len(piece)
-
-
-def _period(model: PreTrainedModel, period: int | None, limit: int | None) -> int:
-    period = period or limit or longest_input(model)
-    if period is None:
-        raise ValueError(f"The config of {type(model).__name__} tells no longest input. Give a period.")
-    if period < 1 or period > (limit or period):
-        raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
-    return period
-
-
-def _position_inputs(model: PreTrainedModel, first: int, ids: Tensor, needed: bool) -> dict[str, Tensor]:
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        return {"position_ids": torch.arange(first, first + ids.shape[1], device=ids.device)[None]}
-    if needed:
-        raise ValueError(f"{type(model).__name__} takes no position_ids. Read with positions='continue'.")
-    return {}
 
 
 def stream_losses(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
