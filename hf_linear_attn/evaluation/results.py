@@ -65,6 +65,7 @@ class Comparison:
         own: The mechanism's.
         reference: The score of the model that it is compared with.
         control: Whether that is the tuned exact model; otherwise it is the exact model itself.
+        further: Whether all weights of the mechanism's model were trained further, and those of the reference not.
         share: Share of the reference's score that is kept, in (0, 1]; None where it is not defined, or where the
             mechanism is better than the reference.
         assessment: What the score says.
@@ -74,6 +75,7 @@ class Comparison:
     own: Quality
     reference: Quality
     control: bool
+    further: bool
     share: float | None
     assessment: Assessment
 
@@ -205,7 +207,8 @@ class Evaluation:
         own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
         if own is None or reference is None:
             return None
-        comparison = Comparison(score, own, reference, bool(tuned), None, self._assess(score, label, reference))
+        assessment = self._assess(score, label, reference)
+        comparison = Comparison(score, own, reference, bool(tuned), converted and not tuned, None, assessment)
         worse = comparison.assessment.worse or own.mean == reference.mean
         if not comparison.assessment.valid or min(own.mean, reference.mean) <= 0 or not worse:
             return comparison
@@ -450,6 +453,7 @@ def _quality_text(comparison: Comparison) -> str:
         text = f"{score.title} {own}{spread}"
     elif comparison.share is None:
         text = f"{score.title} {own}{spread}, better than {name} ({exact})"
+        text += ", which was not trained further" if comparison.further else ""
         text += ", although its outputs differ largely: that is chance" if comparison.assessment.chance else ""
     elif score.higher_is_better:
         text = f"{score.title} {own}{spread}, {100 * comparison.share:.1f} % of {name} ({exact})"

@@ -1,0 +1,121 @@
+"""What an evaluation concludes from its numbers: verdicts, shares, and where it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import pytest
+
+from hf_linear_attn.evaluation.metrics import PERPLEXITY, Score
+from hf_linear_attn.evaluation.records import Conditions, Records
+from hf_linear_attn.evaluation.results import Evaluation
+
+ACCURACY = Score("task", "score", "sst2 accuracy", task="sst2")
+CONVERTED, CONTROL = "window (converted)", "softmax (tuned)"
+
+
+def evaluation(
+    score: Score,
+    values: Mapping[str, float],
+    *,
+    speedups: Mapping[int, float] | None = None,
+    longest: int = 512,
+    **more: Mapping[str, float],
+) -> Evaluation:
+    """An evaluation with these scores by row; `more` are further metrics of the same measurement, by row."""
+    records = Records()
+    records.start_run("a test", {}, {})
+    for label, value in values.items():
+        rows = [{"metric": score.metric, "value": value}]
+        rows += [{"metric": name, "value": part[label]} for name, part in more.items() if label in part]
+        conditions = Conditions("model", "", label, score.measurement, task=score.task)
+        records.add(conditions, rows, label=label)
+    for length, speedup in (speedups or {512: 2.0}).items():
+        for label in values:
+            time = {"metric": "seconds", "value": 1.0, "p20": 1.0, "p80": 1.0, "speedup": speedup}
+            conditions = Conditions("model", "", label, "forward", length=length, batch_size=1)
+            records.add(conditions, [{**time, "speedup": 1.0} if label == "exact" else time], label=label)
+    info = {
+        "scores": [asdict(score)],
+        "labels": list(values),
+        "mechanisms": [label for label in values if label not in ("exact", CONTROL, "without attention")],
+        "checkpoints": [{"label": label} for label in (CONVERTED, CONTROL)],
+        "settings": {"length": 512, "dtype": "float32"},
+        "model": {"dtype": "float32"},
+        "environment": {"hardware": {"load_average_at_start": 0.0, "logical_cpus": 2}},
+        "data": {"held_out": {"longest": longest}},
+        "notes": [],
+    }
+    return Evaluation(records.to_frame(), info, records)
+
+
+def test_no_verdict_where_the_exact_model_is_no_better_than_without_attention() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 124.06, "window": 124.10, "elu": 120.0, "without attention": 123.0})
+    sentences = [one.sentence for one in result.conclusions()]
+    assert sentences == [
+        "2.0× faster at 512 tokens; perplexity 124.10 (the exact model: 124.06), without a verdict.",
+        "2.0× faster at 512 tokens; perplexity 120.00 (the exact model: 124.06), without a verdict.",
+    ]
+    assert [one.worthwhile for one in result.conclusions()] == [None, None]
+    assert result.warnings() == [
+        "perplexity: these data cannot judge attention: the exact model (124.06) is not clearly better than without "
+        "attention (123.00). No verdict is given."
+    ]
+    assert "perplexity change" not in result.summary()
+
+
+def test_the_exact_model_comes_first_and_then_the_floor() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 30.0, "window": 10.1, "without attention": 20.0})
+    elu, window = result.conclusions()
+    assert "perplexity 30.00, +200.0% against the exact model (10.00), worse than without attention" in elu.sentence
+    assert "perplexity 10.10, +1.0% against the exact model (10.00)." in window.sentence
+    assert (elu.worthwhile, window.worthwhile) == (False, True)
+    assert result.warnings() == []
+
+
+def test_a_classifier_at_the_level_of_the_most_frequent_answer_judges_nothing() -> None:
+    values = {"exact": 0.52, "elu": 0.66, "without attention": 0.40}
+    result = evaluation(ACCURACY, values, most_frequent_answer={"exact": 0.52})
+    assert "sst2 accuracy 0.660 (the exact model: 0.520), without a verdict" in result.conclusions()[0].sentence
+    assert "always giving the most frequent answer (0.520)" in result.warnings()[0]
+    better = evaluation(ACCURACY, {**values, "exact": 0.70}, most_frequent_answer={"exact": 0.52})
+    assert "94.3 % of the exact model (0.700)" in better.conclusions()[0].sentence
+
+
+def test_a_converted_checkpoint_is_compared_with_an_equally_trained_model() -> None:
+    values = {"exact": 0.70, CONTROL: 0.84, CONVERTED: 0.80, "without attention": 0.50}
+    result = evaluation(ACCURACY, values)
+    assert "sst2 accuracy 0.800, 95.2 % of the equally trained exact model (0.840)" in result.conclusions()[0].sentence
+    assert result.summary()["sst2 accuracy kept"][CONVERTED] == "95.2%"
+    del values[CONTROL]
+    result = evaluation(ACCURACY, values)
+    sentence = result.conclusions()[0].sentence
+    assert "sst2 accuracy 0.800, better than the exact model (0.700), which was not trained further" in sentence
+    assert result.summary()["sst2 accuracy kept"][CONVERTED] == "better than exact"
+    assert "%" not in sentence
+
+
+def test_a_better_score_with_largely_different_outputs_is_chance() -> None:
+    values = {"exact": 163.0, "window": 146.0, "without attention": 250.0}
+    divergences = {"exact": 0.0, "window": 0.9, "without attention": 1.0}
+    result = evaluation(PERPLEXITY, values, divergence=divergences)
+    assert "better than the exact model (163.00), although its outputs differ largely: that is chance" in (
+        result.conclusions()[0].sentence
+    )
+    assert result.conclusions()[0].worthwhile is None
+
+
+@pytest.mark.parametrize(
+    ("speedups", "text"),
+    [({128: 0.5, 512: 0.9}, "> 512"), ({128: 1.5, 512: 2.0}, "≤ 128"), ({128: 0.5, 512: 2.0}, "~ 260")],
+)
+def test_nothing_is_said_about_lengths_that_were_not_measured(speedups: dict[int, float], text: str) -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 11.0, "without attention": 20.0}, speedups=speedups)
+    assert result.summary()["faster from"]["elu"] == text
+
+
+def test_inputs_are_as_long_as_they_were_and_not_as_they_might_have_been() -> None:
+    result = evaluation(ACCURACY, {"exact": 0.9, "elu": 0.9, "without attention": 0.5}, longest=60)
+    assert result.conclusions()[0].sentence.endswith("quality was measured on inputs of at most 60 tokens only.")
+    assert result.conclusions()[0].worthwhile is None
