@@ -1,0 +1,455 @@
+"""Recall of something said once, far back: by distance and by depth, with synthetic prompts made of tokens.
+
+    recall = measure_recall(model, tokenizer, lengths=(512, 2048), depths=(0.1, 0.5, 0.9))
+    recall.table      # one row per prompt
+    recall.summary()  # share of correct answers by task and length
+
+Decoders answer by generating, greedily. Encoders answer by retrieval: which of many long documents holds a sentence?
+`find_retrieval_heads` shows which heads of an exact decoder look the answer up (Wu et al. 2024, arXiv:2404.15574).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..data.text import encode_text, pad_token, padded_batches, special_tokens
+from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.inputs import has_position_table
+from ..patching import is_patched
+from ..utils.extras import require_packages
+from ..utils.files import atomic_write
+from ..utils.models import shared_copy
+from .fidelity import evaluation_mode
+from .metrics import sentence_embeddings
+from .progress import OnBatch, report_nothing
+
+if TYPE_CHECKING:
+    import pandas
+
+#: Text that prompts are filled with. A tokenizer that cannot encode it gets random tokens instead.
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. A river runs past the old mill. Bread is baked early in "
+    "the morning. Some birds fly south in autumn. The train leaves at noon. Rain fell on the roof all night. A cat "
+    "sleeps by the window. The market opens on Fridays. Snow covers the hills in winter. Two boats lie in the harbour. "
+    "The school is across the street. Apples ripen late this year. The clock on the tower is slow. Here we go again."
+)
+NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
+
+#: Needles of the task `needles`; tokens of an induction's context and answer; tokens of a random pass key.
+NEEDLES, CONTEXT, COPIED, KEY = 4, 8, 4, 5
+
+PROBE_IMPLEMENTATION = "hf_linear_attn_probe"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        ids: Tokens of the prompt; the question is at the end.
+        answer: Tokens that answer it.
+        position: Index in `ids` of the answer's first token, where it was said.
+    """
+
+    ids: list[int]
+    answer: list[int]
+    position: int
+
+
+class PromptMaker:
+    """Makes prompts for a tokenizer.
+
+    Args:
+        tokenizer: Any tokenizer; what it cannot encode is replaced by random tokens.
+        vocabulary: Number of tokens that the model knows.
+
+    Raises:
+        ValueError: The tokenizer has too few ordinary tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int | None = None) -> None:
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        size = min(len(tokenizer), vocabulary or len(tokenizer))
+        self.tokenizer = tokenizer
+        self.ordinary = [token for token in range(size) if token not in special]
+        if len(self.ordinary) < 2 * CONTEXT:
+            raise ValueError(f"The tokenizer has {len(self.ordinary)} ordinary tokens; {2 * CONTEXT} are needed.")
+        words = [self._encode(f" {sentence}.") for sentence in FILLER.removesuffix(".").split(". ")]
+        statement = self._encode(" The pass key of Anna is 12345.")
+        self.sentences = [ids for ids in words if ids] if statement and all(words) else None
+        self.before = special_tokens(tokenizer, [FILLER])[0] if self.sentences else []
+
+    def _encode(self, text: str) -> list[int] | None:
+        """The tokens of a text; None where the tokenizer cannot encode it."""
+        try:
+            ids = encode_text(self.tokenizer, text)
+        except ValueError:
+            return None
+        return ids if ids and self.tokenizer.unk_token_id not in ids else None
+
+    def random_tokens(self, rng: random.Random, count: int) -> list[int]:
+        return rng.choices(self.ordinary, k=count)
+
+    def filler(self, rng: random.Random, count: int) -> list[int]:
+        """Sentences in random order, cut to `count` tokens."""
+        if self.sentences is None:
+            return self.random_tokens(rng, count)
+        ids: list[int] = []
+        while len(ids) < count:
+            ids += rng.choice(self.sentences)
+        return ids[:count]
+
+    def statement(self, rng: random.Random, name: str | None = None) -> tuple[list[int], list[int], list[int]]:
+        """What is to be recalled, in three parts: the words before a random key, the key, and the words after it."""
+        if self.sentences is None:
+            return self.random_tokens(rng, CONTEXT), self.random_tokens(rng, KEY), []
+        opening = " The pass key is" if name is None else f" The pass key of {name} is"
+        parts = (opening, f" {rng.randrange(10**KEY // 10, 10**KEY)}", ".")
+        return tuple(self._encode(part) or [] for part in parts)  # type: ignore[return-value]
+
+    def assemble(
+        self,
+        length: int,
+        filler: Callable[[int], list[int]],
+        inserted: Sequence[tuple[float, list[int]]],
+        end: list[int],
+    ) -> tuple[list[int], list[int]]:
+        """Insert pieces into filler at depths from 0 (the beginning) to 1; return the tokens and where the pieces are.
+
+        Raises:
+            ValueError: There is no room for them.
+        """
+        room = length - len(self.before) - len(end) - sum(len(piece) for _, piece in inserted)
+        if room < 0:
+            raise ValueError(f"A prompt of {length} tokens has no room for the question. Give longer ones.")
+        tokens, positions = filler(room), {}
+        ids, used = list(self.before), 0
+        for depth, index in sorted((depth, index) for index, (depth, _) in enumerate(inserted)):
+            start = round(depth * room)
+            ids += tokens[used:start]
+            positions[index] = len(ids)
+            ids += inserted[index][1]
+            used = start
+        return [*ids, *tokens[used:], *end], [positions[index] for index in range(len(inserted))]
+
+
+def _pass_key(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
+    """One sentence in filler."""
+    opening, key, end = maker.statement(rng)
+    filler = lambda count: maker.filler(rng, count)  # noqa: E731
+    ids, (start,) = maker.assemble(length, filler, [(depth, [*opening, *key, *end])], opening)
+    return Prompt(ids, key, start + len(opening))
+
+
+def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
+    """Several such sentences, each with a name; one of them is asked for."""
+    statements = [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)]
+    depths = [depth, *((index + 0.5) / (NEEDLES - 1) for index in range(NEEDLES - 1))]
+    pieces = [
+        (place, [token for part in parts for token in part]) for place, parts in zip(depths, statements, strict=True)
+    ]
+    opening, key, _ = statements[0]
+    ids, starts = maker.assemble(length, lambda count: maker.filler(rng, count), pieces, opening)
+    return Prompt(ids, key, starts[0] + len(opening))
+
+
+def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
+    """Pairs of random tokens (MQAR: Arora et al. 2023, arXiv:2312.04927); the value of one key is asked for."""
+    key, value = rng.sample(maker.ordinary, 2)
+    others = [token for token in maker.ordinary if token != key]
+    ids, (start,) = maker.assemble(length, lambda count: rng.choices(others, k=count), [(depth, [key, value])], [key])
+    return Prompt(ids, [value], start + 1)
+
+
+def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
+    """A passage of random tokens that begins again at the end (Olsson et al. 2022, arXiv:2209.11895)."""
+    passage = maker.random_tokens(rng, CONTEXT + COPIED)
+    filler = lambda count: maker.random_tokens(rng, count)  # noqa: E731
+    ids, (start,) = maker.assemble(length, filler, [(depth, passage)], passage[:CONTEXT])
+    return Prompt(ids, passage[CONTEXT:], start + CONTEXT)
+
+
+TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
+    "pass_key": _pass_key,
+    "needles": _needles,
+    "key_value": _key_value,
+    "induction": _induction,
+}
+
+#: The task of encoders: which of many documents holds a sentence.
+RETRIEVAL = "retrieval"
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What a model recalled.
+
+    Attributes:
+        table: One row per prompt: `task`, `length` (tokens of the prompt), `depth` (0: the beginning, 1: the end),
+            `distance` (tokens from where the answer was said to where it is due), `trial`, `correct` (the whole
+            answer), `share` (of its tokens).
+    """
+
+    table: pandas.DataFrame
+
+    def summary(self) -> pandas.DataFrame:
+        """Return the share of correct answers: a row per task, a column per length."""
+        return self.table.pivot_table(index="task", columns="length", values="correct", aggfunc="mean", sort=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON lines."""
+        atomic_write(Path(path), self.table.to_json(orient="records", lines=True))
+
+    def heat_map(self) -> bytes:
+        """Return a PNG with the share of correct answers by length and depth, a panel per task.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        require_packages("matplotlib", extra="demo", purpose="A heat map")
+        from matplotlib.figure import Figure
+
+        from .plots import png
+
+        tasks = list(dict.fromkeys(self.table["task"]))
+        figure = Figure(figsize=(1.2 + 2.6 * len(tasks), 3.0), layout="constrained")
+        panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
+        for axes, task in zip(panels, tasks, strict=True):
+            rows = self.table[self.table["task"] == task]
+            grid = rows.pivot_table(index="depth", columns="length", values="correct", aggfunc="mean")
+            image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
+            axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
+            axes.set_title(task)
+            axes.set_xlabel("tokens")
+        panels[0].set_ylabel("depth")
+        figure.colorbar(image, ax=list(panels), label="correct")
+        return png(figure)
+
+
+def measure_recall(
+    model: Any,
+    tokenizer: Any,
+    *,
+    tasks: Sequence[str] | None = None,
+    lengths: Sequence[int] = (256, 512, 1024),
+    depths: Sequence[float] = (0.1, 0.5, 0.9),
+    trials: int = 4,
+    batch_size: int = 4,
+    seed: int = 0,
+    on_batch: OnBatch = report_nothing,
+) -> Recall:
+    """Measure what a model recalls of long inputs, by length and depth.
+
+    Decoders (all that can generate) answer the prompts of `TASKS`: a pass key, one of several needles, the value of a
+    key among random pairs, the rest of a passage that begins again. A prompt is the same whatever else is measured.
+
+    Encoders get the task `retrieval`: each of `trials` documents holds another sentence at the same depth, and the
+    sentence itself must be most similar to its document, by the cosine of the embeddings. Chance is `1 / trials`, so
+    give at least 16. Embeddings are mean-pooled, or those of a `SentenceTransformer`.
+
+    Args:
+        model: A decoder, an encoder, or a `SentenceTransformer`; with exact or with linear attention.
+        tokenizer: Its tokenizer.
+        tasks: Names of `TASKS`; None: all of them.
+        lengths: Tokens of a prompt or document.
+        depths: Where the answer is said, from 0 (the beginning) to 1 (the end).
+        trials: Prompts for each length and depth; of encoders, documents.
+        batch_size: Prompts in one call.
+        seed: Seed of the prompts.
+        on_batch: Called with the prompts done and all prompts.
+
+    Raises:
+        ValueError: An unknown task, numbers out of range, a length without room for the question or beyond a table of
+            positions, or too few tokens in the vocabulary.
+    """
+    import pandas as pd
+
+    decoder = bool(getattr(model, "can_generate", lambda: False)())
+    known = tuple(TASKS) if decoder else (RETRIEVAL,)
+    chosen = tuple(tasks or known)
+    for task in chosen:
+        if task not in known:
+            raise ValueError(f"tasks: {task!r} is none of {', '.join(known)}, which this model can answer.")
+    if trials < 1 or batch_size < 1 or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(
+            f"trials and batch_size must be positive and depths in 0 to 1, got {trials}, {batch_size}, {depths}."
+        )
+    _check_positions(model, max(lengths, default=0) + (KEY if decoder else 0))
+    maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
+    cells = [(task, length, depth) for task in chosen for length in lengths for depth in depths]
+    rows: list[dict[str, Any]] = []
+    for task, length, depth in cells:
+        on_batch(len(rows), trials * len(cells))
+        if decoder:
+            generators = [random.Random(f"{seed} {task} {length} {depth} {trial}") for trial in range(trials)]
+            prompts = [TASKS[task](maker, generator, length, depth) for generator in generators]
+            answers = _generate(model, prompts, batch_size, pad_token(tokenizer))
+        else:
+            prompts, answers = _retrieve(model, maker, length, depth, trials, batch_size, seed)
+        cell = {"task": task, "length": length, "depth": depth}
+        for trial, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            same = [own == expected for own, expected in zip(answer, prompt.answer, strict=True)]
+            outcome = {"correct": all(same), "share": sum(same) / len(same)}
+            rows.append({**cell, "distance": len(prompt.ids) - prompt.position, "trial": trial, **outcome})
+    return Recall(pd.DataFrame(rows))
+
+
+def _check_positions(model: Any, length: int) -> None:
+    limit = longest_input(model) if isinstance(model, PreTrainedModel) else None
+    if limit is not None and length > limit and has_position_table(model):
+        raise ValueError(f"Prompts and answers of {length} tokens are beyond the model's {limit} positions.")
+
+
+def _generate(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:
+    """Yield the greedy answer to each prompt; all prompts have the same length."""
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
+        count = max(len(prompt.answer) for prompt in part)
+        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": count, "min_new_tokens": count}
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=pad, **options)
+        for prompt, row in zip(part, output[:, ids.shape[1] :].tolist(), strict=True):
+            yield row[: len(prompt.answer)]
+
+
+def _retrieve(
+    model: Any, maker: PromptMaker, length: int, depth: float, count: int, batch_size: int, seed: int
+) -> tuple[list[Prompt], list[list[int]]]:
+    """Documents with a sentence each, whose number is the answer, and the number of the most similar document."""
+    rng = random.Random(f"{seed} {RETRIEVAL} {length} {depth}")
+    sentences = [[token for part in maker.statement(rng, rng.choice(NAMES)) for token in part] for _ in range(count)]
+    before, after = special_tokens(maker.tokenizer, [FILLER]) if maker.sentences else ([], [])
+    prompts = []
+    for number, sentence in enumerate(sentences):
+        filler = lambda count: maker.filler(rng, count)  # noqa: E731
+        ids, (start,) = maker.assemble(length, filler, [(depth, sentence)], after)
+        prompts.append(Prompt(ids, [number], start))
+    pad = pad_token(maker.tokenizer)
+    documents = _embed(model, padded_batches([prompt.ids for prompt in prompts], batch_size, pad))
+    questions = _embed(model, padded_batches([[*before, *one, *after] for one in sentences], batch_size, pad))
+    # What all documents share says nothing about which of them it is.
+    documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in (documents, questions))
+    return prompts, (questions @ documents.T).argmax(dim=1, keepdim=True).tolist()
+
+
+@torch.no_grad()
+def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+    if isinstance(model, PreTrainedModel):
+        return sentence_embeddings(model, batches)
+    with evaluation_mode(model):
+        inputs = [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
+        return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Retrieval heads
+
+
+@dataclass(frozen=True)
+class RetrievalHeads:
+    """How much the heads of a model look up.
+
+    Attributes:
+        table: One row per key-value group, the highest score first: `layer`, `group`, `score` (the share of the
+            attention that falls on the answer, of the best query head), `chosen`.
+        groups: Layer -> its chosen groups.
+    """
+
+    table: pandas.DataFrame
+    groups: dict[int, tuple[int, ...]]
+
+
+@torch.no_grad()
+def find_retrieval_heads(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    share: float = 0.2,
+    length: int = 512,
+    prompts: int = 6,
+    seed: int = 0,
+) -> RetrievalHeads:
+    """Find the key-value groups of an exact decoder that look something up.
+
+    `score = max_h mean_i Σ_j w_ij`: prompts with a pass key, the queries i that predict its tokens, the keys j where it
+    was said, the query heads h of the group. Only these queries' weights are computed, so that memory is linear.
+
+    Args:
+        model: A decoder with exact attention.
+        tokenizer: Its tokenizer.
+        share: Share of all groups to choose.
+        length: Tokens of a prompt.
+        prompts: Number of prompts; their depths are spread evenly.
+        seed: Seed of the prompts.
+
+    Raises:
+        ValueError: The model is patched, or numbers are out of range.
+        NotImplementedError: Its attention is not causal, or does not go through the attention interface.
+    """
+    import pandas as pd
+
+    if is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is patched. Give the exact model.")
+    if not 0 < share <= 1 or prompts < 1:
+        raise ValueError(f"share must lie in 0 to 1 and prompts be positive, got {share} and {prompts}.")
+    layers = self_attention(model)
+    if not all(layer.causal for layer in layers):
+        raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
+    _check_positions(model, length + KEY)
+    maker = PromptMaker(tokenizer, model.config.vocab_size)
+    AttentionInterface.register(PROBE_IMPLEMENTATION, _probe_attention)
+    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, sdpa_mask)
+    probed = shared_copy(model).eval()
+    probed.set_attn_implementation(PROBE_IMPLEMENTATION)
+    modules = [layer.module for layer in self_attention(probed)]
+    totals: dict[int, Tensor] = {}
+    for number in range(prompts):
+        prompt = _pass_key(maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
+        _PROBE.update(start=prompt.position, count=len(prompt.answer), scores={})
+        probed.base_model(torch.tensor([prompt.ids + prompt.answer[:-1]], device=model.device), use_cache=False)
+        for index, module in enumerate(modules):
+            totals[index] = totals.get(index, 0.0) + _PROBE["scores"][id(module)] / prompts
+    rows = []
+    for index, layer in enumerate(layers):
+        groups = attention_shape(layer, index, None).num_key_value_heads
+        scores = totals[index].view(groups, -1).amax(dim=1).tolist()
+        rows += [{"layer": index, "group": group, "score": score} for group, score in enumerate(scores)]
+    table = pd.DataFrame(rows).sort_values("score", ascending=False, kind="stable", ignore_index=True)
+    table["chosen"] = table.index < max(1, round(share * len(table)))
+    chosen = table[table["chosen"]].sort_values(["layer", "group"]).groupby("layer")["group"].agg(tuple)
+    return RetrievalHeads(table, chosen.to_dict())
+
+
+#: Where the answer begins, the number of its tokens, and by module the share of the attention that fell on it.
+_PROBE: dict[str, Any] = {}
+
+
+def _probe_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Exact attention that stores, by query head, the weight of the answer's tokens for the last queries, `[H]`."""
+    start, count = _PROBE["start"], _PROBE["count"]
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query[:, :, -count:].float() @ keys.float().transpose(-1, -2) * scaling
+    length = key.shape[2]
+    if attention_mask is None:
+        positions = torch.arange(length, device=key.device)
+        allowed = positions <= positions[-count:, None]
+    else:
+        allowed = attention_mask[:, :, -count:, :length]
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    _PROBE["scores"][id(module)] = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
