@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import LayerConfig, LinearAttentionConfig
     from .evaluation.api import evaluate
     from .evaluation.fidelity import Fidelity, measure_fidelity
+    from .evaluation.recall import Recall, RetrievalHeads, find_retrieval_heads, measure_recall
     from .evaluation.results import Evaluation
     from .integration.context import is_patched
     from .integration.exact import AttentionCall, exact_attention, observe_attention
@@ -40,17 +41,21 @@ __all__ = [
     "LayerConfig",
     "LinearAttentionConfig",
     "PatchReport",
+    "Recall",
+    "RetrievalHeads",
     "TransferResult",
     "__version__",
     "evaluate",
     "exact_attention",
     "extend_positions",
+    "find_retrieval_heads",
     "get_backend",
     "is_patched",
     "list_attentions",
     "list_backends",
     "load_pretrained",
     "measure_fidelity",
+    "measure_recall",
     "observe_attention",
     "patch_model",
     "patch_report",
@@ -76,16 +81,20 @@ _HOMES = {
     "LayerConfig": "config",
     "LinearAttentionConfig": "config",
     "PatchReport": "patching",
+    "Recall": "evaluation.recall",
+    "RetrievalHeads": "evaluation.recall",
     "TransferResult": "training.transfer",
     "evaluate": "evaluation.api",
     "exact_attention": "integration.exact",
     "extend_positions": "integration.positions",
+    "find_retrieval_heads": "evaluation.recall",
     "get_backend": "ops.backends",
     "is_patched": "integration.context",
     "list_attentions": "registry",
     "list_backends": "ops.backends",
     "load_pretrained": "checkpoints",
     "measure_fidelity": "evaluation.fidelity",
+    "measure_recall": "evaluation.recall",
     "observe_attention": "integration.exact",
     "patch_model": "patching",
     "patch_report": "patching",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..config import DEFAULT_ATTENTION
 from ..data.text import encode_text, pad_token, padded_batches, special_tokens
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.inputs import has_position_table
+from ..mechanisms.softmax import EXACT
 from ..patching import is_patched
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
@@ -147,8 +150,8 @@ class PromptMaker:
 def _pass_key(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """One sentence in filler."""
     opening, key, end = maker.statement(rng)
-    filler = lambda count: maker.filler(rng, count)  # noqa: E731
-    ids, (start,) = maker.assemble(length, filler, [(depth, [*opening, *key, *end])], opening)
+    pieces = [(depth, [*opening, *key, *end])]
+    ids, (start,) = maker.assemble(length, partial(maker.filler, rng), pieces, opening)
     return Prompt(ids, key, start + len(opening))
 
 
@@ -160,7 +163,7 @@ def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) 
         (place, [token for part in parts for token in part]) for place, parts in zip(depths, statements, strict=True)
     ]
     opening, key, _ = statements[0]
-    ids, starts = maker.assemble(length, lambda count: maker.filler(rng, count), pieces, opening)
+    ids, starts = maker.assemble(length, partial(maker.filler, rng), pieces, opening)
     return Prompt(ids, key, starts[0] + len(opening))
 
 
@@ -175,8 +178,7 @@ def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float
 def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """A passage of random tokens that begins again at the end (Olsson et al. 2022, arXiv:2209.11895)."""
     passage = maker.random_tokens(rng, CONTEXT + COPIED)
-    filler = lambda count: maker.random_tokens(rng, count)  # noqa: E731
-    ids, (start,) = maker.assemble(length, filler, [(depth, passage)], passage[:CONTEXT])
+    ids, (start,) = maker.assemble(length, partial(maker.random_tokens, rng), [(depth, passage)], passage[:CONTEXT])
     return Prompt(ids, passage[CONTEXT:], start + CONTEXT)
 
 
@@ -333,8 +335,7 @@ def _retrieve(
     before, after = special_tokens(maker.tokenizer, [FILLER]) if maker.sentences else ([], [])
     prompts = []
     for number, sentence in enumerate(sentences):
-        filler = lambda count: maker.filler(rng, count)  # noqa: E731
-        ids, (start,) = maker.assemble(length, filler, [(depth, sentence)], after)
+        ids, (start,) = maker.assemble(length, partial(maker.filler, rng), [(depth, sentence)], after)
         prompts.append(Prompt(ids, [number], start))
     pad = pad_token(maker.tokenizer)
     documents = _embed(model, padded_batches([prompt.ids for prompt in prompts], batch_size, pad))
@@ -359,16 +360,25 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class RetrievalHeads:
-    """How much the heads of a model look up.
+    """How much the key-value heads of a model look up.
 
     Attributes:
-        table: One row per key-value group, the highest score first: `layer`, `group`, `score` (the share of the
-            attention that falls on the answer, of the best query head), `chosen`.
-        groups: Layer -> its chosen groups.
+        table: One row per key-value head, the highest score first: `layer`, `head`, `score` (the share of the
+            attention that falls on the answer, of the best of its query heads), `chosen`.
+        heads: Layer -> its chosen heads.
     """
 
     table: pandas.DataFrame
-    groups: dict[int, tuple[int, ...]]
+    heads: dict[int, tuple[int, ...]]
+
+    def plan(self, attention: str = DEFAULT_ATTENTION) -> dict[str, Any]:
+        """Return a plan for `patch_model` with this mechanism, in which the chosen heads stay exact."""
+        sizes = self.table.groupby("layer").size()
+        layers = {
+            str(layer): EXACT if len(heads) == sizes[layer] else {"exact_heads": list(heads)}
+            for layer, heads in self.heads.items()
+        }
+        return {"default": attention, **layers}
 
 
 @torch.no_grad()
@@ -381,15 +391,16 @@ def find_retrieval_heads(
     prompts: int = 6,
     seed: int = 0,
 ) -> RetrievalHeads:
-    """Find the key-value groups of an exact decoder that look something up.
+    """Find the key-value heads of an exact decoder that look something up.
 
     `score = max_h mean_i Σ_j w_ij`: prompts with a pass key, the queries i that predict its tokens, the keys j where it
-    was said, the query heads h of the group. Only these queries' weights are computed, so that memory is linear.
+    was said, the query heads h that share the key-value head. Only the weights of these queries are computed: memory is
+    linear in the length.
 
     Args:
         model: A decoder with exact attention.
         tokenizer: Its tokenizer.
-        share: Share of all groups to choose.
+        share: Share of all key-value heads to choose.
         length: Tokens of a prompt.
         prompts: Number of prompts; their depths are spread evenly.
         seed: Seed of the prompts.
@@ -423,12 +434,12 @@ def find_retrieval_heads(
             totals[index] = totals.get(index, 0.0) + _PROBE["scores"][id(module)] / prompts
     rows = []
     for index, layer in enumerate(layers):
-        groups = attention_shape(layer, index, None).num_key_value_heads
-        scores = totals[index].view(groups, -1).amax(dim=1).tolist()
-        rows += [{"layer": index, "group": group, "score": score} for group, score in enumerate(scores)]
+        count = attention_shape(layer, index, None).num_key_value_heads
+        scores = totals[index].view(count, -1).amax(dim=1).tolist()
+        rows += [{"layer": index, "head": head, "score": score} for head, score in enumerate(scores)]
     table = pd.DataFrame(rows).sort_values("score", ascending=False, kind="stable", ignore_index=True)
     table["chosen"] = table.index < max(1, round(share * len(table)))
-    chosen = table[table["chosen"]].sort_values(["layer", "group"]).groupby("layer")["group"].agg(tuple)
+    chosen = table[table["chosen"]].sort_values(["layer", "head"]).groupby("layer")["head"].agg(tuple)
     return RetrievalHeads(table, chosen.to_dict())
 
 

@@ -1,0 +1,214 @@
+"""Recall: prompts by their parts, models of which the answer is known, and the attention of heads against eager's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_linear_attn as hla
+from hf_linear_attn.evaluation import recall
+from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, find_retrieval_heads, measure_recall
+
+from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
+
+
+class Copier:
+    """Generates what followed the longest earlier occurrence of its last tokens, of which it sees `reach`."""
+
+    device = "cpu"
+    config = SimpleNamespace(vocab_size=VOCABULARY)
+
+    def __init__(self, reach: int = 10**6) -> None:
+        self.reach = reach
+
+    def can_generate(self) -> bool:
+        return True
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        rows = input_ids.tolist()
+        for row in rows:
+            for _ in range(max_new_tokens):
+                row.append(self.next_token(row[-self.reach :]))
+        return torch.tensor(rows)
+
+    @staticmethod
+    def next_token(row: list[int]) -> int:
+        def matching(end: int) -> int:
+            same = 0
+            while same < end and row[end - 1 - same] == row[-1 - same]:
+                same += 1
+            return same
+
+        return row[max(range(1, len(row)), key=matching)]
+
+
+class WordCounts(nn.Module):
+    """A sentence encoder that counts the tokens among the first `reach`."""
+
+    device = "cpu"
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.reach = reach
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids, mask = (batch[name][:, : self.reach] for name in ("input_ids", "attention_mask"))
+        return {"sentence_embedding": (nn.functional.one_hot(ids, VOCABULARY) * mask[..., None]).sum(1).float()}
+
+
+@pytest.fixture(scope="module")
+def maker() -> PromptMaker:
+    return PromptMaker(tiny_tokenizer(), VOCABULARY)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("depth", "length"), [(0.0, 60), (0.5, 61), (1.0, 200)])
+def test_prompts_have_their_length_and_the_answer_at_its_depth(
+    maker: PromptMaker, task: str, depth: float, length: int
+) -> None:
+    prompt = TASKS[task](maker, random.Random(3), length, depth)
+    assert len(prompt.ids) == length
+    assert prompt.ids[prompt.position : prompt.position + len(prompt.answer)] == prompt.answer
+    assert prompt == TASKS[task](maker, random.Random(3), length, depth)
+    # What comes before the answer is the question at the end.
+    context = {"key_value": 1}.get(task, 8)
+    assert prompt.ids[prompt.position - context : prompt.position] == prompt.ids[-context:]
+    special = set(tiny_tokenizer().all_special_ids)
+    assert not special & set(prompt.ids)
+    room = length - 60  # other needles and the question lie behind the answer, too
+    assert prompt.position == pytest.approx(depth * room, abs=60)
+
+
+def test_a_model_that_copies_recalls_everything_and_a_short_sighted_one_nothing() -> None:
+    options: dict[str, Any] = {"lengths": (96, 160), "depths": (0.0, 0.5), "trials": 3}
+    perfect = measure_recall(Copier(), tiny_tokenizer(), **options)
+    longer = perfect.table[perfect.table["task"] != "key_value"]
+    assert longer["correct"].all()
+    assert len(perfect.table) == 4 * 2 * 2 * 3
+    blind = measure_recall(Copier(reach=30), tiny_tokenizer(), **options).table
+    assert not blind[blind["task"] != "key_value"]["correct"].any()
+    assert list(perfect.summary().columns) == [96, 160]
+    assert perfect.summary().loc["pass_key"].tolist() == [1.0, 1.0]
+    # The sight of a model decides by the distance.
+    middle = measure_recall(Copier(reach=110), tiny_tokenizer(), **{**options, "tasks": ("pass_key", "induction")})
+    assert (middle.table["correct"] == (middle.table["distance"] <= 100)).all()
+
+
+def test_key_value_recall_asks_for_the_only_occurrence_of_a_key() -> None:
+    table = measure_recall(Copier(), tiny_tokenizer(), tasks=["key_value"], lengths=[64], trials=8).table
+    assert table["correct"].all()
+    assert set(table["distance"]) == {64 - 1 - start for start in (round(depth * 61) for depth in (0.1, 0.5, 0.9))}
+
+
+def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
+    options: dict[str, Any] = {"lengths": (64,), "trials": 16}
+    everything = measure_recall(WordCounts(64), tiny_tokenizer(), depths=(0.0, 1.0), **options)
+    assert everything.table["correct"].mean() > 0.8  # counts of few words collide
+    table = measure_recall(WordCounts(20), tiny_tokenizer(), depths=(0.0, 1.0), **options).table
+    found = table.groupby("depth")["correct"].mean()
+    assert found[0.0] > 0.8
+    assert found[1.0] < 0.4
+    assert set(table["task"]) == {"retrieval"}
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    decoder = hla.patch_model(tiny_model("gpt2"), "elu")
+    options: dict[str, Any] = {"lengths": (60,), "depths": (0.2, 0.8), "trials": 2}
+    result = measure_recall(decoder, tiny_tokenizer(), **options)
+    again = measure_recall(decoder, tiny_tokenizer(), **options, batch_size=1)
+    pd.testing.assert_frame_equal(result.table, again.table)
+    assert result.heat_map().startswith(b"\x89PNG")
+    result.save(tmp_path / "recall.jsonl")
+    read = pd.read_json(tmp_path / "recall.jsonl", lines=True)
+    assert read["task"].tolist() == result.table["task"].tolist()
+    retrieval = measure_recall(tiny_model("bert"), tiny_tokenizer(), **options)
+    assert len(retrieval.table) == 4
+
+
+def test_text_that_a_tokenizer_can_encode_is_used() -> None:
+    class Characters:
+        unk_token_id, bos_token_id, eos_token_id, pad_token_id = None, None, None, 0
+        all_special_ids: tuple[int, ...] = ()
+        added_tokens_decoder: tuple[int, ...] = ()
+
+        def __len__(self) -> int:
+            return 128
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(character) for character in text]}
+
+    maker = PromptMaker(Characters())
+    prompt = TASKS["needles"](maker, random.Random(0), 400, 0.5)
+    text, answer = ("".join(map(chr, ids)) for ids in (prompt.ids, prompt.answer))
+    assert text.count(" The pass key of ") == 5
+    question = text[text.rindex(" The pass key of ") :]
+    assert f"{question}{answer}." in text
+    assert text.startswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ["passkey"]}, "'passkey' is none of pass_key, needles"),
+        ({"tasks": ["retrieval"]}, "which this model can answer"),
+        ({"lengths": (12,)}, "no room for the question"),
+        ({"lengths": (96,)}, "beyond the model's 96 positions"),
+        ({"depths": (2.0,)}, "depths in 0 to 1"),
+        ({"trials": 0}, "must be positive"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_recall(tiny_model("gpt2"), tiny_tokenizer(), **{"lengths": (60,), **options})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Retrieval heads
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(architecture)
+    result = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, prompts=2, seed=7)
+    groups = 2 if architecture == "llama" else 4
+    eager = tiny_model(architecture, attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
+    expected = torch.zeros(2, 4)
+    for number in range(2):
+        prompt = TASKS["pass_key"](maker, random.Random(f"7 {number}"), 48, (number + 0.5) / 2)
+        count = len(prompt.answer)
+        with torch.no_grad():
+            weights = eager(torch.tensor([prompt.ids + prompt.answer[:-1]]), output_attentions=True).attentions
+        for layer, weight in enumerate(weights):
+            fallen = weight[0, :, -count:, prompt.position : prompt.position + count].sum(-1).mean(-1)
+            expected[layer] += fallen / 2
+    best = expected.view(2, groups, -1).amax(-1)
+    for row in result.table.itertuples():
+        assert row.score == pytest.approx(float(best[row.layer, row.head]), rel=1e-4)
+    assert result.table["score"].is_monotonic_decreasing
+    assert result.table["chosen"].sum() == groups
+    chosen = {(layer, group) for layer, numbers in result.heads.items() for group in numbers}
+    assert chosen == set(result.table[result.table["chosen"]][["layer", "head"]].itertuples(index=False, name=None))
+    assert model.config._attn_implementation != recall.PROBE_IMPLEMENTATION
+    mixed = hla.patch_report(hla.patch_model(model, result.plan("elu"))).layers
+    exact = {row.index: tuple(range(groups)) if row.attention == "softmax" else row.exact_heads for row in mixed}
+    assert {index: heads for index, heads in exact.items() if heads} == result.heads
+
+
+def test_retrieval_heads_are_those_of_an_exact_decoder() -> None:
+    with pytest.raises(ValueError, match="is patched"):
+        find_retrieval_heads(hla.patch_model(tiny_model("gpt2"), "elu"), tiny_tokenizer())
+    with pytest.raises(NotImplementedError, match="predicts no next token"):
+        find_retrieval_heads(tiny_model("bert"), tiny_tokenizer())
+    with pytest.raises(ValueError, match="share must lie in 0 to 1"):
+        find_retrieval_heads(tiny_model("gpt2"), tiny_tokenizer(), share=0.0)
