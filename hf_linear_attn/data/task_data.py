@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
 from ..utils.extras import require_packages
@@ -122,51 +120,29 @@ class TaskData:
             "eval_dataset": next(iter(self.validation.values())) if single else self.validation,
             "data_collator": self.collator,
             "processing_class": self.tokenizer,
-            "compute_metrics": self.compute_metrics,
+            "compute_metrics": self.compute_metrics if self.task_type == "classification" else None,
             "preprocess_logits_for_metrics": self.reduce_logits,
         }
 
     def reduce_logits(self, logits: Any, labels: Tensor) -> Tensor:
-        """Reduce the logits of a batch to what its metrics need, before they are gathered.
-
-        Args:
-            logits: `[B, C]`, or `[B, L, C]` of a language model; the first of a tuple of outputs.
-            labels: `[B]` or `[B, L]`.
-
-        Returns:
-            Predicted classes or scores `[B]`; of a language model the summed loss and the number of targets of each
-            row, `[B, 2]`.
-        """
+        """Return predicted classes or scores `[B]` for logits `[B, C]`, or the first of a tuple of outputs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        if self.task_type == "classification":
-            return logits.squeeze(-1).float() if self.labels is None else logits.argmax(dim=-1)
-        if self.task_type == "causal-lm":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        # One row at a time, because the logits in float32 would take twice the memory of those in bfloat16.
-        losses = [
-            functional.cross_entropy(row.float(), targets, reduction="sum")
-            for row, targets in zip(logits, labels, strict=True)
-        ]
-        return torch.stack([torch.stack(losses), (labels != IGNORED).sum(1).float()], dim=1)
+        return logits.squeeze(-1).float() if self.labels is None else logits.argmax(dim=-1)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Return the metrics of a validation set: the task's, or loss and perplexity over all predicted tokens.
-
-        Raises:
-            ValueError: There is no token to predict.
-        """
-        if self.task_type == "classification":
-            return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
-        loss, count = np.asarray(prediction.predictions, dtype="float64").sum(axis=0)
-        if not count:
-            raise ValueError("The validation data has no token to predict.")
-        return {"loss": float(loss / count), "perplexity": math.exp(min(loss / count, 700.0))}
+        """Return the metrics of a validation set of a classification task."""
+        return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the task's metrics of what `Trainer.evaluate` returns, without the prefix `eval_`."""
-        names = self.metric_names or ("loss", "perplexity")
+        """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.
+
+        Those of a language model are its loss over all predicted tokens, and the perplexity.
+        """
         values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        return {name: value for name, value in values.items() if name.endswith(names)}
+        own = {name: value for name, value in values.items() if name.endswith(self.metric_names or ("loss",))}
+        if not self.metric_names:
+            own |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in own.items()}
+        return own
 
 
 class BlockCollator:

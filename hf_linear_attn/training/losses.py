@@ -64,12 +64,13 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: `[N, C]`.
         labels: Classes `[N]` for a cross-entropy; scores `[N]` for the squared error, if C is 1; or zeros and ones
-            `[N, C]` in floating point for the binary cross-entropy of several labels.
+            `[N, C]` in floating point for the binary cross-entropy of several labels, averaged over these.
     """
     if logits.shape[-1] == 1:
         return (logits.float().squeeze(-1) - labels.float().reshape(-1)).square().sum()
     if labels.is_floating_point():
-        return functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
+        losses = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+        return losses.mean(-1).sum()
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
@@ -85,16 +86,9 @@ def row_losses(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Ten
         shift: As in `select_targets`.
     """
     counts = count_targets(labels, shift)
-    targets, classes = select_targets(logits, labels, shift)
-    if targets.shape[-1] == 1:
-        losses = (targets.float().reshape(-1) - classes.float().reshape(-1)).square()
-    elif classes.is_floating_point():
-        losses = functional.binary_cross_entropy_with_logits(targets.float(), classes.float(), reduction="none")
-        losses = losses.mean(-1)
-    else:
-        losses = functional.cross_entropy(targets.float(), classes, reduction="none")
-    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    return losses.new_zeros(len(counts)).index_add(0, rows, losses), counts
+    # One row at a time, because the logits in float32 would take twice the memory of those in bfloat16.
+    rows = (slice(row, row + 1) for row in range(len(counts)))
+    return torch.stack([task_loss(*select_targets(logits[row], labels[row], shift)) for row in rows]), counts
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -38,7 +38,7 @@ from .arguments import FinetuningConfig
 from .callbacks import InterruptionCallback, JsonLinesCallback, PeriodicCheckpointCallback
 from .options import StageConfig, TrainingRunConfig, TransferConfig
 from .sharding import check_launch, runs_on_cpu
-from .trainers import FinetuningTrainer
+from .trainers import AttentionTransferTrainer, FinetuningTrainer
 
 CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
@@ -387,7 +387,9 @@ def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]
     state = trainer.state
     evaluations: dict[int, dict[str, float]] = {}
     for entry in state.log_history:
-        metrics = data.own_metrics({name: value for name, value in entry.items() if name.startswith("eval_")})
+        values = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        transfer = isinstance(trainer, AttentionTransferTrainer)
+        metrics = {"loss": values["eval_loss"]} if transfer and values else data.own_metrics(values)
         if metrics:
             evaluations.setdefault(int(entry["step"]), {}).update(metrics)
     runtime = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)

@@ -98,7 +98,7 @@ class FinetuningTrainer(Trainer):
         self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
         self._in_training_step = False
-        self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
+        self._evaluation_totals: Tensor | None = None
         self._last_logged_step = self._last_saved_step = 0
         interruption = next(
             (item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)), None
@@ -198,7 +198,8 @@ class FinetuningTrainer(Trainer):
     def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
         losses, counts = row_losses(logits, labels, self._loss_shifts_labels)
         losses, counts = self.accelerator.gather_for_metrics((losses, counts))
-        self._evaluation_totals += torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
+        totals = torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
+        self._evaluation_totals = totals if self._evaluation_totals is None else self._evaluation_totals + totals
 
     def evaluation_loop(
         self,
@@ -212,10 +213,12 @@ class FinetuningTrainer(Trainer):
 
         The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
         """
-        self._evaluation_totals = torch.zeros(2, dtype=torch.float64)
+        self._evaluation_totals = None
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        loss, count = self._evaluation_totals.tolist()
-        if count:
+        if self._evaluation_totals is not None:
+            loss, count = self._evaluation_totals.tolist()
+            if not count:
+                raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
             output.metrics[f"{metric_key_prefix}_loss"] = loss / count
         return output

@@ -43,20 +43,12 @@ def test_a_batch_without_ordinary_tokens_is_an_error():
         MaskingCollator(tok, mlm_probability=0.5)([{"input_ids": [tok.cls_token_id, tok.sep_token_id]}])
 
 
-def test_the_loss_of_a_language_model_is_that_of_all_its_tokens():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(2, 4, 7), torch.tensor([[1, 2, 3, 4], [5, 6, -100, -100]])
+def test_the_metrics_of_a_language_model_are_loss_and_perplexity():
     data = task_data("causal-lm")
-    reduced = data.reduce_logits((logits, "another output"), labels)
-    assert reduced[:, 1].tolist() == [3.0, 1.0]
-    metrics = data.compute_metrics(EvalPrediction(reduced.numpy(), None))
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1))
-    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-6)
-    assert metrics["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-6)
-    masked = task_data("masked-lm").reduce_logits(logits, labels)
-    assert masked[:, 1].tolist() == [4.0, 2.0]
-    with pytest.raises(ValueError, match="no token to predict"):
-        data.compute_metrics(EvalPrediction(np.zeros((2, 2)), None))
+    assert data.trainer_arguments()["compute_metrics"] is None
+    assert data.own_metrics({"eval_loss": 2.0, "eval_runtime": 3.0}) == {"loss": 2.0, "perplexity": math.exp(2.0)}
+    both = data.own_metrics({"eval_a_loss": 1.0, "eval_b_loss": 800.0})
+    assert both == {"a_loss": 1.0, "b_loss": 800.0, "a_perplexity": math.e, "b_perplexity": math.exp(700.0)}
 
 
 def test_predictions_of_classes_and_scores():

@@ -256,6 +256,13 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_targets(targets: str, tmp_path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+def test_validation_data_without_targets_are_an_error(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}]
+    trainer = FinetuningTrainer(tiny_model("gpt2"), config(tmp_path), eval_dataset=rows, data_collator=collate)
+    with pytest.raises(ValueError, match="no token to predict"):
+        trainer.evaluate()
+
+
 def test_masked_tokens_are_the_same_in_every_evaluation(tmp_path: Path) -> None:
     trainer = make_trainer("masked", tmp_path, trainer={"eval_dataset": Rows(9, 1)})
     torch.manual_seed(7)
