@@ -6,13 +6,34 @@ Options of the stages are called as in `transformers.TrainingArguments` where th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig
 from ..utils.arguments import check_not_negative, check_positive, option
 
 TaskType = Literal["classification", "causal-lm", "masked-lm"]
+AttentionLoss = Literal["auto", "weights", "outputs"]
+
+
+def check_transfer_options(section: str, config: Any) -> None:
+    """Raise a ValueError for an unknown loss of an attention transfer, or a share of its steps outside [0, 1)."""
+    for name in ("branch_first", "window_dropout"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"{section}{name} must lie in [0, 1), got {value!r}.")
+    losses = get_args(AttentionLoss)
+    if config.loss not in losses:
+        raise ValueError(f"{section}loss must be one of {', '.join(map(repr, losses))}, got {config.loss!r}.")
+
+
+def check_loss_weights(section: str, config: Any) -> None:
+    """Raise a ValueError for a temperature or a weight of a distillation's loss out of range, or for no loss at all."""
+    weights = ("logits_weight", "task_weight", "hidden_weight")
+    check_positive(section, config, "temperature")
+    check_not_negative(section, config, *weights)
+    if not any(getattr(config, name) for name in weights):
+        raise ValueError(f"{section}{', '.join(weights)} are all 0: there is no loss to minimise. Set one of them.")
 
 
 @dataclass(frozen=True)
@@ -79,8 +100,10 @@ class TransferConfig:
 
     max_steps: int = option(200, "optimizer steps; 0: no attention transfer", common=True)
     per_device_train_batch_size: int = option(32, "rows of one step on one device")
-    learning_rate: float | None = option(None, "peak learning rate (default: what suits the mechanism)")
-    loss: Literal["auto", "weights", "outputs"] = option("auto", "what to match: attention weights or outputs")
+    learning_rate: float | None = option(
+        None, "peak learning rate (default: what suits the mechanism, 1e-2 for feature maps)"
+    )
+    loss: AttentionLoss = option("auto", "what to match: attention weights, outputs, or whichever suits the mechanism")
     branch_first: float = option(0.0, "share of the steps, at first, that train only a hybrid's linear branch")
     window_dropout: float = option(0.0, "share of the later steps that do so again")
     eval_steps: int = option(50, "steps between evaluations on held-out rows")
@@ -92,6 +115,7 @@ class TransferConfig:
     def __post_init__(self) -> None:
         check_positive("transfer.", self, "per_device_train_batch_size", "learning_rate", "eval_steps", "patience")
         check_not_negative("transfer.", self, "max_steps")
+        check_transfer_options("transfer.", self)
 
 
 @dataclass(frozen=True)
@@ -117,13 +141,9 @@ class DistillConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("distill.", self, "temperature", "lora_alpha")
-        check_not_negative("distill.", self, "logits_weight", "task_weight", "hidden_weight", "lora_rank")
-        if not self.logits_weight and not self.task_weight and not self.hidden_weight:
-            raise ValueError(
-                "distill.logits_weight, distill.task_weight and distill.hidden_weight are all 0: there is no loss to "
-                "minimise. Set one of them."
-            )
+        check_positive("distill.", self, "lora_alpha")
+        check_not_negative("distill.", self, "lora_rank")
+        check_loss_weights("distill.", self)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -122,8 +122,8 @@ def _configure_zero(accelerator: Accelerator) -> None:
 def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     """Shard a model that runs without an optimizer: a teacher, or the model of an attention transfer.
 
-    Under FSDP2 all parameters become shards. Under ZeRO-3 all but the learned parts of mechanisms do: DeepSpeed returns
-    gradients to its own optimizers only. Otherwise the model is moved to the device as it is.
+    Under FSDP2 and ZeRO-3 all parameters become shards but the learned parts of mechanisms: their gradients are computed
+    inside the forward pass, which neither supports. Otherwise the model is moved to the device as it is.
 
     Args:
         accelerator: The accelerator of a trainer.
@@ -132,27 +132,26 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     Returns:
         The same model.
     """
+    if not accelerator.is_fsdp2 and (accelerator.distributed_type.value != "DEEPSPEED" or _zero_stage(accelerator) < 3):
+        return model.to(accelerator.device)
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         name_layers(accelerator, model)
-        return fsdp2_prepare_model(accelerator, model)
-    if accelerator.distributed_type.value != "DEEPSPEED" or _zero_stage(accelerator) < 3:
-        return model.to(accelerator.device)
-    if not hasattr(model, ENGINE):
+        with _without_mechanisms(model):
+            fsdp2_prepare_model(accelerator, model)
+    elif not hasattr(model, ENGINE):
         import deepspeed
 
         config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-        for section in ("optimizer", "scheduler"):
-            config.pop(section, None)
-        for name in ("train_batch_size", "gradient_accumulation_steps"):
+        for name in ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"):
             config.pop(name, None)
         config["train_micro_batch_size_per_gpu"] = 1
         with _without_mechanisms(model):
             engine, *_ = deepspeed.initialize(model=model, config=config)
         object.__setattr__(model, ENGINE, engine)
-    for module in _mechanisms(model):
-        module.to(accelerator.device)
+    for module in attention_modules(model):
+        getattr(module, SUBMODULE).to(accelerator.device)
     return model
 
 
@@ -179,13 +178,9 @@ def release(model: Any) -> None:
         engine.destroy()
 
 
-def _mechanisms(model: Any) -> list[nn.Module]:
-    return [getattr(module, SUBMODULE) for module in attention_modules(model)]
-
-
 @contextmanager
 def _without_mechanisms(model: Any) -> Iterator[None]:
-    """Context manager in which the model lacks its mechanisms, so that DeepSpeed does not shard them."""
+    """Context manager in which the model lacks its mechanisms, so that they are not sharded."""
     removed = [(module, module._modules.pop(SUBMODULE)) for module in list(attention_modules(model))]
     try:
         yield
@@ -197,63 +192,6 @@ def _without_mechanisms(model: Any) -> Iterator[None]:
 def _zero_stage(accelerator: Accelerator) -> int:
     plugin: Any = accelerator.state.deepspeed_plugin
     return int(plugin.deepspeed_config["zero_optimization"]["stage"])
-
-
-class GradientCollector:
-    """Gradients that are computed inside the forward pass of a model that FSDP2 shards.
-
-    FSDP2 reduces gradients in a backward pass through the model's outputs. Those of attention transfer never get there:
-    they are taken off the gathered parameters before these are freed, summed over the processes once per step, and cut
-    to the local shards.
-    """
-
-    def __init__(self) -> None:
-        self._gradients: dict[tuple[nn.Module, str], Tensor] = {}
-
-    def take(self, mechanism: nn.Module) -> None:
-        """Take the gradients off the parameters of a mechanism, within the forward pass of its layer."""
-        for name, parameter in mechanism.named_parameters():
-            if parameter.grad is not None:
-                key = (mechanism, name)
-                total = self._gradients.get(key)
-                self._gradients[key] = parameter.grad if total is None else total + parameter.grad
-                parameter.grad = None
-
-    def reduce(self, mechanisms: Iterable[nn.Module]) -> None:
-        """Set the gradients of the sharded parameters, averaged over processes."""
-        from torch.distributed.tensor import distribute_tensor
-
-        for mechanism in mechanisms:
-            for name, parameter in mechanism.named_parameters():
-                if not parameter.requires_grad:
-                    continue
-                shard: Any = parameter
-                gradient = self._gradients.pop((mechanism, name), None)
-                if gradient is None:
-                    gradient = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
-                torch.distributed.all_reduce(gradient)
-                gradient /= torch.distributed.get_world_size()
-                parameter.grad = distribute_tensor(
-                    gradient.to(shard.dtype), shard.device_mesh, shard.placements, src_data_rank=None
-                )
-
-
-def full_tensor(tensor: Any) -> Tensor:
-    """Return the whole of a tensor that may be a shard, detached. Every process must call it."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
-
-
-def copy_into(parameter: Any, value: Tensor) -> None:
-    """Copy a whole tensor into a parameter that may be a shard."""
-    if hasattr(parameter, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(
-            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    with torch.no_grad():
-        parameter.copy_(value)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -289,7 +227,8 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
 
 def _gathered(parameter: Any) -> Tensor:
     if not hasattr(parameter, "ds_id"):
-        return full_tensor(parameter).cpu().clone()
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        return whole.detach().to("cpu", copy=True)
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
@@ -299,15 +238,6 @@ def _gathered(parameter: Any) -> Tensor:
 def is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model are shards."""
     return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters on this process: those of its shards, where the model is sharded."""
-    total = 0
-    for parameter in model.parameters():
-        local: Any = getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
-        total += local.numel() * local.element_size()
-    return total
 
 
 def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:

@@ -22,12 +22,9 @@ from .callbacks import InterruptionCallback
 from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss, weighted_sum
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import (
-    GradientCollector,
     autocast,
     check_sharding,
-    copy_into,
     fill_copy,
-    full_tensor,
     meta_copy,
     name_layers,
     release,
@@ -570,13 +567,11 @@ class AttentionTransferTrainer(FinetuningTrainer):
         config = self.args
         steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
         self._shards = self._is_sharded()
-        self._collector = GradientCollector() if self.is_fsdp_enabled else None
         self.objective: AttentionTransferLoss = AttentionTransferLoss(
             self.model,
             config.loss,
             steps,
             whole_model=self._shards,
-            after_layer=None if self._collector is None else self._collector.take,
         )
         # From here on the trainer sees to the shards itself.
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
@@ -595,7 +590,6 @@ class AttentionTransferTrainer(FinetuningTrainer):
         self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
         with self.objective.training():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
-            reshard(self.model)
             if self._best is not None:
                 _copy_parameters(self.model, self._best[2])
         return output
@@ -624,10 +618,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         assert self.lr_scheduler is not None
         check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
         if self.accelerator.sync_gradients:
-            if self._collector is None:
-                average_gradients(self.objective.parameters)
-            else:
-                self._collector.reduce(self.objective.learned)
+            average_gradients(self.objective.parameters)
             for gradient in self._gradients():
                 gradient /= self.current_gradient_accumulation_steps
         return loss
@@ -659,9 +650,9 @@ class AttentionTransferTrainer(FinetuningTrainer):
         return metrics
 
     def learned_state_dict(self) -> dict[str, Tensor]:
-        """Return the learned parts, whole, by the names of their parameters. Every process must call it."""
+        """Return the learned parts by the names of their parameters."""
         learned = {id(parameter) for parameter in self.objective.parameters}
-        return {name: full_tensor(value) for name, value in self.model.named_parameters() if id(value) in learned}
+        return {name: value.detach() for name, value in self.model.named_parameters() if id(value) in learned}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; in a checkpoint, the learned parts and their best values so far."""
@@ -740,7 +731,7 @@ def _outside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for name, value in values.items():
-        copy_into(parameters[name], value)
+        parameters[name].data.copy_(value)
 
 
 def _check_processes(checkpoint: Path, processes: int) -> None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from transformers import PreTrainedModel
 from ..integration.attention import AttentionCall, attention_modules, observe_attention
 from ..mechanisms.base import LinearAttention
 from ..patching import check_model, is_patched
+from ..utils.arguments import check_positive
 from .losses import layer_loss
-from .sharding import copy_into, reshard
+from .options import check_transfer_options
+from .sharding import reshard
 
 Batch = Mapping[str, Tensor]
 ProgressFunction = Callable[[int, int, float], None]
-
-LOSSES = ("auto", "weights", "outputs")
 
 #: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
 MAX_LAYERS = 10_000
@@ -114,10 +115,11 @@ def transfer_attention(
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
     check_model(model)
-    _check_options(steps, lr, loss, evaluate_every, patience)
-    for name, share in (("branch_first", branch_first), ("window_dropout", window_dropout)):
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise ValueError(f"{name} must lie in [0, 1), got {share!r}.")
+    if not isinstance(steps, int):
+        raise TypeError(f"steps must be an integer, got {steps!r}.")
+    options = SimpleNamespace(**locals())
+    check_positive("", options, "steps", "lr", "evaluate_every", "patience")
+    check_transfer_options("", options)
     objective = AttentionTransferLoss(model, loss, branch_steps(steps, branch_first, window_dropout))
     # In several processes each has batches of its own, and all must take the same steps.
     beyond = 0 if _processes() > 1 else exact_length(model)
@@ -149,7 +151,6 @@ class AttentionTransferLoss:
         kind: `"weights"`, `"outputs"` or `"auto"`.
         branch_steps: Steps (from 1) in which a hybrid's linear branch is trained alone.
         whole_model: Whether to run the head too. A model that is sharded must be called as a whole.
-        after_layer: Called with each mechanism once its gradients are computed, within the forward pass of its layer.
 
     Attributes:
         learned: The mechanisms with learned parts.
@@ -167,13 +168,11 @@ class AttentionTransferLoss:
         branch_steps: frozenset[int] = frozenset(),
         *,
         whole_model: bool = False,
-        after_layer: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.model = model
         self.learned = _learned_modules(model)
         self.kind = kind
         self.branch_steps = branch_steps
-        self.after_layer = after_layer
         self.tokens = 0
         # The head and its logits over a vocabulary are of no use here.
         self.backbone = model if whole_model or model.config.is_encoder_decoder else model.base_model
@@ -210,16 +209,13 @@ class AttentionTransferLoss:
                 module.float().requires_grad_(True)
             yield
         except FloatingPointError:
-            reshard(model)
             for parameter, value in zip(self.parameters, initial, strict=True):
-                copy_into(parameter, value)
+                parameter.data.copy_(value)
             raise
         finally:
             reshard(model)
             for parameter, dtype in zip(self.parameters, dtypes, strict=True):
-                parameter.grad = None
-                if parameter.dtype != dtype and not hasattr(parameter, "full_tensor"):  # FSDP2 keeps the type
-                    parameter.data = parameter.data.to(dtype)
+                parameter.grad, parameter.data = None, parameter.data.to(dtype)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(required[name])
             model.train(mode)
@@ -247,8 +243,6 @@ class AttentionTransferLoss:
             seed = (step or 0) * MAX_LAYERS + len(losses)
             training = step is not None
             losses.append(layer_loss(call, self.kind, backward=training, branch_only=branch_only, seed=seed))
-            if step is not None and self.after_layer is not None:
-                self.after_layer(call.mechanism)
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
@@ -413,14 +407,3 @@ def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
             raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
         if not useful:
             return
-
-
-def _check_options(steps: int, lr: float | None, loss: str, evaluate_every: int, patience: int | None) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a positive integer, got {steps!r}.")
-    if lr is not None and not lr > 0:
-        raise ValueError(f"lr must be positive, got {lr!r}.")
-    if loss not in LOSSES:
-        raise ValueError(f"loss must be one of {', '.join(map(repr, LOSSES))}, got {loss!r}.")
-    if evaluate_every < 1 or (patience is not None and patience < 1):
-        raise ValueError(f"evaluate_every and patience must be positive, got {evaluate_every!r} and {patience!r}.")

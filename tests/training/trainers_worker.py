@@ -10,7 +10,7 @@ from typing import Any
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig
-from hf_linear_attn.training.sharding import parameter_bytes, reshard
+from hf_linear_attn.training.sharding import reshard
 from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer
 from tests.training.sharded_worker import pretend_gpus
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
@@ -32,6 +32,15 @@ SHARDING: dict[str, dict[str, Any]] = {
         for stage in (2, 3)
     },
 }
+
+
+def parameter_bytes(model: Any) -> int:
+    """Return the bytes of the parameters on this process: those of its shards, where the model is sharded."""
+    total = 0
+    for parameter in model.parameters():
+        local: Any = getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
+        total += local.numel() * local.element_size()
+    return total
 
 
 def main(kind: str, folder: Path) -> None:
