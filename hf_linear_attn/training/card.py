@@ -24,10 +24,15 @@ STAGES = (
     ("trained", "after fine-tuning"),
 )
 
+#: How to load a patched checkpoint.
+LOADING = """```python
+import hf_linear_attn as hla
 
-def metric_rows(state: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Title and metrics of every finished stage that has some."""
-    return [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
+model = hla.load_pretrained("this folder or repository")
+```
+
+Where the package is installed, `AutoModel….from_pretrained(…, trust_remote_code=True)` gives the same model. Without \
+either it must not be used: its weights were trained for linear attention."""
 
 
 def recovered(facts: dict[str, Any], state: dict[str, Any]) -> float | None:
@@ -49,19 +54,24 @@ def recovered(facts: dict[str, Any], state: dict[str, Any]) -> float | None:
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     """The stages' metrics as lines of a Markdown table."""
-    rows = metric_rows(state)
-    if not rows:
+    stages = [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
+    if not stages:
         return []
-    names = list(dict.fromkeys(name for _, metrics in rows for name in metrics))
-    lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
-    for title, metrics in rows:
-        values = [metrics.get(name) for name in names]
-        cells = ["–" if value is None else f"{value:.4f}" for value in values]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+    names = list(dict.fromkeys(name for _, metrics in stages for name in metrics))
+    rows = [
+        [title, *(f"{metrics[name]:.4f}" if name in metrics else "–" for name in names)] for title, metrics in stages
+    ]
+    lines = _table(["", *names], rows, numbers=len(names))
     share = recovered(facts, state)
     if share is not None:
         lines += ["", f"Recovered: {100 * share:.1f} % of the teacher's {facts['goal']['metric']}."]
     return lines
+
+
+def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
+    """Lines of a Markdown table whose last columns, as many as `numbers`, are aligned on the right."""
+    alignment = ["---"] * (len(titles) - numbers) + ["---:"] * numbers
+    return [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (titles, alignment, *rows)]
 
 
 def exactness(counts: dict[str, int]) -> str:
@@ -72,49 +82,53 @@ def exactness(counts: dict[str, int]) -> str:
     )
 
 
-def _quality_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
-    table = results_table(facts, state)
-    counts = facts.get("beyond_exact")
-    if not table or not counts:
-        return table
-    skipped = state.get("transfer", {}).get("skipped", "")
-    return [*table, "", f"{exactness(counts)} {skipped}".rstrip()]
-
-
 def speed_table(state: dict[str, Any]) -> list[str]:
     """Times of one forward pass beside the teacher's, as lines of a Markdown table."""
-    speed = state.get("speed")
-    if not speed or not speed.get("lengths"):
+    speed = state.get("speed") or {}
+    if not speed.get("lengths"):
         return []
-    lines = ["| tokens | teacher | this model | times as fast |", "| ---: | ---: | ---: | ---: |"]
-    for index, length in enumerate(speed["lengths"]):
-        old, new = speed["rows"]["teacher"][index], speed["rows"]["student"][index]
-        lines.append(
-            f"| {length:,} | {1e3 * old['median']:.1f} ms | {1e3 * new['median']:.1f} ms | {new['speedup']:.2f} |"
-        )
-    return lines
+    rows = [
+        [f"{length:,}", f"{1e3 * old['median']:.1f} ms", f"{1e3 * new['median']:.1f} ms", f"{new['speedup']:.2f}"]
+        for length, old, new in zip(speed["lengths"], speed["rows"]["teacher"], speed["rows"]["student"], strict=True)
+    ]
+    return _table(["tokens", "teacher", "this model", "times as fast"], rows, numbers=4)
 
 
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
     source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
-    linear = bool(facts["layers"])
     options = {name: _public(value) for name, value in flatten(to_dict(config)).items()}
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
-    parts = [
-        _header(config, linear),
-        f"# {source.rpartition('/')[2]} with {', '.join(kinds) if linear else 'exact'} attention",
-        "",
-        f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
-        "",
-        *_loading(facts, linear),
-        *_section("Quality", _quality_section(facts, state)),
-        *_section("Speed", _speed_section(facts, state)),
-        *_section("Layers", _layers(facts)),
-        *_section("Options", ["```json", json.dumps(options, indent=1, ensure_ascii=False), "```"]),
-        *_section("Data and versions", _versions(facts)),
+    versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
+    numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
+    hardware = facts["environment"]["hardware"]
+    quality, speed = results_table(facts, state), speed_table(state)
+    if quality and facts.get("beyond_exact"):
+        skipped = state.get("transfer", {}).get("skipped", "")
+        quality += ["", f"{exactness(facts['beyond_exact'])} {skipped}".rstrip()]
+    if speed:
+        where = f"{hardware.get('device')} ({hardware.get('cpu')})"
+        speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
+    titles = ["layer", "attention", "learned parameters", "state bytes"]
+    layers = [
+        [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
+        for layer in facts["layers"]
     ]
-    return "\n".join(parts) + "\n"
+    sections = {
+        "Quality": quality,
+        "Speed": speed,
+        "Layers": _table(titles, layers, numbers=2) if layers else [],
+        "Options": ["```json", json.dumps(options, indent=1, ensure_ascii=False), "```"],
+        "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
+    }
+    parts = [
+        _header(config, linear=bool(kinds)),
+        f"# {source.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
+        f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
+        *([LOADING] if kinds else []),
+        *("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items() if lines),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _header(config: TrainingRunConfig, linear: bool) -> str:
@@ -126,7 +140,7 @@ def _header(config: TrainingRunConfig, linear: bool) -> str:
     data = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
     if _on_hub(data):
         lines.append(f"datasets: {json.dumps([data])}")
-    return "\n".join([*lines, "---", ""])
+    return "\n".join([*lines, "---"])
 
 
 def _on_hub(name: str | None) -> bool:
@@ -140,52 +154,3 @@ def _public(value: Any) -> Any:
         return [_public(item) for item in value]
     local = isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute())
     return Path(value).name if local else value
-
-
-def _loading(facts: dict[str, Any], linear: bool) -> list[str]:
-    if not linear:
-        return []
-    return [
-        "```python",
-        "import hf_linear_attn as hla",
-        "",
-        'model = hla.load_pretrained("this folder or repository")',
-        "```",
-        "",
-        "Where the package is installed, `AutoModel….from_pretrained(…, trust_remote_code=True)` gives the same model. "
-        "Without either it must not be used: its weights were trained for linear attention.",
-        "",
-    ]
-
-
-def _section(title: str, lines: list[str]) -> list[str]:
-    return [f"## {title}", "", *lines, ""] if lines else []
-
-
-def _speed_section(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
-    table = speed_table(state)
-    if not table:
-        return []
-    hardware = facts["environment"]["hardware"]
-    return [
-        f"One forward pass, batch 1, medians, side by side on {hardware.get('device')} ({hardware.get('cpu')}).",
-        "",
-        *table,
-    ]
-
-
-def _layers(facts: dict[str, Any]) -> list[str]:
-    if not facts["layers"]:
-        return []
-    lines = ["| layer | attention | learned parameters | state bytes |", "| ---: | --- | ---: | ---: |"]
-    for layer in facts["layers"]:
-        lines.append(
-            f"| {layer['index']} | {layer['attention']} | {layer['parameters']:,} | {layer['state_bytes']:,} |"
-        )
-    return lines
-
-
-def _versions(facts: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
-    data = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
-    return [f"{data}. {versions}. {facts['processes']} process(es)."]

@@ -77,7 +77,7 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
     with run.open_folder():
         data = _load_data(run)
         torch.manual_seed(config.seed)
-        model = load_model(config, data).model
+        model, _ = load_model(config, data)
         if is_patched(model) and config.control:
             raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
         if not is_patched(model):
@@ -189,23 +189,23 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
     """The exact model that is converted, fine-tuned first if the config says so."""
     folder = run.folder / "teacher"
     if "teacher stage" in run.state:
-        return load_model(config, data, str(folder)).model
+        return load_model(config, data, str(folder))[0]
     torch.manual_seed(config.seed)
-    loaded = load_model(config, data)
-    if is_patched(loaded.model):
+    model, new_parameters = load_model(config, data)
+    if is_patched(model):
         raise ValueError(f"{config.model!r} is patched already. Give the exact model that it was made from.")
     if not config.control:
         # A mechanism that does not fit the model is an error before any training.
-        patch_as_configured(shared_copy(loaded.model), config)
+        patch_as_configured(shared_copy(model), config)
     if not config.teacher.enabled:
-        if loaded.new_parameters:
+        if new_parameters:
             raise ValueError(
-                f"{config.model!r} has no head for this task ({loaded.new_parameters[0]} is missing): it is not "
+                f"{config.model!r} has no head for this task ({new_parameters[0]} is missing): it is not "
                 "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
             )
-        return loaded.model
-    _warn_of_attention_dropout(run, loaded.model, data, config.teacher)
-    trainer = run.train("teacher", FinetuningTrainer, loaded.model, config.teacher, data)
+        return model
+    _warn_of_attention_dropout(run, model, data, config.teacher)
+    trainer = run.train("teacher", FinetuningTrainer, model, config.teacher, data)
     model = trainer.complete_model()
     run.save(folder, model, data)
     run.record("teacher stage", stage_progress(trainer, data))
@@ -265,7 +265,7 @@ def _distill(
         return student
     folder = run.folder / "checkpoints" / "distilled"
     if "distilled" in run.state:
-        return load_model(config, data, str(folder)).model.eval()
+        return load_model(config, data, str(folder))[0].eval()
     model: Any = student
     if config.distill.lora_rank:
         model = add_adapters(student, config.distill)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,15 +20,6 @@ from ..registry import ATTENTIONS
 from ..utils.extras import require_packages
 from ..utils.models import quiet_transformers
 from .options import DistillConfig, TrainingRunConfig
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model, and the names of its parameters that the checkpoint lacks (those of a new head)."""
-
-    model: PreTrainedModel
-    new_parameters: list[str] = field(default_factory=list)
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -67,22 +58,16 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     Raises:
         ValueError: There are fewer tokens than bytes.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
     end_of_text = "<|endoftext|>"
     if size < 257:
         raise ValueError(f"train_tokenizer must be at least 257 (256 bytes and {end_of_text}), got {size!r}.")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[end_of_text], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, size, min_frequency=0, special_tokens=[end_of_text], show_progress=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=tokenizer._tokenizer,
         bos_token=end_of_text,
         eos_token=end_of_text,
         pad_token=end_of_text,
@@ -116,7 +101,9 @@ def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, 
     return limit, "the model's limit; max_length extends learned positions"
 
 
-def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = None) -> LoadedModel:
+def load_model(
+    config: TrainingRunConfig, data: TaskData, source: str | None = None
+) -> tuple[PreTrainedModel, list[str]]:
     """Load a model in float32 with a head for the task. A patched checkpoint comes back patched.
 
     A head that the checkpoint lacks is drawn from torch's generator.
@@ -125,6 +112,9 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
         config: Which model.
         data: The data of the task.
         source: A folder to load instead of `config.model`.
+
+    Returns:
+        The model, and the names of its parameters that the checkpoint lacks: those of a new head.
 
     Raises:
         ValueError, OSError: The model cannot be loaded, or lacks more than a head.
@@ -141,19 +131,19 @@ def load_model(config: TrainingRunConfig, data: TaskData, source: str | None = N
         changes = {"vocab_size": len(tokenizer), **special, **changes}
     model_config = _model_config(config, changes, source)
     if source is None and (config.from_config or config.model_type is not None):
-        return LoadedModel(_checked(auto.from_config(model_config), data, config))
+        return _checked(auto.from_config(model_config), data, config), []
     name, revision = _source(config, source)
     data.check_labels(AutoConfig.from_pretrained(name, revision=revision), repr(name))
     arguments = {"revision": revision, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
         if getattr(model_config, CONFIG_FIELD, None) is not None:
-            return LoadedModel(_checked(load_pretrained(name, auto, **arguments), data, config))
+            return _checked(load_pretrained(name, auto, **arguments), data, config), []
         model, info = auto.from_pretrained(name, output_loading_info=True, **arguments)
     missing = sorted(info["missing_keys"])
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
     if body:
         raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
-    return LoadedModel(_checked(model, data, config), missing)
+    return _checked(model, data, config), missing
 
 
 def _source(config: TrainingRunConfig, source: str | None) -> tuple[str, str]:

@@ -122,8 +122,8 @@ def _configure_zero(accelerator: Accelerator) -> None:
 def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     """Shard a model that runs without an optimizer: a teacher, or the model of an attention transfer.
 
-    Under FSDP2 and ZeRO-3 all parameters become shards but the learned parts of mechanisms: their gradients are computed
-    inside the forward pass, which neither supports. Otherwise the model is moved to the device as it is.
+    Under FSDP2 and ZeRO-3 all parameters become shards but the learned parts of mechanisms, whose gradients attention
+    transfer computes inside the forward pass. Otherwise the model is moved to the device as it is.
 
     Args:
         accelerator: The accelerator of a trainer.
