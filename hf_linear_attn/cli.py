@@ -125,9 +125,9 @@ The exit code is 0 if the budget is met, and 1 if it is not.""",
     "demo": Verb(
         "demo:DemoConfig",
         "demo:run_demo",
-        "convert a small model and report quality and speed beside exact attention",
-        (),
-        "hf-linear-attn demo --quick",
+        "evaluate a small model: quality and speed of linear attention beside exact attention",
+        ("model",),
+        "hf-linear-attn demo --quick\nhf-linear-attn demo ./llama --data.dataset mine.txt --attention hedgehog window",
     ),
     "env": Verb("cli:EnvConfig", "cli:show_environment", "show versions and hardware, for a bug report"),
 }

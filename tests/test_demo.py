@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import BartConfig, T5Config
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.evaluation import Evaluation
+from hf_linear_attn.evaluation.config import resolve_settings, with_options
 from hf_linear_attn.evaluation.models import is_decoder
 from tests.helpers import MAX_LENGTH, sample_text, save_checkpoint, tiny_config
 
@@ -42,7 +42,7 @@ def demo(folder: Path, kind: str, output: Path, *, encoding: str = "utf-8", **op
         "lengths": (16,),
         "sequence_length": 32,
     }
-    evaluation = run_demo(DemoConfig(**{**defaults, **options}), console=Console(file=stream, width=100))
+    evaluation = run_demo(with_options(DemoConfig(), {**defaults, **options}), console=Console(file=stream, width=100))
     stream.flush()
     return evaluation, raw.getvalue().decode(encoding)
 
@@ -133,14 +133,20 @@ def test_the_default_model_without_its_package(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_wrong_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        DemoConfig(**options)
+        with_options(DemoConfig(), options)
 
 
-def test_options_have_help_texts_and_are_read_from_the_command_line() -> None:
-    for field in dataclasses.fields(DemoConfig):
-        assert len(field.metadata["help"]) > 10, field.name
-    config = parse_verb("demo", ["--quick", "--attention", "elu", "window", "--lengths", "64"])
-    assert (config.quick, config.attention, config.lengths) == (True, ("elu", "window"), (64,))
+def test_options_are_those_of_evaluate() -> None:
+    config = parse_verb("demo", ["--quick", "--attention", "elu", "window", "--speed.lengths", "64"])
+    assert (config.quick, config.attention, config.speed.lengths) == (True, ("elu", "window"), (64,))
+    assert (config.output, config.speed.batch_size) == ("demo-report", 1)
+
+
+def test_quick_is_three_mechanisms_and_no_long_inputs() -> None:
+    settings = resolve_settings(DemoConfig(quick=True), "encoder", 512, "float32", table=True)
+    assert settings.attentions == ("favor+", "hedgehog", "window")
+    assert settings.lengths == (128, 512, 2048)
+    assert settings.throughput_batch_size == 1
 
 
 def test_encoder_or_decoder() -> None:

@@ -187,7 +187,8 @@ def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> Dataset
     train = splits["train"]
     count = max(1, round(share * len(train)))
     if count >= len(train):
-        raise ValueError(f"{count} of {len(train)} rows cannot be held out: both splits need at least one.")
+        rows = f"{count} of {len(train)} rows"
+        raise ValueError(f"{rows} cannot be held out for validation. Give more rows, or a file for validation.")
     held_out = set(Random(seed).sample(range(len(train)), count))
     rest = train.select([row for row in range(len(train)) if row not in held_out])
     return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(sorted(held_out))})

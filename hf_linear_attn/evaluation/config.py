@@ -14,6 +14,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 ENCODER_ATTENTIONS = ("elu", "favor+", "hedgehog", "linformer", "window")
 DECODER_ATTENTIONS = ("elu", "favor+", "hedgehog", "linformer-causal", "window")
 
+#: The same with `quick`.
+QUICK_ATTENTIONS = ("favor+", "hedgehog", "window")
+
 #: Sequences at once where throughput is timed.
 THROUGHPUT_BATCH_SIZE = 8
 
@@ -111,7 +114,7 @@ class SpeedConfig:
     """
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 4096)", common=True
+        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 2048)", common=True
     )
     batch_size: int | None = option(
         None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)"
@@ -143,7 +146,7 @@ class EvaluateConfig:
     attention: tuple[str, ...] | None = option(
         None,
         "mechanisms to patch in, measured untrained and after attention transfer (default, without converted: elu, "
-        "favor+, hedgehog, a Linformer, window)",
+        "favor+, hedgehog, a Linformer, window; quick: favor+, hedgehog, window)",
         common=True,
     )
     converted: tuple[str, ...] | None = option(
@@ -301,9 +304,11 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
         if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
             raise ValueError(f"{name} {value} is beyond the model's {limit} positions. Use {limit} or less.")
     default = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
+    if config.quick:
+        default = QUICK_ATTENTIONS
     attentions = config.attention if config.attention or config.converted else default
     own = config.length or min(limit or 2048, 2048)
-    usual = (128, 512, 2048, 4096) if config.quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+    usual = (128, 512, 2048) if config.quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
     lengths = config.speed.lengths or (*shortest, *usual)
     context = config.context or min(length, limit or length)

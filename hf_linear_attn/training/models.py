@@ -41,7 +41,7 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
         return AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
     except (OSError, ValueError) as error:
         raise OSError(
-            f"The tokenizer of {source!r} cannot be loaded ({_first_line(error)}). Give another one by tokenizer."
+            f"The tokenizer of {source!r} cannot be loaded ({_first_line(error)}). Give another one with --tokenizer."
         ) from error
 
 

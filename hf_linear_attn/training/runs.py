@@ -83,7 +83,7 @@ class Run:
 
     def __init__(self, config: TrainingRunConfig, console: Console | None = None) -> None:
         if config.output is None:
-            raise ValueError("There is no folder for the result: give output.")
+            raise ValueError("There is no folder for the result. Give one with --output.")
         self.config = config
         self.folder = Path(config.output)
         self.console = console or Console(stderr=True)

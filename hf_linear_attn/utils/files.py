@@ -32,10 +32,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     Yields:
         The temporary folder to write to. It is removed if the block raises.
+
+    Raises:
+        OSError: The folder cannot be created. The message names it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(target, "part")
-    temporary.mkdir()
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"Cannot write to {str(target)!r} ({error.strerror or error}). Choose another folder.") from error
     try:
         yield temporary
         replace_folder(target, temporary)

@@ -9,7 +9,7 @@
 Sections:
     ops     attention by itself: every mechanism and backend against sdpa, other packages, and the limits
     decode  one token after a context: against key-value caches, and whole models' generation
-    model   whole models against the speedup that a free attention would give; MODEL instead of random weights
+    model   whole models against the speedup of the model without attention; MODEL instead of random weights
     memory  peak extra memory, each value from a process of its own
 
 Every measurement is on disk at once. Ctrl-C stops; the same command with --append continues. The exit code is 1 with

@@ -89,7 +89,7 @@ def _sentences(report: dict[str, Any]) -> list[str]:
             ceiling = last[0]["ceiling"]["median"]
             kind = "" if dtype == "float32" else f", {dtype}"
             lines.append(
-                f"- {model} at {longest:,} tokens{kind}: {', '.join(texts)}; a free attention: {ceiling:.2f}×."
+                f"- {model} at {longest:,} tokens{kind}: {', '.join(texts)}; without attention: {ceiling:.2f}×."
             )
     memory = [row for row in report["sections"].get("memory", []) if row["pass"] == "forward"]
     for what in dict.fromkeys(row["what"] for row in memory):

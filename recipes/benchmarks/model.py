@@ -1,4 +1,4 @@
-"""Whole models: the speedup of each mechanism beside the one that a free attention would give."""
+"""Whole models: the speedup of each mechanism beside that of the model without attention."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def model_tables(report: dict[str, Any]) -> list[Table]:
                 rows,
                 "length",
                 _speedup,
-                caption=f"The row {BASELINE} shows times; {FREE}: the ceiling, what a free attention would give.",
+                caption=f"The row {BASELINE} shows times; {FREE}: the model without attention, the highest speedup.",
                 section="model",
             )
         )

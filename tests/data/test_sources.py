@@ -194,7 +194,7 @@ def test_carved_validation(size, count):
 
 def test_validation_that_cannot_be_carved():
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1]})})
-    with pytest.raises(ValueError, match="1 of 1 rows cannot be held out"):
+    with pytest.raises(ValueError, match=r"1 of 1 rows cannot be held out for validation\. Give more"):
         hold_out_validation(splits, 0.1, 0)
 
 

@@ -333,7 +333,7 @@ def test_pretraining_from_a_config(folder: Path, tmp_path: Path) -> None:
         ({"data__dataset": "nowhere.csv"}, OSError, "nowhere.csv"),
         ({"data__dataset": None}, ValueError, r"data\.task"),
         ({"data__label_column": "lable"}, ValueError, "label"),
-        ({"output": None}, ValueError, "give output"),
+        ({"output": None}, ValueError, "Give one with --output"),
         ({"report_to": ["tensorbord"]}, ValueError, "tensorboard"),
         (
             {"task_type": "causal-lm", "data__text_columns": ["sentence"]},
