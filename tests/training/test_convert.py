@@ -249,8 +249,9 @@ def test_inputs_that_all_fit_into_the_window_are_not_transferred(folder: Path, t
     results = convert(convert_config(*paths, **steps), console=Console(file=screen, width=400))
     assert results["stages"]["transfer"]["step"] == 0
     assert not log_rows(paths[2], "transfer")
+    exact = results["beyond_exact"]["exact_length"]
     for text in (screen.getvalue(), (paths[2] / "model" / "README.md").read_text(encoding="utf-8")):
-        assert "Attention transfer was skipped: no training input has more than the 64 tokens that are exact." in text
+        assert f"Attention transfer was skipped: no training input has more than the {exact} tokens" in text
 
 
 def test_transfer_draws_the_inputs_beyond_the_window(
@@ -267,13 +268,14 @@ def test_transfer_draws_the_inputs_beyond_the_window(
     screen = io.StringIO()
     steps = {"teacher__max_steps": 1, "distill__max_steps": 1}
     config = convert_config(
-        folder / "encoder", folder / "task", tmp_path, attention="window", options={"window_size": 8}, **steps
+        folder / "encoder", folder / "task", tmp_path, attention="window", options={"window_size": 6}, **steps
     )
     counts = convert(config, console=Console(file=screen, width=400))["beyond_exact"]
     assert 0 < counts["longer"] < counts["inputs"] == 96
-    assert f"trains on the {counts['longer']} inputs of more than 8 tokens" in screen.getvalue()
+    exact = counts["exact_length"]
+    assert f"trains on the {counts['longer']} inputs of more than {exact} tokens" in screen.getvalue()
     assert len(lengths) == 4 * 8
-    assert min(lengths) > 8
+    assert min(lengths) > exact
 
 
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:

@@ -210,5 +210,5 @@ def test_batches_that_are_attended_to_exactly_are_left_out() -> None:
     done = transfer_attention(model_of("window", BERT), [short, batch()], steps=2, validation=[short])
     assert (len(done.losses), done.evaluations) == (2, [])
     assert min(done.losses) > 1e-3
-    with pytest.warns(UserWarning, match="All inputs have at most 4 tokens.*is skipped"):
+    with pytest.warns(UserWarning, match=r"All inputs have at most \d tokens.*is skipped"):
         assert transfer_attention(model_of("window", BERT), [short], steps=2).steps == 0
