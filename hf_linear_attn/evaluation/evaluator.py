@@ -60,33 +60,19 @@ Loader = Callable[[], PreTrainedModel]
 
 @dataclass
 class Evaluator:
-    """Runs the measurements of one model.
-
-    Attributes:
-        exact: The model.
-        inputs: Its data.
-        settings: How much to measure.
-        metrics: Quality of the model as a whole.
-        records: Where measurements go.
-        groups: Converted checkpoints.
-        baselines: Checkpoints with exact attention, tuned as the converted ones were.
-        folder: Where learned parameters are saved (None: nowhere).
-        task: A further task that this model is for; only its scores are measured then.
-        progress: Told what is being done.
-        notes: What was left out, and why.
-    """
+    """Runs the measurements of one model."""
 
     exact: ExactModel
     inputs: EvaluationInputs
     settings: Settings
-    metrics: Sequence[QualityMetric]
+    metrics: Sequence[QualityMetric]  # of the model as a whole
     records: Records = field(default_factory=Records)
-    groups: list[CheckpointGroup] = field(default_factory=list)
-    baselines: list[CheckpointGroup] = field(default_factory=list)
-    folder: Path | None = None
-    task: str = ""
+    groups: list[CheckpointGroup] = field(default_factory=list)  # converted
+    baselines: list[CheckpointGroup] = field(default_factory=list)  # with exact attention, tuned as the others were
+    folder: Path | None = None  # where learned parameters are saved (None: nowhere)
+    task: str = ""  # a further task that this model is for; only its scores are measured then
     progress: Progress = field(default_factory=NoProgress)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
 
     @property
     def scores(self) -> list[Score]:
@@ -213,18 +199,9 @@ def train_attention(
     seed: int,
     progress: Callable[[int, int, float], None],
 ) -> list[dict[str, Any]]:
-    """Train the learned parts of a patched model by attention transfer.
+    """Train the learned parts of a patched model by attention transfer; the validation batches choose the best step.
 
-    Args:
-        model: The patched model.
-        train: Batches to train on.
-        validation: Batches that choose the best step.
-        settings: `steps`, and how often the validation batches are evaluated.
-        seed: Seed of everything random.
-        progress: Called with the step, all steps, and the loss.
-
-    Returns:
-        The values of a record: `steps`, `tokens`, `best_step`, `transfer_seconds` and the losses by step.
+    Returns the values of a record: `steps`, `tokens`, `best_step`, `transfer_seconds` and the losses by step.
     """
     torch.manual_seed(seed)
     result = transfer_attention(

@@ -40,25 +40,15 @@ MAX_CACHED_VALUES = 2**27
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a metric that stands for the quality of a model.
+    """The value of a metric that stands for the quality of a model."""
 
-    Attributes:
-        measurement: The measurement in the records.
-        metric: The metric in its values.
-        title: Its name in tables and plots.
-        higher_is_better: The direction.
-        digits: Decimals to show.
-        agreement: Whether it compares with the exact model, whose value is then 1 by definition.
-        task: The labelled task, or an empty string.
-    """
-
-    measurement: str
-    metric: str
-    title: str
+    measurement: str  # in the records
+    metric: str  # in the values of the measurement
+    title: str  # in tables and plots
     higher_is_better: bool = True
-    digits: int = 3
-    agreement: bool = False
-    task: str = ""
+    digits: int = 3  # decimals to show
+    agreement: bool = False  # whether it compares with the exact model, whose value is then 1 by definition
+    task: str = ""  # the labelled task
 
 
 PERPLEXITY = Score("perplexity", "perplexity", "perplexity", higher_is_better=False, digits=2)
@@ -68,19 +58,12 @@ SENTENCE_EMBEDDINGS = Score("sentence_embeddings", "cosine", "cosine to exact em
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a score says about a mechanism.
+    """What a score says about a mechanism."""
 
-    Attributes:
-        valid: Whether the data can judge attention: the model without attention is clearly worse than the exact one.
-        worse: Whether the score is worse than the exact model's.
-        below_floor: Whether it is worse than without attention, too.
-        chance: Whether it is better than the exact model's although the outputs differ largely, which is no success.
-    """
-
-    valid: bool
-    worse: bool
-    below_floor: bool
-    chance: bool
+    valid: bool  # the data can judge attention: the model without attention is clearly worse than the exact one
+    worse: bool  # than the exact model
+    below_floor: bool  # worse than without attention, too
+    chance: bool  # better than the exact model although the outputs differ largely, which is no success
 
 
 def assess(
@@ -93,13 +76,9 @@ def assess(
     divergence: float | None = None,
     floor_divergence: float | None = None,
 ) -> Assessment:
-    """Compare a score with the exact model's first, and then with that of the model without attention.
+    """Compare a score with the exact model's first, and then with that of the model without attention, `floor`.
 
-    Args:
-        own, exact, floor: The scores; None where one is not defined.
-        higher_is_better: The direction.
-        stderr: Standard error of the difference of `exact` and `floor`.
-        divergence, floor_divergence: Those of the outputs from the exact model's, where they are known.
+    `stderr` is that of the difference of `exact` and `floor`; divergences are those from the exact model's outputs.
     """
     sign = 1 if higher_is_better else -1
     gap = 0.0 if exact is None or floor is None else sign * (exact - floor)
@@ -114,19 +93,12 @@ def assess(
 
 @dataclass
 class QualityMetric:
-    """A metric of a model as a whole: `metric(model)` returns the values of a record.
+    """A metric of a model as a whole: `metric(model)` returns the values of a record."""
 
-    Attributes:
-        measurement: The name of the measurement in the records.
-        measure: Called with a model and a function that is told the rows done and all rows.
-        score: The value that counts, or None for a metric that is only informative.
-        settings: All that the values depend on besides the model.
-    """
-
-    measurement: str
+    measurement: str  # its name in the records
     measure: Callable[[PreTrainedModel, OnBatch], Values]
-    score: Score | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    score: Score | None = None  # the value that counts; None for a metric that is only informative
+    settings: Mapping[str, Any] = field(default_factory=dict)  # all that the values depend on besides the model
 
     def __call__(self, model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         """Measure a model."""
@@ -300,10 +272,7 @@ def perplexity_metric(
 ) -> QualityMetric:
     """Return the perplexity over strided windows, and with `exact` the divergence from that model's predictions.
 
-    Args:
-        documents, context, stride, batch_size: As `measure_perplexity`.
-        data: A hash of the data.
-        exact: The exact model.
+    The arguments are those of `measure_perplexity`, and a hash of the data.
     """
     reference = None if exact is None else exact_predictions(exact)
 
@@ -345,15 +314,8 @@ def classification_metric(
     """Return the metrics of a labelled task, and how far the answers move from the exact model's.
 
     `divergence`: of classes the mean KL of their probabilities in nats; of scores the mean squared difference, relative
-    to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix; the first one decides.
-
-    Args:
-        exact: The exact model.
-        batches: Suffix of a validation set -> its batches, with `labels`.
-        metrics: Names of `data.metrics`; the first one decides.
-        regression: Whether the model gives one score.
-        task: The name of the task.
-        settings: What the values depend on besides the model.
+    to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix, by which `batches` names
+    them. The first set and the first metric decide.
     """
 
     import numpy as np
@@ -493,23 +455,14 @@ def embedding_metric(
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Pairs of sentences with a score of their similarity.
+    """Pairs of sentences with a score of their similarity."""
 
-    Attributes:
-        batches: All sentences, short ones first.
-        order: Where each sentence of the batches belongs: first sentences, then second ones.
-        scores: The similarity of each pair.
-        data: A hash of the pairs.
-        source: Where they are from.
-        longest: Tokens of the longest sentence.
-    """
-
-    batches: list[dict[str, Tensor]]
-    order: list[int]
-    scores: list[float]
-    data: str
-    source: str
-    longest: int
+    batches: list[dict[str, Tensor]]  # all sentences, short ones first
+    order: list[int]  # where each sentence of the batches belongs: first sentences, then second ones
+    scores: list[float]  # the similarity of each pair
+    data: str  # a hash of the pairs
+    source: str  # where they are from
+    longest: int  # tokens of the longest sentence
 
 
 def sentence_pair_metric(pairs: SentencePairs) -> QualityMetric:

@@ -40,23 +40,14 @@ AUTO_CLASSES = {
 
 @dataclass(frozen=True)
 class ExactModel:
-    """The model that mechanisms are compared with.
-
-    Attributes:
-        model: It, in evaluation mode.
-        tokenizer: Its tokenizer.
-        kind: `decoder`, `encoder` or `classifier`.
-        name: What reports call it.
-        fingerprint: A hash of its weights.
-        device, versions: Parts of the conditions of its measurements.
-    """
+    """The model that mechanisms are compared with, in evaluation mode."""
 
     model: PreTrainedModel
     tokenizer: Any
-    kind: str
-    name: str
-    fingerprint: str
-    device: Mapping[str, Any]
+    kind: str  # `decoder`, `encoder` or `classifier`
+    name: str  # in reports
+    fingerprint: str  # a hash of its weights
+    device: Mapping[str, Any]  # with `versions` a part of the conditions of its measurements
     versions: Mapping[str, Any]
 
     @classmethod
@@ -183,13 +174,7 @@ def _named_errors(name: str) -> Iterator[None]:
 
 
 def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
-    """Load a model with exact attention.
-
-    Args:
-        source: A local folder or a repository on the Hub.
-        kind: A key of `AUTO_CLASSES`.
-        device: Where to put it.
-        task: The task of a classifier, for messages.
+    """Load a model with exact attention; messages name the task of a classifier.
 
     Raises:
         OSError: It cannot be loaded.
@@ -266,19 +251,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """Checkpoints that differ in their weights and seeds only.
+    """Checkpoints that differ in their weights and seeds only."""
 
-    Attributes:
-        attention: The mechanism of most layers (`softmax` for exact attention).
-        layers: The config of each patched layer; empty for exact attention.
-        checkpoints: Its members.
-        label: A name that no other group has.
-    """
-
-    attention: str
-    layers: Mapping[str, Any]
+    attention: str  # the mechanism of most layers (`softmax` for exact attention)
+    layers: Mapping[str, Any]  # the config of each patched layer; empty for exact attention
     checkpoints: tuple[Checkpoint, ...]
-    label: str = ""
+    label: str = ""  # which no other group has
 
     @property
     def state(self) -> str:
@@ -314,12 +292,7 @@ def find_checkpoints(
 ) -> list[CheckpointGroup]:
     """Group the checkpoints in folders by their layers. Weights are not read yet.
 
-    Args:
-        folders: Folders of checkpoints.
-        auto_class: The class that loads them.
-        exact_config: The config of the exact model, whose shape they must have.
-        device: Where to put them.
-        exact: Whether they have exact attention (baselines) or linear attention.
+    The exact model's config says which shape they must have, and `exact` whether they must have exact attention.
 
     Raises:
         ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture.
@@ -347,9 +320,7 @@ def find_checkpoints(
 def label_groups(groups: Sequence[CheckpointGroup], known: Mapping[str, str]) -> list[CheckpointGroup]:
     """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several.
 
-    Args:
-        groups: Groups without labels.
-        known: Identity of a group -> its label in an earlier run, which stays the same.
+    A group keeps the label of an earlier run, which `known` has by its identity.
     """
     labels = dict(known)
     for group in groups:

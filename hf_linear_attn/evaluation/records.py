@@ -102,27 +102,16 @@ def conditions_id(conditions: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        id: Identifies the conditions.
-        conditions: As a dict.
-        values: See `Values`.
-        time: When it was made, UTC.
-        run: The run that made it.
-        label: The row of the summary that it belongs to.
-        group: The same for what was timed side by side.
-        seconds: How long the measurement took.
-    """
-
-    id: str
+    id: str  # identifies the conditions
     conditions: dict[str, Any]
     values: list[dict[str, Any]]
-    time: str
-    run: str
-    label: str = ""
-    group: str | None = None
-    seconds: float | None = None
+    time: str  # when it was made, UTC
+    run: str  # the run that made it
+    label: str = ""  # the row of the summary that it belongs to
+    group: str | None = None  # the same for what was timed side by side
+    seconds: float | None = None  # how long the measurement took
 
     def value(self, metric: str, **columns: Any) -> float | None:
         """Return the value of a metric with these columns, or None if it was not measured or is not defined."""
@@ -199,12 +188,7 @@ class Records:
         group: str | None = None,
         seconds: float | None = None,
     ) -> Record:
-        """Write a measurement to the file.
-
-        Args:
-            conditions: What the values depend on.
-            values: Rows with `metric` and `value`, or a mapping metric -> value.
-            label, group, seconds: As in `Record`.
+        """Write a measurement to the file. Values are rows with `metric` and `value`, or a mapping metric -> value.
 
         Raises:
             RuntimeError: No run was started.

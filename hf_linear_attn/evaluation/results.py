@@ -60,22 +60,15 @@ class Quality:
 class Comparison:
     """A mechanism's score beside that of a model with exact attention.
 
-    Attributes:
-        score: Which score.
-        own: The mechanism's.
-        reference: The score of the model that it is compared with.
-        control: Whether that is the tuned exact model; otherwise it is the exact model itself.
-        further: Whether all weights of the mechanism's model were trained further, and those of the reference not.
-        share: Share of the reference's score that is kept, in (0, 1]; None where it is not defined, or where the
-            mechanism is better than the reference.
-        assessment: What the score says.
+    `share` is the share of the reference's score that is kept, in (0, 1]; None where it is not defined, or where the
+    mechanism is better than the reference.
     """
 
     score: Score
     own: Quality
     reference: Quality
-    control: bool
-    further: bool
+    control: bool  # whether the reference is the tuned exact model, and not the exact model itself
+    further: bool  # whether all weights of the mechanism's model were trained further, and those of the reference not
     share: float | None
     assessment: Assessment
 

@@ -147,20 +147,10 @@ def measure_passes(
     memory: bool = False,
     flops: bool = False,
 ) -> dict[str, Values]:
-    """Time one pass of several models side by side.
-
-    Args:
-        models: Name -> model.
-        tokens: Token ids that the inputs are made from.
-        length: Tokens of each sequence.
-        baseline: The model that speedups are relative to.
-        seconds: Time to spend.
-        measurement: A name of `PASSES`.
-        batch_size: Sequences in one pass.
-        memory, flops: Whether to measure peak memory and operations, each in a further pass.
+    """Time one pass (a name of `PASSES`) of several models side by side, on tokens `[batch_size, length]`.
 
     Returns:
-        Name -> values `seconds`, `tokens_per_second`, `peak_memory` (bytes) and `flops`.
+        Name -> values `seconds`, `tokens_per_second`, and from a further pass each `peak_memory` (bytes) and `flops`.
     """
     backward = measurement == TRAINING
     with torch.inference_mode(not backward):
@@ -200,15 +190,7 @@ def measure_layer(
 ) -> dict[str, Values]:
     """Time the attention of the first layer by itself on random q, k, v (batch 1), without projections.
 
-    Args:
-        models: The exact model under the name of its attention implementation, and patched ones.
-        length: Tokens.
-        baseline: The name of the exact model.
-        seconds: Time to spend.
-        seed: Seed of q, k and v.
-
-    Returns:
-        Name -> values, as `timing_values` gives them.
+    The model `baseline` is the exact one. Returns name -> values, as `timing_values` gives them.
     """
     exact = models[baseline]
     layer = self_attention(exact)[0]
@@ -266,15 +248,7 @@ def measure_decoding(
     """Time one new token of each of `batch_size` sequences after a context; the models are interleaved token by token.
 
     The exact model uses the growing cache that `generate` uses by default. During the measurement the context grows by
-    the timed tokens, 8 to 40 of them.
-
-    Args:
-        models: Name -> causal language model.
-        tokens: Token ids that the context is made from.
-        length: Tokens before the first timed one.
-        baseline: The model that speedups are relative to.
-        seconds: Time to spend.
-        batch_size: Sequences that are decoded at once.
+    the timed tokens, 8 to 40 of them, from `length` on.
 
     Returns:
         Name -> values `seconds` of one step, `tokens_per_second` and `cache_bytes` (of all sequences).
@@ -314,23 +288,13 @@ def _decoding_step(
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the measurement of one length would take.
+    """What the measurement of one length would take."""
 
-    Attributes:
-        seconds: A warm-up and three rounds of all models.
-        bytes: Memory of the model that needs most; None if unknown.
-    """
-
-    seconds: float
-    bytes: float | None
+    seconds: float  # of a warm-up and three rounds of all models
+    bytes: float | None  # of the model that needs most; None if unknown
 
     def reason_to_skip(self, seconds: float, device: torch.device) -> str | None:
-        """Return why there is not enough memory or time, or None.
-
-        Args:
-            seconds: Time to spend on one length.
-            device: The device whose memory counts.
-        """
+        """Return why there is not enough memory, or time where `seconds` are meant for one length; or None."""
         free = free_memory(device)
         if self.bytes is not None and free is not None and self.bytes > MEMORY_SHARE * free:
             return f"it would need about {format_bytes(self.bytes)}, and {format_bytes(free)} are free"
@@ -342,12 +306,7 @@ class Forecast:
 def forecast(
     rows: Mapping[str, Record], time_growth: Callable[[str], float], memory_growth: Callable[[str], float]
 ) -> Forecast:
-    """Predict a measurement from a smaller one.
-
-    Args:
-        rows: Name -> the smaller measurement, with `seconds` of one pass and perhaps its `peak_memory`.
-        time_growth, memory_growth: By which factor the time and the memory of a model grow.
-    """
+    """Predict a measurement from a smaller one of each model, and the factors by which its time and memory grow."""
     memory = {name: record.value("peak_memory") for name, record in rows.items()}
     needed = [used * memory_growth(name) for name, used in memory.items() if used]
     seconds = 4 * sum((record.value("seconds") or 0.0) * time_growth(name) for name, record in rows.items())
