@@ -101,7 +101,8 @@ def page_template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["table"] = lambda frame: frame.to_html(border=0, justify="left", escape=True)
+    # The name of the index stands in the corner: on its own it would take a second row of titles.
+    templates.filters["table"] = lambda frame: frame.rename_axis(index=None, columns=frame.index.name).to_html(border=0)
     return templates.get_template(name)
 
 

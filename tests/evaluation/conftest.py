@@ -5,7 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
+import pandas as pd  # noqa: F401
 import pytest
+
+from hf_linear_attn.evaluation import api, plots  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,3 +20,11 @@ def frozen_modules() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def coarse_plots() -> Iterator[None]:
+    """Nobody looks at the plots of a test, and their pixels take time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "DPI", 30)
+        yield
