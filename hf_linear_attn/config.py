@@ -42,7 +42,8 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         build_options(ATTENTIONS.get(self.attention), dict(self.options))
-        object.__setattr__(self, "exact_heads", _check_heads(self.exact_heads))
+        exact_heads = check_integers(self.exact_heads, "exact_heads", "key-value head")
+        object.__setattr__(self, "exact_heads", tuple(sorted(set(exact_heads))))
         if self.exact_heads and self.attention == "softmax":
             raise ValueError(f"exact_heads={list(self.exact_heads)}: every head of a 'softmax' layer is exact.")
 
@@ -115,7 +116,10 @@ class LinearAttentionConfig:
             layer = LayerConfig.parse({"attention": value, **(options or {})})
             if layers is None:
                 return cls(layer)
-            return cls(None, {str(index): layer for index in _check_indices(layers)})
+            indices = check_integers(layers, "layers", "layer")
+            if not indices:
+                raise ValueError("layers is empty: nothing would be patched. Leave it out to patch every layer.")
+            return cls(None, {str(index): layer for index in indices})
         if isinstance(value, Mapping):
             if "format_version" in value:
                 return cls.from_dict(value)
@@ -168,9 +172,8 @@ class LinearAttentionConfig:
         Raises:
             ValueError: An index is out of range or stands twice, or a name or pattern matches nothing.
         """
-        by_index: dict[int, LayerConfig] = {}
-        by_name: dict[str, LayerConfig] = {}
-        patterns: list[tuple[str, LayerConfig]] = []
+        indices: set[int] = set()
+        matches: list[tuple[int, list[int], LayerConfig]] = []  # precedence, layers, mechanism
         for key, layer in self.layers.items():
             index = _as_index(key)
             if index is not None:
@@ -179,22 +182,23 @@ class LinearAttentionConfig:
                         f"Layer index {index} is out of range: the model has {len(names)} self-attention layers "
                         f"(0 to {len(names) - 1}, or -{len(names)} to -1)."
                     )
-                if index % len(names) in by_index:
+                if index % len(names) in indices:
                     raise ValueError(f"Layer {index % len(names)} is named twice (as {key!r} too).")
-                by_index[index % len(names)] = layer
+                indices.add(index % len(names))
+                matches.append((2, [index], layer))
             elif key in names:
-                by_name[key] = layer
-            elif any(fnmatch.fnmatchcase(name, key) for name in names):
-                patterns.append((key, layer))
+                matches.append((1, [names.index(key)], layer))
+            elif matching := [number for number, name in enumerate(names) if fnmatch.fnmatchcase(name, key)]:
+                matches.append((0, matching, layer))
             else:
                 raise ValueError(
                     f"{key!r} matches no self-attention layer. Use an index from 0 to {len(names) - 1}, a module name "
                     f"such as {names[0]!r}, or a pattern on such names."
                 )
-        resolved = []
-        for index, name in enumerate(names):
-            matching = [layer for pattern, layer in patterns if fnmatch.fnmatchcase(name, pattern)]
-            resolved.append(by_index.get(index) or by_name.get(name) or (matching[-1] if matching else self.default))
+        resolved = [self.default] * len(names)
+        for _, numbers, layer in sorted(matches, key=lambda match: match[0]):  # of several patterns, the last one
+            for number in numbers:
+                resolved[number] = layer
         return resolved
 
     def has_option(self, name: str) -> bool:
@@ -298,14 +302,15 @@ def _parse_layer(value: Any, default: LayerConfig | None) -> LayerConfig:
     return LayerConfig.parse(value)
 
 
-def _check_heads(heads: Any) -> tuple[int, ...]:
-    if isinstance(heads, (str, bytes)) or not isinstance(heads, Iterable):
-        raise TypeError(f"exact_heads must be a list of key-value head indices, got {heads!r}.")
-    indices = tuple(heads)
+def check_integers(values: Any, name: str, kind: str) -> list[int]:
+    """Raise a TypeError unless `values` is a list of integers; the message says the indices of what it must hold."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of {kind} indices, got {values!r} ({type(values).__name__}).")
+    indices = list(values)
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"exact_heads must hold integers, got {index!r} ({type(index).__name__}).")
-    return tuple(sorted(set(indices)))
+            raise TypeError(f"{name} must hold integers, got {index!r} ({type(index).__name__}).")
+    return indices
 
 
 def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
@@ -324,15 +329,3 @@ def _as_index(key: str) -> int | None:
         return int(key)
     except ValueError:
         return None
-
-
-def _check_indices(layers: Iterable[int]) -> list[int]:
-    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
-        raise TypeError(f"layers must be a list of layer indices, got {layers!r} ({type(layers).__name__}).")
-    indices = list(layers)
-    for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"layers must hold integers, got {index!r} ({type(index).__name__}).")
-    if not indices:
-        raise ValueError("layers is empty: nothing would be patched. Leave it out to patch every layer.")
-    return indices

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
+from ..config import check_integers
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from .context import InterfaceCall, attention_modules, layer_context
@@ -105,16 +106,12 @@ def exact_attention(model: Any, layers: Iterable[int] | None = None) -> Abstract
     if layers is None:
         return _running_exactly(list(attention_modules(model)), None)
     modules = [layer.module for layer in self_attention(model)]
-    chosen = {_checked_index(index, len(modules)) for index in layers}
-    return _running_exactly([modules[index] for index in sorted(chosen)], None)
-
-
-def _checked_index(index: int, count: int) -> int:
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"layers must hold integers, got {index!r} ({type(index).__name__}).")
-    if not -count <= index < count:
-        raise ValueError(f"Layer index {index} is out of range: the model has {count} self-attention layers.")
-    return index % count
+    count = len(modules)
+    indices = check_integers(layers, "layers", "layer")
+    for index in indices:
+        if not -count <= index < count:
+            raise ValueError(f"Layer index {index} is out of range: the model has {count} self-attention layers.")
+    return _running_exactly([modules[index] for index in sorted({index % count for index in indices})], None)
 
 
 @contextmanager
