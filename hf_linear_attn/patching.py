@@ -94,11 +94,10 @@ def patch_model(
     if max_length is not None:
         positions = _plan_positions(model, config, max_length)
         config = config.with_default("max_length", max_length)
-    extended = positions.added > 0
     install(model, config, positions)
     if model.name_or_path:
         model.name_or_path += PATCHED_NAME
-    if extended and "sentence_transformers" in sys.modules:
+    if positions.added and "sentence_transformers" in sys.modules:
         logger.warning(
             "The positions of this %s go up to %d tokens now. A SentenceTransformer around it still truncates at its "
             "own limit: set encoder.max_seq_length = %d.",

@@ -59,24 +59,10 @@ def linear_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module of a patched model; registered with `AttentionInterface`.
 
-    Args:
-        module: The attention module, patched or exact.
-        query: `[B, H, L, d]`, after projections and rotary positions.
-        key: `[B, G, S, d]`.
-        value: `[B, G, S, e]`.
-        attention_mask: What `linear_attention_mask` made: `[B, S]`, a full mask `[B | 1, H | 1, L, S]`, or None.
-        dropout: Dropout of the weights; exact attention only.
-        scaling: τ; by default `d ** -0.5`.
-        is_causal: The direction, where the module says it with the call.
-        kwargs: What else the modeling file passes on.
+    The arguments are those of `InterfaceCall`; `scaling` is `d ** -0.5` by default, `dropout` is for exact attention.
 
     Returns:
         The output `[B, L, H, e]`, and the weights `[B, H, L, S]` where the caller requested them, else None.
-
-    Raises:
-        RuntimeError: The model was loaded without its linear attention.
-        NotImplementedError: An argument or a mask cannot be honoured.
-        ValueError: The sizes are not those that the mechanism was built for.
     """
     context = layer_context(module)
     if context is None:

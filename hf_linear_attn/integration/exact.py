@@ -131,11 +131,7 @@ def _running_exactly(modules: list[nn.Module], observer: Observer | None) -> Ite
 
 
 def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[Tensor, Tensor | None]:
-    """Run the exact attention of a layer, and show it to the layer's observer if there is one.
-
-    Returns:
-        The output `[B, L, H, e]`, and the weights `[B, H, L, S]` where the caller requested them, else None.
-    """
+    """Run the exact attention of a layer as `_attend` does, and show it to the layer's observer if there is one."""
     out, weights = _exact_output(call)
     observer = call.context.observer
     if mechanism is not None and observer is not None:

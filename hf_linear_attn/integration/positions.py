@@ -71,29 +71,6 @@ BUFFERS: dict[str, Callable[[Tensor, torch.Size], Tensor | None]] = {
     "bias": _causal_mask,
 }
 
-#: Why a model has no table to extend, and what to do instead: the first that applies.
-REMEDIES: tuple[tuple[Callable[[PreTrainedModel], bool], str], ...] = (
-    (
-        lambda model: _has_module(model, "Sinusoid") or _has_table(model.named_buffers()),
-        "positions are computed sinusoids, not learned. Load it anew with a larger limit in its config",
-    ),
-    (
-        lambda model: hasattr(model.config.get_text_config(decoder=False), "image_size"),
-        "positions belong to a grid of image patches, not to a length. Pass interpolate_pos_encoding=True to forward() "
-        "where it is taken: it interpolates the grid (not the class tokens) to the size of each image",
-    ),
-    (
-        lambda model: _has_module(model, "Rotary") or _has_module(model, "RoPE"),
-        "positions are rotary: they are computed, and go on beyond any limit by themselves. To scale them for lengths "
-        "that it was not trained on, set Transformers' rope_parameters in its config before loading",
-    ),
-    (
-        lambda model: _has_table(model.named_parameters()),
-        "learned positions are in a table whose size no known field of its config states",
-    ),
-    (lambda model: True, "positions are in no learned table with a limit: nothing keeps it from longer inputs"),
-)
-
 
 def extend_positions(
     model: PreTrainedModel, max_length: int, how: str = "tile", *, tokenizer: Any = None
@@ -156,20 +133,18 @@ class PositionChange:
     """New tensors and limits for a model, all computed; applying them cannot fail half-way."""
 
     tensors: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    #: Owner of a config, its field, the new value, the present limit in tokens.
-    limits: list[tuple[PreTrainedModel, str, int, int]] = field(default_factory=list)
+    #: Owner of a config, its field, the present and the new value, the present limit in tokens.
+    limits: list[tuple[PreTrainedModel, str, int, int, int]] = field(default_factory=list)
 
     @property
     def added(self) -> int:
         """Tokens that the longest input of the model grows by."""
-        return min((value - getattr(owner.config, name) for owner, name, value, _ in self.limits), default=0)
+        return min((value - present for _, _, present, value, _ in self.limits), default=0)
 
     def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
         """Assign the new tensors and limits to a model that owns its configs (see `own_configs`).
 
-        Args:
-            model: The model.
-            record: Whether the configs record the present limits, so that `unpatch_model` can restore them.
+        With `record` the configs record the present limits, so that `unpatch_model` can restore them.
         """
         owner_configs = {id(table.owner.config) for table in find_tables(model)}
         other_configs = [config for config in all_configs(model) if id(config) not in owner_configs]
@@ -180,17 +155,17 @@ class PositionChange:
                 setattr(module, "num_embeddings", tensor.shape[0])  # noqa: B010  (of an nn.Embedding)
             else:
                 setattr(module, name, tensor)
-        old_values = [(owner, getattr(owner.config, name)) for owner, name, _, _ in self.limits]
-        for (owner, name, value, limit), (_, old_value) in zip(self.limits, old_values, strict=True):
-            for module in (owner, *(module for module, attribute, _ in self.tensors if attribute == "weight")):
+        tables = [module for module, attribute, _ in self.tensors if attribute == "weight"]
+        for owner, name, present, value, limit in self.limits:
+            for module in (owner, *tables):
                 for attribute in COPIED_LIMITS:
-                    if vars(module).get(attribute) == old_value:
+                    if vars(module).get(attribute) == present:
                         setattr(module, attribute, value)
             # Parts may hold copies of the config that is saved (ProphetNet).
             copies = [
                 config
                 for config in other_configs
-                if type(config) is type(owner.config) and getattr(config, name) == old_value
+                if type(config) is type(owner.config) and getattr(config, name) == present
             ]
             for config in (owner.config, *copies):
                 setattr(config, name, value)
@@ -264,7 +239,22 @@ def clear_extension_record(model: PreTrainedModel) -> None:
 
 def no_table_reason(model: PreTrainedModel) -> str:
     """Say why there is no learned table of positions, and what to do instead."""
-    return next(text for applies, text in REMEDIES if applies(model))
+    kinds = " ".join(type(module).__name__ for module in model.modules())
+    if "Sinusoid" in kinds or _has_table(model.named_buffers()):
+        return "positions are computed sinusoids, not learned. Load it anew with a larger limit in its config"
+    if hasattr(model.config.get_text_config(decoder=False), "image_size"):
+        return (
+            "positions belong to a grid of image patches, not to a length. Pass interpolate_pos_encoding=True to "
+            "forward() where it is taken: it interpolates the grid (not the class tokens) to the size of each image"
+        )
+    if "Rotary" in kinds or "RoPE" in kinds:
+        return (
+            "positions are rotary: they are computed, and go on beyond any limit by themselves. To scale them for "
+            "lengths that it was not trained on, set Transformers' rope_parameters in its config before loading"
+        )
+    if _has_table(model.named_parameters()):
+        return "learned positions are in a table whose size no known field of its config states"
+    return "positions are in no learned table with a limit: nothing keeps it from longer inputs"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -281,7 +271,7 @@ def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int]
         done.add((id(owner), name))
         present = getattr(owner.config, name)
         added = length - table.limit
-        change.limits.append((owner, name, present + added, table.limit))
+        change.limits.append((owner, name, present, present + added, table.limit))
         for path, shape in _dependent(owner, name, present + added).items():
             module_path, _, tensor_name = path.rpartition(".")
             tensor = _resized(owner, path, shape, added, method)
@@ -337,7 +327,3 @@ def _reserved(module: nn.Embedding) -> int:
 
 def _has_table(tensors: Iterable[tuple[str, Tensor]]) -> bool:
     return any(TABLE.fullmatch(part) for name, _ in tensors for part in name.split(".")[-2:])
-
-
-def _has_module(model: nn.Module, part: str) -> bool:
-    return any(part in type(module).__name__ for module in model.modules())
