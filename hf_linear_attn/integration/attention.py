@@ -28,7 +28,7 @@ from .context import (
 )
 from .exact import AttentionCall, attention_weights_requested, exact_attention, observe_attention, run_exact
 from .mask import full_mask_to_bool, linear_attention_mask
-from .packing import documents_of, run_packed
+from .packing import document_numbers, documents_of, run_packed
 
 __all__ = [
     "IMPLEMENTATION",
@@ -114,7 +114,8 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
     kwargs = {name: value for name, value in call.kwargs.items() if name not in names}
 
     if mask is not None and has_full_mask:
-        allowed = full_mask_to_bool(mask, call.label) & documents.same_document()
+        numbers = document_numbers(boundaries.to(query.device), documents.shape)[:, None]
+        allowed = full_mask_to_bool(mask, call.label) & (numbers[..., :, None] == numbers[..., None, :])
         return _attend(replace(call, mask=allowed, kwargs=kwargs))
 
     def forward(

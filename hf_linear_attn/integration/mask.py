@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .context import ModelRun, forward_context
-from .packing import PACKED_BATCH, PackedBatch
+from .packing import PACKED_BATCH, PackedBatch, document_numbers
 
 MaskFunction = Callable[..., Any]
 """Whether a query sees a key: (batch, head, query, key), all indices, -> bool, as in Transformers."""
@@ -55,10 +55,9 @@ def _packed_mask(run: ModelRun, arguments: dict[str, Any]) -> Tensor:
 
 def packed_mask_function(function: MaskFunction, boundaries: Tensor, shape: tuple[int, int]) -> MaskFunction:
     """Return the same pattern inside of each document: positions count from its first token."""
-    tokens = torch.arange(shape[0] * shape[1], device=boundaries.device)
-    documents = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
-    positions = (tokens - boundaries[documents]).view(shape)
-    documents = documents.view(shape)
+    documents = document_numbers(boundaries, shape)
+    tokens = torch.arange(documents.numel(), device=boundaries.device).view(shape)
+    positions = tokens - boundaries[documents]
 
     def inside(batch: Any, head: Any, query: Any, key: Any) -> Any:
         same = documents[batch, query] == documents[batch, key]

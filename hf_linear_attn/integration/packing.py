@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -77,9 +77,7 @@ class Documents:
             real_edges = real_before[torch.tensor(edges, device=device)].tolist()
             lengths = [stop - start for start, stop in pairwise(real_edges)]
         self.lengths = [length for length in lengths if length]
-        self._starts = [0]
-        for length in self.lengths:
-            self._starts.append(self._starts[-1] + length)
+        self._starts = [0, *accumulate(self.lengths)]
         self.groups = [self._group(numbers) for numbers in _group_by_length(self.lengths)]
 
     def _group(self, numbers: list[int]) -> Group:
@@ -99,13 +97,11 @@ class Documents:
         """Return all documents as one padded batch, in order, for what must see them at once."""
         return self._group(list(range(len(self.lengths))))
 
-    def same_document(self) -> Tensor:
-        """Return which pairs of tokens lie in one document, `[B, 1, S, S]`. O(S²)."""
-        numbers = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.long, device=self._tokens.device)
-        lengths = torch.tensor(self.lengths, dtype=torch.long, device=numbers.device)
-        numbers[self._tokens] = torch.arange(1, len(self.lengths) + 1, device=numbers.device).repeat_interleave(lengths)
-        rows = numbers.view(self.shape)
-        return ((rows[:, :, None] == rows[:, None, :]) & (rows != 0)[:, None, :])[:, None]
+
+def document_numbers(boundaries: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the number of the document that each token of a batch lies in, `[B, S]`."""
+    tokens = torch.arange(shape[0] * shape[1], device=boundaries.device)
+    return torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True).view(shape)
 
 
 def _checked_edges(edges: list[int], shape: tuple[int, int]) -> list[int]:
