@@ -321,7 +321,7 @@ def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
     layer = LayerConfig.parse(saved)
     options = fields(ATTENTIONS.get(layer.attention).options)
     before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
-    return LayerConfig(layer.attention, {**before, **layer.options})
+    return replace(layer, options={**before, **layer.options})
 
 
 def _as_index(key: str) -> int | None:

@@ -111,18 +111,16 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
     padding = None if has_full_mask else mask
     documents = documents_of(boundaries.to(query.device), (query.shape[0], query.shape[2]), padding)
     names = (*BOUNDARY_ARGUMENTS, "position_ids")
-    kwargs = {name: value for name, value in call.kwargs.items() if name not in names}
-
+    call = replace(call, kwargs={name: value for name, value in call.kwargs.items() if name not in names})
     if mask is not None and has_full_mask:
         numbers = document_numbers(boundaries.to(query.device), documents.shape)[:, None]
         allowed = full_mask_to_bool(mask, call.label) & (numbers[..., :, None] == numbers[..., None, :])
-        return _attend(replace(call, mask=allowed, kwargs=kwargs))
+        return _attend(replace(call, mask=allowed))
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_call: bool
     ) -> tuple[Tensor, Tensor | None]:
-        documents = replace(call, query=query, key=key, value=value, mask=mask, kwargs=kwargs, first_call=first_call)
-        return _attend(documents)
+        return _attend(replace(call, query=query, key=key, value=value, mask=mask, first_call=first_call))
 
     layer = forward_context.take_cache_layer()
     if layer is not None:
@@ -151,8 +149,10 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             layer.skip_tokens(call.key.shape[2])
             layer = None
         tensors = (call.query, call.key, call.value)
-        flags = {"return_state": layer is not None, "first_call": call.first_call}
-        out, state_after = mechanism(AttentionInputs(*tensors, call.scaling, call.causal, mask, state, **flags))
+        inputs = AttentionInputs(
+            *tensors, call.scaling, call.causal, mask, state, return_state=layer is not None, first_call=call.first_call
+        )
+        out, state_after = mechanism(inputs)
         if layer is not None:
             replay = _replay_function(mechanism, call) if layer.record_past else None
             layer.advance(state_after, call.key, call.value, mask, replay, in_graph=out.requires_grad)

@@ -26,12 +26,6 @@ from .context import (
 from .discovery import AttentionLayer, attention_shape, find_attention, foreign_attention, self_attention
 from .models import configs_of
 
-#: The remedy where no layer of full attention is left to patch.
-SLIDING_WINDOWS = (
-    "Sliding windows become full attention, which can be patched, if the config says so before the model is loaded "
-    "(sliding_window=None, or 'full_attention' in layer_types)."
-)
-
 
 @dataclass(frozen=True)
 class PlannedLayer:
@@ -84,7 +78,11 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
     if not planned:
         reason = " Every layer is 'softmax'."
         if skipped:
-            reason = f" Left exact: {', '.join(skipped)}: only layers of full attention are replaced. {SLIDING_WINDOWS}"
+            reason = (
+                f" Left exact: {', '.join(skipped)}: only layers of full attention are replaced. Sliding windows "
+                "become full attention, which can be patched, if the config says so before the model is loaded "
+                "(sliding_window=None, or 'full_attention' in layer_types)."
+            )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
     foreign = foreign_attention(model, {id(item.layer.config) for item in planned})
     if foreign:
