@@ -65,17 +65,30 @@ class FeatureMap(nn.Module):
         """Called by the mechanism before each forward pass that does not go on from a state."""
 
     def query(self, x: Tensor, scaling: float) -> Features:
-        raise NotImplementedError
+        """Map queries `[B, H, L, d]`; by the formula, unless a subclass defines it."""
+        formulas = self.fused(scaling)
+        if formulas is None:
+            raise NotImplementedError(f"{type(self).__name__} defines neither query nor fused.")
+        return formulas[0].features(x)
 
     def key(self, x: Tensor, scaling: float) -> Features:
-        return self.query(x, scaling)
+        """Map keys `[B, G, L, d]`; by the formula, or as queries where there is none."""
+        formulas = self.fused(scaling)
+        return self.query(x, scaling) if formulas is None else formulas[1].features(x)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         """The formulas of `query` and `key`, for backends that fuse them with the sums; None where there are none.
 
-        A test holds both forms together. Positions `[B | 1, L]` of queries and keys, for maps that use them.
+        Positions `[B | 1, L]` of queries and keys, for maps that use them.
         """
         return None
+
+    def functions(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+        """Return both maps as functions of a block and its start, and as formulas, for maps without positions."""
+        formulas = self.fused(scaling)
+        if formulas is not None:
+            return formulas[0].features, formulas[1].features, formulas
+        return lambda x, start: self.query(x, scaling), lambda x, start: self.key(x, scaling), None
 
     @torch.no_grad()
     def state_bytes(self) -> int:
@@ -94,11 +107,6 @@ class FeatureMap(nn.Module):
 def constant_parameter(*sizes: int, value: float = 0.0) -> nn.Parameter:
     """Return a parameter of equal numbers in float32 on the CPU, whatever torch's default dtype and device are."""
     return nn.Parameter(torch.full(sizes, float(value), dtype=torch.float32, device="cpu"))
-
-
-def feature_functions(feature_map: FeatureMap, scaling: float) -> tuple[FeatureFunction, FeatureFunction]:
-    """Return the map of queries and that of keys as functions of a block, for a map without positions."""
-    return lambda x, start: feature_map.query(x, scaling), lambda x, start: feature_map.key(x, scaling)
 
 
 FEATURE_MAPS.base_class = FeatureMap

@@ -65,9 +65,7 @@ class CosformerFeatureMap(FeatureMap):
         """x `[B, H, L, d]`, positions `[B | 1, L]` (None: 0, 1, …) -> features `[B, H, L, 2d]`."""
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
-        angle = (positions.to(x.dtype) * (math.pi / (2 * self.max_length)))[:, None, :, None]
-        values = torch.relu(x) + self.options.epsilon
-        return Features(torch.cat([values * angle.cos(), values * angle.sin()], dim=-1))
+        return self._rotated(positions, x.dtype).features(x)
 
     def key(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
         return self.query(x, scaling, positions)
@@ -75,9 +73,9 @@ class CosformerFeatureMap(FeatureMap):
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         if positions is None:
             return None
-        query, key = (self._rotated(of_tokens) for of_tokens in positions)
+        query, key = (self._rotated(of_tokens, torch.float32) for of_tokens in positions)
         return query, key
 
-    def _rotated(self, positions: Tensor) -> FusedMap:
-        angle = positions.to(torch.float32) * (math.pi / (2 * self.max_length))
+    def _rotated(self, positions: Tensor, dtype: torch.dtype) -> FusedMap:
+        angle = positions.to(dtype) * (math.pi / (2 * self.max_length))
         return FusedMap("rotated-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())

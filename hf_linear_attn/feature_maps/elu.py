@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..ops.common import Features, exponential
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
@@ -38,17 +35,6 @@ class EluFeatureMap(FeatureMap):
     def __init__(self, shape: AttentionShape, options: EluOptions) -> None:
         super().__init__(shape, options)
         self.num_features = shape.head_dim
-
-    def query(self, x: Tensor, scaling: float) -> Features:
-        if self.options.split_scaling:
-            x = x * scaling**0.5
-        alpha = self.options.alpha
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
-            return Features(functional.elu(x, alpha=alpha) + 1)
-        below = exponential(x.clamp(max=0.0))  # the same, in half the time
-        if alpha != 1.0:
-            below = below.mul_(alpha).add_(1.0 - alpha)
-        return Features(below.add_(torch.relu(x)))
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         formula = FusedMap(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..ops.common import Features, exponential
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
@@ -94,21 +92,6 @@ class FavorPlusFeatureMap(FeatureMap):
         if passes and passes % every == 0:
             self.redraw(self.options.seed + REDRAW_SEED_STRIDE * (passes // every))
         self.passes = self.passes + 1
-
-    def query(self, x: Tensor, scaling: float) -> Features:
-        x = x * scaling**0.5
-        projected = x @ self.weight.to(x.dtype).T
-        if self.options.hyperbolic:
-            projected = torch.cat([projected, -projected], dim=-1)
-        half = x.square().sum(dim=-1, keepdim=True) / 2
-        # The maximum is a constant of the sum: it is divided out here and multiplied back by whoever reads log_scale.
-        if torch.is_grad_enabled() and projected.requires_grad:
-            exponent = projected - half
-            top = exponent.detach().amax(dim=-1, keepdim=True)
-            return Features(exponential(exponent - top) * self.num_features**-0.5, top.squeeze(-1))
-        largest = projected.amax(dim=-1, keepdim=True)  # without a gradient half cancels, and the factor moves inside
-        values = exponential(projected.sub_(largest + math.log(self.num_features) / 2))
-        return Features(values, (largest - half).squeeze(-1))
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         formula = FusedMap(

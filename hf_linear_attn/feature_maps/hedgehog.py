@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from ..ops.common import Features
 from ..ops.fused import Activation, FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, constant_parameter
@@ -67,22 +65,6 @@ class HedgehogFeatureMap(FeatureMap):
         self.query_bias = constant_parameter(shape.num_heads, rows)
         self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
         self.key_bias = constant_parameter(shape.num_key_value_heads, rows)
-
-    def query(self, x: Tensor, scaling: float) -> Features:
-        return self._features(x, self.query_weight, self.query_bias, scaling)
-
-    def key(self, x: Tensor, scaling: float) -> Features:
-        return self._features(x, self.key_weight, self.key_bias, scaling)
-
-    def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Features:
-        temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
-        y = (x @ weight.to(x.dtype)).add_(bias.to(x.dtype).unsqueeze(-2)).mul_(temperature)
-        if self.options.activation == "softmax":
-            return Features(torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1))
-        if self.options.activation == "joint":
-            return Features(torch.cat([2 * y, -2 * y], dim=-1).softmax(dim=-1))
-        top = y.detach().abs().amax(dim=-1, keepdim=True)
-        return Features(torch.cat([(y - top).exp(), (-y - top).exp()], dim=-1), top.squeeze(-1))
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5

@@ -17,9 +17,8 @@ from .base import AttentionShape, FeatureMap
 from .options import option
 from .random_features import RandomFeatureOptions
 
-#: Nonlinearities that are never negative, but for `exp`, which is computed with a log scale.
+#: Nonlinearities that are never negative, but for `relu` and `exp`, which have a formula and a log scale.
 POSITIVE: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
     "abs": torch.abs,
     "sigmoid": torch.sigmoid,
     "softplus": functional.softplus,
@@ -68,6 +67,8 @@ class PerformerReluFeatureMap(FeatureMap):
         self.register_buffer("weight", options.draw(options.num_features, shape))
 
     def query(self, x: Tensor, scaling: float) -> Features:
+        if self.options.kernel == "relu":
+            return super().query(x, scaling)
         if self.options.split_scaling:
             x = x * scaling**0.5
         projected = x @ self.weight.to(x.dtype).T

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops.common import Features
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, constant_parameter
@@ -57,17 +56,6 @@ class T2RFeatureMap(FeatureMap):
     def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
         weight = nn.Parameter(start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format))
         return weight, constant_parameter(heads, self.num_features, value=self.options.bias_init)
-
-    def query(self, x: Tensor, scaling: float) -> Features:
-        return self._features(x, self.query_weight, self.query_bias, scaling)
-
-    def key(self, x: Tensor, scaling: float) -> Features:
-        return self._features(x, self.key_weight, self.key_bias, scaling)
-
-    def _features(self, x: Tensor, weight: Tensor, bias: Tensor, scaling: float) -> Features:
-        temperature = (scaling * self.shape.head_dim) ** 0.5
-        y = (x @ weight.to(x.dtype)) * temperature + bias.to(x.dtype).unsqueeze(-2)
-        return Features(torch.relu(y) + self.options.epsilon)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = (scaling * self.shape.head_dim) ** 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, FeatureMap, feature_functions
+from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops import backends
 from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
@@ -125,8 +125,7 @@ class KernelizedAttention(LinearAttention):
         """
         feature_map: Any = self.feature_map
         if positions is None:
-            functions = feature_functions(feature_map, scaling)
-            return *functions, feature_map.fused(scaling)
+            return self.feature_map.functions(scaling)
         query_positions = positions[:, positions.shape[1] - queries :]
 
         def query_features(x: Tensor, start: int) -> Features:

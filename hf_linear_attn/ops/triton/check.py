@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from .. import kernelized
-from ..common import FeatureFunction, Features, State
-from ..fused import PARTS, FusedMap, KernelizedCall
+from ..common import State
+from ..fused import FusedMap, KernelizedCall
 from . import backward
 
 logger = logging.getLogger(__name__)
@@ -132,11 +131,10 @@ def results(case: Case, fused: tuple[FusedMap, FusedMap], run: Run, *, double: b
             for one in maps
         )  # fmt: skip
         features = maps[0].num_features(case.head_dim)
-        functions = feature_function(part[0]), feature_function(part[1])
         query, key, value = (tensor[:, :, now] for tensor in leaves)
         out, state = run(
             KernelizedCall(
-                query, key, value, *functions, (part[0], part[1]), features, case.causal,
+                query, key, value, part[0].features, part[1].features, (part[0], part[1]), features, case.causal,
                 mask=mask[:, now], state=state, return_state=case.causal and not case.learning,
             )
         )  # fmt: skip
@@ -174,37 +172,3 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return `‖a - b‖ / ‖b‖`."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
-
-
-def feature_function(fused: FusedMap) -> FeatureFunction:
-    """Return the formula as a function in torch operations, which computes in the dtype of its argument."""
-    return lambda x, start: _features(fused, x, start)
-
-
-def _features(fused: FusedMap, x: Tensor, start: int) -> Features:
-    y = x * fused.in_scale if fused.weight is None else x @ fused.weight.to(x.dtype) * fused.in_scale
-    if fused.bias is not None:
-        y = y + fused.bias.to(x.dtype).unsqueeze(-2) * fused.bias_scale
-    pair = torch.cat([y, -y], dim=-1) if PARTS[fused.activation] == 2 else y
-    if fused.scaled:
-        if fused.activation != "exp-pair":
-            pair = pair - (x * fused.in_scale).square().sum(dim=-1, keepdim=True) / 2
-        top = pair.detach().amax(dim=-1)
-        factor = 1.0 if fused.activation == "exp-pair" else fused.factor
-        return Features(factor * torch.exp(pair - top.unsqueeze(-1)), top)
-    values = _ACTIVATIONS[fused.activation](fused, y, pair)
-    if fused.cosine is None or fused.sine is None:
-        return Features(values)
-    now = slice(start, start + x.shape[2])
-    angles = (part[:, now].to(x.dtype)[:, None, :, None] for part in (fused.cosine, fused.sine))
-    return Features(torch.cat([values * angle for angle in angles], dim=-1))
-
-
-#: Activations without a log scale, of y and `[y, -y]`.
-_ACTIVATIONS: dict[str, Callable[[FusedMap, Tensor, Tensor], Tensor]] = {
-    "elu": lambda fused, y, pair: functional.elu(y, alpha=fused.alpha) + 1,
-    "relu": lambda fused, y, pair: y.relu() + fused.epsilon,
-    "rotated-relu": lambda fused, y, pair: y.relu() + fused.epsilon,
-    "softmax-pair": lambda fused, y, pair: pair.unflatten(-1, (2, -1)).softmax(dim=-1).flatten(-2),
-    "softmax-joint": lambda fused, y, pair: (2 * pair).softmax(dim=-1),
-}
