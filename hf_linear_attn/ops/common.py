@@ -164,3 +164,25 @@ def group_heads(tensor: Tensor, groups: int) -> Tensor:
     """View `[B, H, L, m]` as `[B, G, R, L, m]` with `H = G·R`: the R query heads that share a key-value head."""
     batch, heads, length, width = tensor.shape
     return tensor.view(batch, groups, heads // groups, length, width)
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Copy a tensor that kernels cannot read: a negative view, or numbers of a token that are not contiguous."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
+
+
+def token_major(
+    batch: int, heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Allocate `[B, H, L, e]` with the memory layout `[B, L, H, e]`, the order in which a model uses it."""
+    if length == 1:
+        return torch.empty((batch, heads, 1, width), dtype=dtype, device=device)
+    return torch.empty((batch, length, heads, width), dtype=dtype, device=device).transpose(1, 2)
+
+
+def parameter_gradient(parts: Tensor, parameter: Tensor) -> Tensor:
+    """Sum gradients `[B, H, …]` over the batch, and over the heads where they share the parameter."""
+    total = parts.sum(dim=0)
+    return (total.sum(dim=0, keepdim=True) if parameter.shape[0] == 1 else total).to(parameter.dtype)

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..common import Features, InPlaceState, OutputBlocks, State, block_length, mask_tokens
+from ..common import (
+    Features,
+    InPlaceState,
+    OutputBlocks,
+    State,
+    block_length,
+    mask_tokens,
+    readable,
+    token_major,
+)
 from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
 from . import binding
 from .binding import KernelMap, address
@@ -184,8 +193,8 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
             values, decay, log_scale = call.key_gates(columns, start)
         else:
             values, log_scale = call.key_features(columns, start)
-        query = binding.readable(call.query_features(rows, start).values)  # a log scale would cancel
-        key, value = binding.readable(values), binding.readable(call.value[:, :, now])
+        query = readable(call.query_features(rows, start).values)  # a log scale would cancel
+        key, value = readable(values), readable(call.value[:, :, now])
         size = call.num_features
         _check_sizes("queries", query, (batch, heads, value.shape[2], size))
         _check_sizes("keys", key, (*value.shape[:3], size))
@@ -197,7 +206,7 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         functions = call.query_features, call.query_features
         part = KernelizedCall(query, key, value, *functions, None, size, True, False, mask, state, return_state)
         maps = binding.precomputed(Features(query)), binding.precomputed(Features(key, log_scale))
-        out, state = _forward(part, maps, decay=None if decay is None else binding.readable(decay.expand_as(key)))
+        out, state = _forward(part, maps, decay=None if decay is None else readable(decay.expand_as(key)))
         outputs.add(out)
     return outputs.result(), state
 
@@ -214,7 +223,7 @@ def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call whose feature maps have formulas, with gradients where they are needed."""
     assert call.fused is not None
     query_map, key_map = binding.prepare_both(call.fused, call.query.shape[3])
-    query, key, value = binding.readable(call.query), binding.readable(call.key), binding.readable(call.value)
+    query, key, value = readable(call.query), readable(call.key), readable(call.value)
     mask = None if call.mask is None else call.mask.contiguous()
     if query is not call.query or key is not call.key or value is not call.value or mask is not call.mask:
         call = call._replace(query=query, key=key, value=value, mask=mask)
@@ -232,7 +241,7 @@ def _forward(
 ) -> tuple[Tensor, State | None]:
     batch, heads, length, _ = call.query.shape
     groups, value_size = call.key.shape[1], call.value.shape[3]
-    out = binding.token_major(batch, heads, length, value_size, call.value.dtype)
+    out = token_major(batch, heads, length, value_size, call.value.dtype)
     filled = binding.arguments(call, maps, out)
     if not call.causal:
         binding.run("bidirectional", filled)
@@ -287,7 +296,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, *parameters, out, normaliser, mask = ctx.saved_tensors
-        gradient = binding.readable(gradients[0])
+        gradient = readable(gradients[0])
         batch, heads = query.shape[:2]
         maps, weights_t = binding.restore_parameters(ctx.maps, tuple(parameters))
         call = ctx.call._replace(query=query, key=key, value=value, mask=mask)

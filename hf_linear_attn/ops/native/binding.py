@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..common import Features
+from ..common import Features, parameter_gradient, token_major
 from ..fused import PARTS, AttentionCall, FusedMap
 from .build import library
 
@@ -188,23 +188,9 @@ def restore_parameters(
     return (query_map, key_map), (transposed_weight(query_weight), transposed_weight(key_weight))
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """Copy a tensor that kernels cannot read: a negative view, or numbers of a token that are not contiguous."""
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
-
-
 def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate memory for a kernel to write to, independent of torch's default dtype and device."""
     return torch.empty(sizes, dtype=dtype, device="cpu")
-
-
-def token_major(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Allocate `[B, H, L, e]` with the memory layout `[B, L, H, e]`, the order in which a model uses it."""
-    if length == 1:
-        return empty(batch, heads, 1, width, dtype=dtype)
-    return empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def token_major_like(tensor: Tensor) -> Tensor:
@@ -360,11 +346,8 @@ class ParameterGradients:
 
     def totals(self) -> list[Tensor | None]:
         """Return the gradients, summed over the batch, and over the heads where they share the parameter."""
-        totals: list[Tensor | None] = []
-        for part, parameter in zip(self.parts, self.parameters, strict=True):
-            if part is None or parameter is None:
-                totals.append(None)
-            else:
-                total = part.sum(0)
-                totals.append(total.sum(0, keepdim=True) if parameter.shape[0] == 1 else total)
-        return totals
+        pairs = zip(self.parts, self.parameters, strict=True)
+        return [
+            None if part is None or parameter is None else parameter_gradient(part, parameter)
+            for part, parameter in pairs
+        ]

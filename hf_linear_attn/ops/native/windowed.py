@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import InPlaceState, State, mask_tokens
+from ..common import InPlaceState, State, mask_tokens, readable, token_major
 from ..fused import QueryMix, StepMix, WindowedCall
 from ..sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 from ..window_step import is_decoding_step
@@ -97,9 +97,9 @@ def _is_kernel_step(call: WindowedCall) -> bool:
 
 
 def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -> tuple[Tensor, State]:
-    inputs = binding.readable(call.query), binding.readable(call.key), binding.readable(call.value)
+    inputs = readable(call.query), readable(call.key), readable(call.value)
     batch, heads, _, _ = call.query.shape
-    out = binding.token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
+    out = token_major(batch, heads, 1, call.value.shape[3], call.value.dtype)
     mix = call.log_mix
     rows = None if isinstance(mix, StepMix) else call.log_mixing_weights().float().exp()
     filled = _arguments(call, inputs, maps, None, None, rows, out)
@@ -218,11 +218,11 @@ class _Windowed(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         query, key, value, log_mix, *rest, call, maps, mask, skip, offset = inputs
         parameters, sink_tensors = rest[:4], rest[4:]
-        query, key, value = (binding.readable(tensor) for tensor in (query, key, value))
+        query, key, value = (readable(tensor) for tensor in (query, key, value))
         sinks = None if sink_tensors[0] is None else Sinks(*(tensor.contiguous() for tensor in sink_tensors))
         batch, heads, length, _ = query.shape
         groups, value_size = key.shape[1], value.shape[3]
-        out = binding.token_major(batch, heads, length, value_size, value.dtype)
+        out = token_major(batch, heads, length, value_size, value.dtype)
         mix = log_mix.detach().float().exp()
         filled = _arguments(call, (query, key, value), maps, mask, skip, mix, out, offset=offset, sinks=sinks)
         weight = None
@@ -254,7 +254,7 @@ class _Windowed(torch.autograd.Function):
         query, key, value, *rest = ctx.saved_tensors
         parameters, (mix, out, normaliser, top, mask, skip), saved = tuple(rest[:4]), rest[4:10], rest[10:]
         sinks = None if saved[0] is None else Sinks(*saved)
-        gradient = binding.readable(gradients[0])
+        gradient = readable(gradients[0])
         maps, weights_t = binding.restore_parameters(ctx.maps, parameters)
         filled = _arguments(ctx.call, (query, key, value), maps, mask, skip, mix, out, weights_t, ctx.offset, sinks)
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from ..common import State
-from ..fused import AttentionCall, FusedMap, KernelizedCall, WindowedCall
+from ..fused import AttentionCall, KernelizedCall, WindowedCall
+from .limits import DTYPES, MAX_FEATURES, MAX_HEAD_DIM, padded_features
 
 #: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
-MAX_FEATURES = 512
-MAX_HEAD_DIM = 256
 
 
 def interpreted() -> bool:
@@ -54,8 +49,7 @@ class TritonBackend:
         if isinstance(call, WindowedCall):
             return "windows are not fused"
         assert isinstance(call, KernelizedCall)
-        assert call.fused is not None
-        if max(_padded(fmap, call.query.shape[3]) for fmap in call.fused) > MAX_FEATURES:
+        if padded_features(call) > MAX_FEATURES:
             return f"the feature map has more than {MAX_FEATURES} features"
         if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
             return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
@@ -66,7 +60,11 @@ class TritonBackend:
                 return "gradients through a carried state are not fused"
             if torch.is_anomaly_enabled():
                 return "anomaly detection needs torch operations"
-        return _unchecked_reason(call)
+        if not installed():
+            return "Triton is not installed (pip install triton)"
+        from .check import mismatch_reason
+
+        return mismatch_reason(call)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         from . import backward
@@ -86,16 +84,3 @@ def _unsupported_tensors(call: AttentionCall) -> str | None:
     if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
         return "the inputs are tensor subclasses or functorch wrappers"
     return None
-
-
-def _padded(fused: FusedMap, head_dim: int) -> int:
-    parts = fused.num_features(head_dim) // fused.width(head_dim)
-    return parts * max(1 << (fused.width(head_dim) - 1).bit_length(), 16)
-
-
-def _unchecked_reason(call: KernelizedCall) -> str | None:
-    if not installed():
-        return "Triton is not installed (pip install triton)"
-    from .check import mismatch_reason
-
-    return mismatch_reason(call)

@@ -9,13 +9,14 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..common import DENOMINATOR_EPS, State
+from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
 from ..fused import FusedMap, KernelizedCall
 from . import backward_kernels as kernels
 from . import layout
 from .features import MapArguments
 from .forward import bidirectional, causal, scan, sum_tokens
-from .layout import Blocks, launch, mask_bytes, readable, rows, token_major
+from .layout import launch, mask_bytes, rows
+from .limits import power_of_two
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
@@ -84,22 +85,16 @@ def _through_projection(
     to_x = ((before @ fused.weight.detach().float().transpose(-1, -2)) * fused.in_scale).to(x.dtype)
     to_weight = to_bias = None
     if needed[0]:
-        to_weight = _summed((x.float().transpose(-1, -2) @ before) * fused.in_scale, fused.weight)
+        to_weight = parameter_gradient((x.float().transpose(-1, -2) @ before) * fused.in_scale, fused.weight)
     if needed[1] and fused.bias is not None:
-        to_bias = _summed(before.sum(dim=2) * fused.bias_scale, fused.bias)
+        to_bias = parameter_gradient(before.sum(dim=2) * fused.bias_scale, fused.bias)
     return to_x, to_weight, to_bias
-
-
-def _summed(parts: Tensor, parameter: Tensor) -> Tensor:
-    """Sum gradients over the batch, and over the heads where they share the parameter."""
-    total = parts.sum(dim=0)
-    return (total.sum(dim=0, keepdim=True) if parameter.shape[0] == 1 else total).to(parameter.dtype)
 
 
 def _normalised(gradient: Tensor, out: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
     inverse, slope = torch.empty_like(normaliser), torch.empty_like(normaliser)
     batch, heads, length, value_size = out.shape
-    columns = min(layout.power_of_two(value_size), 64)
+    columns = min(power_of_two(value_size), 64)
     launch(
         kernels.normalised, (batch * heads, triton.cdiv(length, 64)), rows(gradient), rows(out), normaliser, inverse,
         slope, heads, length, DENOMINATOR_EPS, columns, 64, warps=4,
@@ -114,11 +109,6 @@ def _before(x: Tensor, fused: FusedMap) -> Tensor:
     return token_major(batch, heads, length, fused.width(size), dtype, x.device)
 
 
-def _blocks(x: Tensor, call: KernelizedCall, chunked: bool = False) -> Blocks:
-    features = max(layout.padded_features(fused, x.shape[3]) for fused in call.fused or ())
-    return layout.blocks(x, features, call.value.shape[3], chunked=chunked)
-
-
 Gradients = tuple[tuple[Tensor, Tensor], Tensor]
 
 
@@ -130,7 +120,7 @@ def _backward_bidirectional(
     maps, masks = _map_arguments(call), mask_bytes(call.mask)
     batch, heads, length, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    split, key_split = _blocks(query, call), _blocks(key, call)
+    split, key_split = layout.blocks(query, call), layout.blocks(key, call)
     query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(query_states, value.shape[3], repeats=heads // groups, total=True)
     to_value = token_major(batch, groups, keys, value.shape[3], value.dtype, value.device)
@@ -154,7 +144,7 @@ def _backward_causal(call: KernelizedCall, gradient: Tensor, factors: tuple[Tens
     maps, masks = _map_arguments(call), mask_bytes(call.mask)
     batch, heads, length, _size = query.shape
     groups = key.shape[1]
-    split = _blocks(query, call, chunked=True)
+    split = layout.blocks(query, call, chunked=True)
     before = _before(query, call.fused[0]), _before(key, call.fused[1])
     to_value = token_major(batch, groups, length, value.shape[3], value.dtype, value.device)
     states, _none = sum_tokens(key, value, call.mask, maps[1], split)

@@ -8,12 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common import DENOMINATOR_EPS, State
+from ..common import DENOMINATOR_EPS, State, token_major
 from ..fused import KernelizedCall
 from . import forward_kernels as kernels
 from . import layout
 from .features import MapArguments
-from .layout import Blocks, launch, mask_bytes, rows, token_major
+from .layout import Blocks, launch, mask_bytes, rows
 
 #: Numbers of a state that one program of the scan adds up.
 SCAN_BLOCK = 1024
@@ -84,14 +84,12 @@ def bidirectional(call: KernelizedCall, maps: tuple[MapArguments, MapArguments],
     if not out.numel() or not keys:
         return Forward(out.zero_(), None, None, None)
     assert call.fused is not None
-    features = max(layout.padded_features(fused, query.shape[3]) for fused in call.fused)
-    split = layout.blocks(key, features, value_size)
-    scaled = call.fused[1].scaled
+    split, scaled = layout.blocks(key, call), call.fused[1].scaled
     states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
     if split.spans > 1:
         scan(states, value_size, tops=tops, total=True)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
-    reads = layout.blocks(query, features, value_size)
+    reads = layout.blocks(query, call)
     launch(
         kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), states,
         normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
@@ -109,9 +107,7 @@ def causal(call: KernelizedCall, maps: tuple[MapArguments, MapArguments], save: 
     if not out.numel():
         return Forward(out, call.state, None, None)
     assert call.fused is not None
-    features = max(layout.padded_features(fused, query.shape[3]) for fused in call.fused)
-    split = layout.blocks(query, features, value_size)
-    scaled = call.fused[1].scaled
+    split, scaled = layout.blocks(query, call), call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
     states = tops = None
     if split.spans > 1:

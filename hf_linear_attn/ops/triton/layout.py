@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..fused import PARTS, FusedMap
+from ..fused import PARTS, FusedMap, KernelizedCall
 from .features import MapArguments, Rows
+from .limits import padded_features, power_of_two
 
 #: Numbers of the state that one program holds at a time: 16 KB in float32.
 STATE_BLOCK = 1 << 12
@@ -43,11 +44,6 @@ class Blocks(NamedTuple):
     warps: int
 
 
-def power_of_two(number: int) -> int:
-    """Return the next power of two, at least 16, the minimum of the tensor cores."""
-    return max(triton.next_power_of_2(number), 16)
-
-
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors."""
@@ -63,9 +59,10 @@ def precision(dtype: torch.dtype) -> str:
     return FULL_PRECISION if dtype == torch.float32 else HALF_PRECISION
 
 
-def blocks(x: Tensor, features: int, value_size: int, *, chunked: bool = False) -> Blocks:
+def blocks(x: Tensor, call: KernelizedCall, *, chunked: bool = False) -> Blocks:
     """Split the tokens of `[B, heads, L, d]` so that every processor has work; `chunked`: one block a span."""
-    pairs, length = x.shape[0] * x.shape[1], x.shape[2]
+    pairs, length, value_size = x.shape[0] * x.shape[1], x.shape[2], call.value.shape[3]
+    features = padded_features(call)
     columns = max(min(power_of_two(value_size), 64, STATE_BLOCK // features), 16)
     tiles = triton.cdiv(value_size, columns)
     most = 64 if features <= 64 and x.dtype != torch.float32 else 32 if features <= 128 else 16
@@ -77,11 +74,6 @@ def blocks(x: Tensor, features: int, value_size: int, *, chunked: bool = False) 
         span = triton.cdiv(triton.cdiv(length, spans), tokens) * tokens
     warps = 8 if features * columns >= 1 << 12 else 4
     return Blocks(tokens, span, triton.cdiv(length, span), columns, tiles, warps)
-
-
-def padded_features(fused: FusedMap, head_dim: int) -> int:
-    """Return M, the number of columns that the kernels use for a feature map."""
-    return PARTS[fused.activation] * power_of_two(fused.width(head_dim))
 
 
 def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArguments:
@@ -126,16 +118,6 @@ def mask_bytes(mask: Tensor | None) -> tuple[Tensor | None, int]:
         return None, 0
     flags = mask.contiguous().view(torch.uint8)
     return flags, 0 if flags.shape[0] == 1 else flags.shape[1]
-
-
-def readable(tensor: Tensor) -> Tensor:
-    """Copy a tensor whose tokens are not contiguous; kernels accept all other strides."""
-    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
-
-
-def token_major(batch: int, heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate `[B, H, L, e]` with the memory layout `[B, L, H, e]`, the order in which a model uses it."""
-    return torch.empty(batch, length, heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,0 +1,24 @@
+"""The sizes that the kernels support, known without Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from ..fused import PARTS, KernelizedCall
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
+MAX_FEATURES = 512
+MAX_HEAD_DIM = 256
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two, at least 16, the minimum of the tensor cores."""
+    return max(1 << (number - 1).bit_length(), 16)
+
+
+def padded_features(call: KernelizedCall) -> int:
+    """Return the number of columns that the kernels use for the features of a call."""
+    head_dim = call.query.shape[3]
+    return max(PARTS[fused.activation] * power_of_two(fused.width(head_dim)) for fused in call.fused or ())
