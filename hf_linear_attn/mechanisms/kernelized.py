@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -145,17 +146,11 @@ def _register(name: str, entry: FeatureMapEntry) -> None:
     ATTENTIONS.add(
         name,
         AttentionEntry(
-            name=name,
             factory=partial(KernelizedAttention, feature_map=entry.cls),
-            options=entry.options,
-            description=entry.description,
-            paper=entry.paper,
             causal=True,
             bidirectional=True,
-            learned=entry.learned,
             state="constant",
-            cost=entry.cost,
-            recommendation=entry.recommendation,
+            **{field.name: getattr(entry, field.name) for field in fields(entry) if field.name != "cls"},
         ),
     )
 

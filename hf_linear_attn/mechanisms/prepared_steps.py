@@ -7,7 +7,6 @@ guard of all that the step was made of; while the guard holds, the next step goe
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +54,9 @@ class ModuleSnapshot:
         return True
 
 
-class StepGuard(NamedTuple):
-    """What must be as it was for a prepared step to be valid, besides the inputs and the state."""
-
-    mechanism: nn.Module
-    snapshot: ModuleSnapshot
-    scaling: float
-    backend: object
-    threads: int
+def _conditions(mechanism: nn.Module, scaling: float) -> tuple[object, ...]:
+    """Return what must be as it was for a prepared step to be valid, besides the inputs, the state and the module."""
+    return mechanism, float(scaling), backends.selection(), torch.get_num_threads()
 
 
 def guard_prepared_step(mechanism: nn.Module, scaling: float, before: State | None, after: State | None) -> None:
@@ -80,8 +74,7 @@ def guard_prepared_step(mechanism: nn.Module, scaling: float, before: State | No
         after.prepared_step = None  # The weights are unloaded after each call: we must not refer to them.
     elif not any(tensor.is_inference() for tensor in (*mechanism.parameters(), *mechanism.buffers())):
         # (Tensors made in inference mode have no version to compare.)
-        snapshot, threads = ModuleSnapshot(mechanism), torch.get_num_threads()
-        after.prepared_step.guard = StepGuard(mechanism, snapshot, float(scaling), backends.selection(), threads)
+        after.prepared_step.guard = _conditions(mechanism, scaling), ModuleSnapshot(mechanism)
 
 
 def run_prepared_step(
@@ -102,13 +95,9 @@ def run_prepared_step(
     if torch.compiler.is_compiling() or not isinstance(state, InPlaceState) or state.prepared_step is None:
         return None
     prepared = state.prepared_step
-    guard = prepared.guard
-    if guard is None or guard.mechanism is not mechanism or torch.is_grad_enabled():
+    if prepared.guard is None or torch.is_grad_enabled():
         return None
-    if float(scaling) != guard.scaling or guard.backend != backends.selection():
+    conditions, snapshot = prepared.guard
+    if conditions != _conditions(mechanism, scaling) or not snapshot.is_unchanged():
         return None
-    if torch.get_num_threads() != guard.threads:
-        return None
-    if not (guard.snapshot.is_unchanged() and prepared.matches(state, query, key, value)):
-        return None
-    return prepared.run(state, query, key, value)
+    return prepared.run(state, query, key, value) if prepared.matches(state, query, key, value) else None

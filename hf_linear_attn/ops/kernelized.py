@@ -158,13 +158,13 @@ def chunk_weights(
     folded = query.reshape(batch, groups, repeats * length, width)
     weights = (folded @ values.transpose(-1, -2)).view(batch, groups, repeats, length, length)
     if log_scale is None:
-        return weights.tril(), None
+        return weights.tril_(), None  # in place, since no gradient reads a product itself
     running = (log_scale if signed else log_scale.detach()).cummax(dim=-1).values
     if carried is not None:
         running = torch.maximum(running, carried.unsqueeze(-1))
     # For j <= i the exponent is at most 0; the clamp only keeps the entries that tril drops from overflowing.
     gap = (log_scale.unsqueeze(-2) - finite_or_zero(running).unsqueeze(-1)).clamp(max=0.0)
-    return (weights * gap.exp().unsqueeze(2)).tril(), running
+    return (weights * gap.exp().unsqueeze(2)).tril_(), running
 
 
 def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | None]:
@@ -221,35 +221,18 @@ def _causal_chunk(
     query: Tensor, keys: Features, value: Tensor, state: State | None, signed: bool
 ) -> tuple[Tensor, Tensor]:
     """Numerators and normalisers of one chunk, of B·H·n rows: the keys of the state, and the chunk's own, j <= i."""
-    batch, groups, repeats, length, _ = query.shape
-    if keys.log_scale is None:
-        return _chunk_without_scale(query, keys.values, value, state)
-    carried = None if state is None else state["log_scale"]
-    weights, running = chunk_weights(query, keys, carried, signed=signed)
-    folded_weights = weights.view(batch, groups, repeats * length, length)
-    numerator = (folded_weights @ value).view(batch, groups, repeats, length, -1)
-    denominator = weights.sum(dim=-1)
-    if state is not None:
-        past, past_sum = read_state(query, state)
-        if carried is not None and running is not None:
-            decay = torch.exp(carried.unsqueeze(-1) - finite_or_zero(running)).unsqueeze(2)
-            past, past_sum = past * decay.unsqueeze(-1), past_sum * decay
-        numerator, denominator = numerator + past, denominator + past_sum
-    return numerator, denominator
-
-
-def _chunk_without_scale(query: Tensor, key: Tensor, value: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
     batch, groups, repeats, length, width = query.shape
-    rows, columns = query.reshape(batch * groups, repeats * length, width), key.flatten(0, 1)
-    # In place, since no gradient reads a product itself: the lower triangle, and sums onto a product.
-    weights = torch.bmm(rows, columns.transpose(1, 2)).view(-1, length, length).tril_()
+    carried = None if state is None else state.get("log_scale")
+    weights, running = chunk_weights(query, keys, carried, signed=signed)
     weights = weights.view(batch * groups, repeats * length, length)
-    denominator = weights.sum(dim=-1)
-    numerator = torch.bmm(weights, value.flatten(0, 1))
-    if state is not None:
-        numerator = torch.baddbmm(numerator, rows, state["kv"].flatten(0, 1))
-        denominator = denominator + _row_products(rows, state["k_sum"].flatten(0, 1))
-    return numerator, denominator
+    numerator, denominator = torch.bmm(weights, value.flatten(0, 1)), weights.sum(dim=-1)
+    if state is None:
+        return numerator, denominator
+    if carried is not None and running is not None:
+        query = query * torch.exp(carried.unsqueeze(-1) - finite_or_zero(running))[:, :, None, :, None]
+    rows = query.reshape(batch * groups, repeats * length, width)
+    numerator = torch.baddbmm(numerator, rows, state["kv"].flatten(0, 1))
+    return numerator, denominator + _row_products(rows, state["k_sum"].flatten(0, 1))
 
 
 def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
