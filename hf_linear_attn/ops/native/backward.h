@@ -17,20 +17,19 @@ namespace hla {
 struct BackwardBuffers {
   float *value, *gradient, *output, *feature_gradient, *slope, *x_gradient, *value_gradient, *normaliser_gradient;
 
+  static size_t widest_segment(const Call& c) { return std::max(c.key_map.segment(), c.query_map.segment()); }
   static size_t floats(const Call& c) {
     const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-    const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
-    return BLOCK * (4 * e_row + m_row + widest + x_row + 1) + 256;
+    return BLOCK * (4 * e_row + m_row + widest_segment(c) + x_row + 1) + 256;
   }
   BackwardBuffers(const Call& c, Workspace& workspace) {
     const size_t x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-    const size_t widest = c.key_map.segment() > c.query_map.segment() ? c.key_map.segment() : c.query_map.segment();
     value = workspace.take(BLOCK * e_row);
     gradient = workspace.take(BLOCK * e_row);
     output = workspace.take(BLOCK * e_row);
     value_gradient = workspace.take(BLOCK * e_row);
     feature_gradient = workspace.take(BLOCK * m_row);
-    slope = workspace.take(BLOCK * widest);
+    slope = workspace.take(BLOCK * widest_segment(c));
     x_gradient = workspace.take(BLOCK * x_row);
     normaliser_gradient = workspace.take(BLOCK);
   }
@@ -79,14 +78,6 @@ static void map_backward(const Call& c, const FeatureBlock& block, long b, long 
                      bias_gradient ? bias_gradient + index * map.segment() : nullptr);
 }
 
-template <typename T>
-static void write_input_gradient(const Call& c, const FeatureBlock& block, long b, long head, long heads, long start,
-                                 int count, const Strided& to, float* weight_gradient, float* bias_gradient,
-                                 BackwardBuffers& back) {
-  map_backward(c, block, b, head, heads, start, count, weight_gradient, bias_gradient, back);
-  write_rows<T>(to, b, head, start, count, c.size, back.x_gradient, block.x_row);
-}
-
 // Adds one row to each.
 static void add_to_rows(const float* row, int width, int count, float* to) {
   for (int t = 0; t < count; ++t)
@@ -98,6 +89,25 @@ static inline void clear_masked(const uint8_t* mask, long start, int count, floa
   if (!mask) return;
   for (int t = 0; t < count; ++t)
     if (!mask[start + t]) memset(rows + (size_t)t * width, 0, width * sizeof(float));
+}
+
+template <typename T>
+static void write_query_gradient(const Call& c, const FeatureBlock& block, long b, long h, long start, int count,
+                                 BackwardBuffers& back) {
+  map_backward(c, block, b, h, c.heads, start, count, c.query_weight_gradient, c.query_bias_gradient, back);
+  write_rows<T>(c.query_gradient, b, h, start, count, c.size, back.x_gradient, block.x_row);
+}
+
+// The gradients of keys and values of a block, without those of masked tokens.
+template <typename T>
+static void write_key_gradients(const Call& c, const FeatureBlock& block, long b, long g, long start, int count,
+                                const uint8_t* mask, BackwardBuffers& back) {
+  const int e_row = padded(c.value_size);
+  clear_masked(mask, start, count, back.feature_gradient, block.row);
+  clear_masked(mask, start, count, back.value_gradient, e_row);
+  write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
+  map_backward(c, block, b, g, c.groups, start, count, c.key_weight_gradient, c.key_bias_gradient, back);
+  write_rows<T>(c.key_gradient, b, g, start, count, c.size, back.x_gradient, block.x_row);
 }
 
 template <typename T>
@@ -131,8 +141,7 @@ static int bidirectional_backward(const Call& c) {
           add_weighted(back.normaliser_gradient, queries.features, m_row, count, slopes.k);
           multiply(count, m_row, e_row, back.gradient, e_row, 1, transposed, m_row, back.feature_gradient, m_row, false);
           add_outer(back.normaliser_gradient, state.k, m_row, count, back.feature_gradient);
-          write_input_gradient<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
-                                  c.query_bias_gradient, back);
+          write_query_gradient<T>(c, queries, b, h, start, count, back);
         }
       transpose(m_row, e_row, slopes.kv, e_row, transposed, m_row);
       for (long start = 0; start < c.keys; start += BLOCK) {
@@ -143,10 +152,7 @@ static int bidirectional_backward(const Call& c) {
         multiply(count, e_row, m_row, keys.features, m_row, 1, slopes.kv, e_row, back.value_gradient, e_row, false);
         multiply(count, m_row, e_row, back.value, e_row, 1, transposed, m_row, back.feature_gradient, m_row, false);
         add_to_rows(slopes.k, m_row, count, back.feature_gradient);
-        clear_masked(mask, start, count, back.feature_gradient, m_row);
-        write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
-        write_input_gradient<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
-                                c.key_bias_gradient, back);
+        write_key_gradients<T>(c, keys, b, g, start, count, mask, back);
       }
     }
   });
@@ -176,10 +182,6 @@ struct ReferenceBlock {
   int count;
   float reference;
 };
-
-static inline float rescale_factor(float lower, float higher) {
-  return lower == higher ? 1.0f : lower == -INFINITY ? 0.0f : std::exp(lower - higher);
-}
 
 template <typename T>
 static int causal_backward(const Call& c) {
@@ -220,8 +222,7 @@ static int causal_backward(const Call& c) {
           multiply(count, m_row, e_row, back.gradient, e_row, 1, state_t, m_row, back.feature_gradient, m_row, false);
           add_outer(back.normaliser_gradient, state.k, m_row, count, back.feature_gradient);
           multiply_lower(count, slopes, keys.features, m_row, back.feature_gradient, true);
-          write_input_gradient<T>(c, queries, b, h, c.heads, start, count, c.query_gradient, c.query_weight_gradient,
-                                  c.query_bias_gradient, back);
+          write_query_gradient<T>(c, queries, b, h, start, count, back);
         }
         multiply(e_row, m_row, count, back.value, 1, e_row, keys.features, m_row, state_t, m_row, true);
         State::add_rows(keys.features, m_row, count, state.k);
@@ -259,11 +260,7 @@ static int causal_backward(const Call& c) {
           add_weighted(back.normaliser_gradient, queries.features, m_row, count, state.k);
         }
         memcpy(back.feature_gradient, key_gradient, (size_t)count * m_row * sizeof(float));
-        clear_masked(mask, start, count, back.feature_gradient, m_row);
-        clear_masked(mask, start, count, back.value_gradient, e_row);
-        write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, e_row);
-        write_input_gradient<T>(c, keys, b, g, c.groups, start, count, c.key_gradient, c.key_weight_gradient,
-                                c.key_bias_gradient, back);
+        write_key_gradients<T>(c, keys, b, g, start, count, mask, back);
       }
     }
   });

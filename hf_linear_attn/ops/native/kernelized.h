@@ -64,6 +64,11 @@ struct Call {
   Strided decay;
 };
 
+// What turns numbers relative to one log scale into numbers relative to a higher one.
+static inline float rescale_factor(float lower, float higher) {
+  return lower == higher ? 1.0f : lower == -INFINITY ? 0.0f : std::exp(lower - higher);
+}
+
 // A block of tokens of one head with its feature map: inputs x, products y, features and log scales.
 struct FeatureBlock {
   const Map* map;
@@ -106,10 +111,8 @@ struct FeatureBlock {
   }
 
   void scale_rows(int count, float reference) {
-    for (int t = 0; t < count; ++t) {
-      const float factor = scale[t] == -INFINITY ? 0.0f : std::exp(scale[t] - reference);
-      for (int j = 0; j < row; j += LANES) store(features + t * row + j, load(features + t * row + j) * factor);
-    }
+    for (int t = 0; t < count; ++t)
+      scale_all(features + (size_t)t * row, row, scale[t] == -INFINITY ? 0.0f : std::exp(scale[t] - reference));
   }
 };
 
@@ -133,9 +136,9 @@ struct State {
   // Makes the state relative to `reference`, which is at least the present scale.
   void rescale(float reference) {
     if (reference == scale) return;
-    const float factor = scale == -INFINITY ? 0.0f : std::exp(scale - reference);
-    for (long i = 0; i < (long)rows * columns; i += LANES) store(kv + i, load(kv + i) * factor);
-    for (int i = 0; i < rows; i += LANES) store(k + i, load(k + i) * factor);
+    const float factor = rescale_factor(scale, reference);
+    scale_all(kv, (long)rows * columns, factor);
+    scale_all(k, rows, factor);
     scale = reference;
   }
 
@@ -154,7 +157,7 @@ struct State {
 
   void merge(const State& other) {
     if (other.scale > scale) rescale(other.scale);
-    const float factor = other.scale == scale ? 1.0f : other.scale == -INFINITY ? 0.0f : std::exp(other.scale - scale);
+    const float factor = rescale_factor(other.scale, scale);
     for (long i = 0; i < (long)rows * columns; i += LANES) store(kv + i, load(kv + i) + load(other.kv + i) * factor);
     for (int i = 0; i < rows; i += LANES) store(k + i, load(k + i) + load(other.k + i) * factor);
   }
@@ -187,11 +190,16 @@ static void sum_keys(const Call& c, long b, long g, long from, long to, FeatureB
 template <typename T>
 static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
   const int row = padded(c.value_size);
-  for (int t = 0; t < count; ++t) {
-    const float inverse = 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR);
-    for (int j = 0; j < row; j += LANES) store(numerator + t * row + j, load(numerator + t * row + j) * inverse);
-  }
+  for (int t = 0; t < count; ++t)
+    scale_all(numerator + (size_t)t * row, row, 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR));
   write_rows<T>(c.out, b, h, start, count, c.value_size, numerator, row);
+}
+
+// Numerators and normalisers of rows from the keys of the state.
+static void read_state(int count, const FeatureBlock& queries, const State& state, float* out, float* normaliser) {
+  multiply(count, state.columns, state.rows, queries.features, state.rows, 1, state.kv, state.columns, out, state.columns,
+           false);
+  for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * state.rows, state.k, state.rows);
 }
 
 template <typename T>
@@ -237,8 +245,7 @@ static int bidirectional(const Call& c) {
       for (long start = piece * SEGMENT; start < stop; start += BLOCK) {
         const int count = (int)(stop - start < BLOCK ? stop - start : BLOCK);
         queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
-        multiply(count, e_row, m_row, queries.features, m_row, 1, state.kv, e_row, block, e_row, false);
-        for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * m_row, state.k, m_row);
+        read_state(count, queries, state, block, normaliser);
         divide_rows<T>(c, b, h, start, count, block, normaliser);
       }
     }
@@ -287,13 +294,6 @@ static inline float row_sum(const float* row, int last) {
   return sum_of(total);
 }
 
-// Numerators and normalisers of rows from the keys of the state.
-static void read_state(int count, const FeatureBlock& queries, const State& state, float* out, float* normaliser) {
-  multiply(count, state.columns, state.rows, queries.features, state.rows, 1, state.kv, state.columns, out, state.columns,
-           false);
-  for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * state.rows, state.k, state.rows);
-}
-
 // Rows of a causal block before normalisation, in `out` and `normaliser`: the keys of the state (with `has_state`), and
 // the block's own, j <= i. `transposed` are the block's key features transposed, `weights` is a buffer for n x n.
 static void causal_rows(int count, const FeatureBlock& queries, const FeatureBlock& keys, const float* transposed,
@@ -334,22 +334,12 @@ static void pack_state(const Map& map, int e, const State& state, float* kv, flo
 // How many of the tokens that follow can share one reference: log scales up to the last stay within SAFE_RANGE of the
 // running maximum at the first, so that no row's weights vanish against a key that it does not see.
 static int shared_reference(const float* scale, int count, float carried, float& reference) {
-  const float first = scale[0] > carried ? scale[0] : carried;
-  reference = first;
-  if (first == -INFINITY) {  // no key so far: rows up to the first real key have no weight anyway
-    int t = 0;
-    while (t < count && scale[t] == -INFINITY) ++t;
-    if (t == count) return count;
-    reference = scale[t];
-    const float base = reference;
-    for (; t < count; ++t) {
-      if (scale[t] > base + SAFE_RANGE) return t;
-      reference = scale[t] > reference ? scale[t] : reference;
-    }
-    return count;
-  }
-  for (int t = 1; t < count; ++t) {
-    if (scale[t] > first + SAFE_RANGE) return t;
+  int t = 0;
+  reference = carried;
+  while (t < count && reference == -INFINITY) reference = scale[t++];  // rows up to the first key have no weight anyway
+  const float limit = (t == 0 && scale[0] > reference ? scale[0] : reference) + SAFE_RANGE;
+  for (; t < count; ++t) {
+    if (scale[t] > limit) return t;
     reference = scale[t] > reference ? scale[t] : reference;
   }
   return count;

@@ -115,10 +115,8 @@ static int causal_step(const Call& c) {
         float decay = 1.0f;
         if (keys.map->scaled()) {
           const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
-          if (top != -INFINITY) {
-            decay = previous == top ? 1.0f : previous == -INFINITY ? 0.0f : std::exp(previous - top);
-            scale_all(phi_k, m_row, own == -INFINITY ? 0.0f : std::exp(own - top));
-          }
+          decay = rescale_factor(previous, top);
+          scale_all(phi_k, m_row, rescale_factor(own, top));
           c.next_scale[stream] = top;
         }
         for (long r = 0; r < repeats; ++r) {

@@ -74,32 +74,19 @@ static inline void maxima_of(Vec a, Vec b, float& of_a, float& of_b) {
   reduce_two(a, b, of_a, of_b, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
 }
 #else
-static inline float sum_of(Vec v) {
-  alignas(64) float x[LANES];
+template <typename Fold>
+static inline float reduce(Vec v, Fold fold) {
+  float x[LANES];
   memcpy(x, &v, sizeof v);
-  typedef float Quad __attribute__((vector_size(16)));
-  Quad total{};
-  for (int i = 0; i < LANES; i += 4) {
-    Quad part;
-    memcpy(&part, x + i, 16);
-    total += part;
-  }
-  return (total[0] + total[2]) + (total[1] + total[3]);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = fold(x[i], x[i + half]);
+  return x[0];
 }
-
+static inline float sum_of(Vec v) {
+  return reduce(v, [](float a, float b) { return a + b; });
+}
 static inline float max_of(Vec v) {
-  alignas(64) float x[LANES];
-  memcpy(x, &v, sizeof v);
-  typedef float Quad __attribute__((vector_size(16)));
-  Quad top;
-  memcpy(&top, x, 16);
-  for (int i = 4; i < LANES; i += 4) {
-    Quad part;
-    memcpy(&part, x + i, 16);
-    top = top > part ? top : part;
-  }
-  float low = top[0] > top[2] ? top[0] : top[2], high = top[1] > top[3] ? top[1] : top[3];
-  return low > high ? low : high;
+  return reduce(v, [](float a, float b) { return a > b ? a : b; });
 }
 static inline void sums_of(Vec a, Vec b, float& of_a, float& of_b) {
   of_a = sum_of(a);
