@@ -28,14 +28,12 @@ class Encoded:
 
     Attributes:
         dataset: With `input_ids`, and `token_type_ids` and `labels` where there are any.
-        rows: Number of rows.
-        tokens: Number of tokens in them.
+        tokens: Number of tokens in it.
         truncated: Number of rows that were truncated.
         dropped: Number of tokens left out: cut off the truncated rows, or after the last full block.
     """
 
     dataset: Dataset
-    rows: int
     tokens: int
     truncated: int = 0
     dropped: int = 0
@@ -57,15 +55,10 @@ def encode_pairs(
         ValueError: An unknown column; a row (it is named) without text, with a hidden label (-1), or that the tokenizer
             cannot read; a `max_length` that leaves no token beside the special ones.
     """
-    if not 1 <= len(columns) <= 2:
-        raise ValueError(f"One or two text columns can be encoded, got {len(columns)}: {', '.join(columns)}.")
     check_columns(dataset, columns, label)
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
-        raise ValueError(
-            f"max_length={max_length!r} leaves no room for text beside {special} special tokens. "
-            "Raise --data.max_length."
-        )
+        raise ValueError(f"data.max_length {max_length!r} leaves no room for text beside {special} special tokens.")
     for row, value in enumerate([] if label is None else dataset[label][:]):
         if value is None or (isinstance(value, int) and value < 0):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
@@ -80,12 +73,7 @@ def encode_pairs(
         encoded = encoded.rename_column(label, "labels")
     dropped = encoded[DROPPED][:]
     encoded = encoded.remove_columns(DROPPED)
-    return Encoded(encoded, len(encoded), sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
-
-
-def encode_documents(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Encode one row per document, for masked language models. Arguments and errors are those of `encode_pairs`."""
-    return encode_pairs(dataset, tokenizer, [text_column], max_length, label=None)
+    return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
 
 
 def encode_blocks(
@@ -131,7 +119,7 @@ def encode_blocks(
     blocks = tokens[: count * block_length].reshape(count, block_length)
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
     data = datasets.Dataset.from_dict({"input_ids": blocks}, features=features)
-    return Encoded(data, count, blocks.size, dropped=len(tokens) - blocks.size)
+    return Encoded(data, blocks.size, dropped=len(tokens) - blocks.size)
 
 
 def row_lengths(dataset: Dataset) -> list[int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,10 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 
 from ..utils.extras import require_packages
 from .config import DataConfig
-from .encode import Encoded, encode_blocks, encode_documents, encode_pairs, row_lengths
+from .encode import Encoded, encode_blocks, encode_pairs, row_lengths
 from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, compute_metrics, load_metrics
-from .sources import check_columns, hold_out_validation, load_source
+from .sources import check_columns, hold_out_validation, import_datasets, load_source
 from .tasks import TASKS, Task, load_task
 from .text import Text, read_text
 
@@ -238,7 +237,7 @@ def _masked_lm(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
     collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
     task_data = TaskData("masked-lm", tokenizer, splits["train"], {}, collator, "loss", False)
-    _encode(task_data, splits, data, seed, lambda rows: encode_documents(rows, tokenizer, column, length))
+    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, [column], length, label=None))
     return task_data
 
 
@@ -279,7 +278,8 @@ def read_documents(data: DataConfig, seed: int) -> Text:
         ValueError, OSError, ImportError: As `read_text` and `load_splits`.
     """
     path = data.dataset
-    if path is None or file_suffix(Path(path)) in TEXT_FORMATS or file_suffix(Path(path)) not in FORMATS:
+    is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
+    if path is None or (Path(path).is_file() and not is_table):
         return read_text(path)
     splits = load_splits(data, seed, data.text_columns[:1])
     train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
@@ -298,28 +298,25 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
     """
     if data.task is not None:
         return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
+    datasets = import_datasets()
     splits = load_splits(data, seed, (*data.text_columns, data.label_column))
     if data.label_column != "label":
         splits = splits.select_columns([*data.text_columns, data.label_column])
         splits = splits.rename_column(data.label_column, "label")
     feature = splits["train"].features["label"]
-    labels: Sequence[str] | None = None
-    if hasattr(feature, "names"):
-        labels = feature.names
-    elif not str(getattr(feature, "dtype", "")).startswith("float"):
-        labels = [str(value) for value in sorted(set(splits["train"]["label"]))]
-        number = partial(_class_number, {label: index for index, label in enumerate(labels)})
-        splits = splits.map(number, remove_columns=["label"], keep_in_memory=True, desc="Numbering labels")
-        splits = splits.rename_column("class", "label")
+    labels: list[str] | None = getattr(feature, "names", None)
+    if labels is None and not str(getattr(feature, "dtype", "")).startswith("float"):
+        texts = splits.cast_column("label", datasets.Value("string"))
+        pairs = {*zip(splits["train"]["label"], texts["train"]["label"], strict=True)} - {(None, None)}
+        labels = [text for _, text in sorted(pairs)]
+        unknown = {text for split in texts.values() for text in split["label"]} - {*labels, None}
+        if unknown:
+            listed = ", ".join(labels)
+            raise ValueError(f"The label {min(unknown)!r} does not occur in the training data ({listed}).")
+        splits = texts.cast_column("label", datasets.ClassLabel(names=labels))
     metrics = ("pearson", "spearmanr") if labels is None else ("accuracy",)
-    names, source = None if labels is None else tuple(labels), Path(str(data.dataset)).name
-    return Task(source, data.text_columns, names, metrics), splits
-
-
-def _class_number(numbers: Mapping[str, int], row: dict[str, Any]) -> dict[str, Any]:
-    if str(row["label"]) not in numbers:
-        raise ValueError(f"The label {row['label']!r} does not occur in the training data ({', '.join(numbers)}).")
-    return {"class": numbers[str(row["label"])]}
+    names = None if labels is None else tuple(labels)
+    return Task(Path(str(data.dataset)).name, data.text_columns, names, metrics), splits
 
 
 def _encode(

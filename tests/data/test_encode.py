@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from hf_linear_attn.data.encode import encode_blocks, encode_documents, encode_pairs
+from hf_linear_attn.data.encode import encode_blocks, encode_pairs
 from tests.data.tiny_data import tokenizer
 
 PAIRS = {
@@ -31,7 +31,7 @@ def test_pairs():
         assert encoded.dataset[name][:] == [row[name] for row in expected]
     assert encoded.dataset["labels"][:] == [0, 1, 0]
     assert sorted(encoded.dataset.column_names) == ["input_ids", "labels", "token_type_ids"]
-    assert (encoded.rows, encoded.tokens, encoded.truncated, encoded.dropped) == (3, 6 + 9 + 5, 1, 11 - 9)
+    assert (len(encoded.dataset), encoded.tokens, encoded.truncated, encoded.dropped) == (3, 6 + 9 + 5, 1, 11 - 9)
 
 
 def test_rows_that_just_fit_are_not_truncated():
@@ -79,7 +79,7 @@ def test_nothing_is_written_where_nothing_can_be(monkeypatch, tmp_path):
     data = datasets.load_from_disk(str(tmp_path))
     calls = []
     monkeypatch.setattr(os, "access", lambda path, mode: calls.append(Path(path)) or False)
-    assert encode_pairs(data, tokenizer(), ["first"], 8).rows == 3
+    assert len(encode_pairs(data, tokenizer(), ["first"], 8).dataset) == 3
     assert calls == [tmp_path]
     assert not list(tmp_path.glob("cache*"))
 
@@ -98,9 +98,8 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
     ("changes", "columns", "length", "message"),
     [
         ({}, ["frist"], 8, "no column 'frist'. Did you mean 'first'"),
-        ({}, ["first", "second", "label"], 8, "One or two text columns can be encoded, got 3"),
-        ({}, ["first", "second"], 4, "max_length=4 leaves no room for text beside 3 special tokens"),
-        ({}, ["first"], 2.5, "max_length=2.5 leaves no room"),
+        ({}, ["first", "second"], 4, "data.max_length 4 leaves no room for text beside 3 special tokens"),
+        ({}, ["first"], 2.5, "data.max_length 2.5 leaves no room"),
         ({"first": ["a", None, "b"]}, ["first"], 8, "Row 1: expected text, found None"),
         ({"label": [0, -1, 0]}, ["first"], 8, "Row 1: the label is -1"),
         ({"label": [0, None, 0]}, ["first"], 8, "Row 1: the label is None"),
@@ -117,7 +116,7 @@ def test_a_row_without_tokens_is_an_error():
         single="$A", special_tokens=[]
     )
     with pytest.raises(ValueError, match="Row 1: the tokenizer makes no tokens of it"):
-        encode_documents(datasets.Dataset.from_dict({"text": ["alpha", " "]}), tok, "text", 8)
+        encode_pairs(datasets.Dataset.from_dict({"text": ["alpha", " "]}), tok, ["text"], 8, label=None)
 
 
 def texts(count=25):
@@ -140,7 +139,7 @@ def test_blocks_hold_the_running_text(eos, length):
     tokens = [token for block in blocks for token in block]
     assert tokens == stream[: len(tokens)]
     assert encoded.dropped == len(stream) - len(tokens) < length
-    assert (encoded.rows, encoded.tokens) == (len(blocks), len(tokens))
+    assert (len(encoded.dataset), encoded.tokens) == (len(blocks), len(tokens))
 
 
 def test_blocks_of_chosen_rows():
@@ -167,9 +166,9 @@ def test_blocks_that_cannot_be_made_are_errors():
 
 def test_documents():
     tok = tokenizer()
-    encoded = encode_documents(
-        datasets.Dataset.from_dict({"text": ["alpha beta gamma", "one"], "n": [1, 2]}), tok, "text", 4
+    encoded = encode_pairs(
+        datasets.Dataset.from_dict({"text": ["alpha beta gamma", "one"], "n": [1, 2]}), tok, ["text"], 4, label=None
     )
     assert encoded.dataset["input_ids"][:] == [tok("alpha beta")["input_ids"], tok("one")["input_ids"]]
-    assert (encoded.rows, encoded.tokens, encoded.truncated) == (2, 7, 1)
+    assert (len(encoded.dataset), encoded.tokens, encoded.truncated) == (2, 7, 1)
     assert "labels" not in encoded.dataset.column_names

@@ -10,7 +10,7 @@ import torch
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
-from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData, load_labelled
+from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData, load_labelled, read_documents
 from tests.data.tiny_data import tokenizer, write
 
 
@@ -82,3 +82,18 @@ def test_own_labelled_data_are_a_task(tmp_path):
     write(tmp_path, {"dev.csv": "review,label,stars\nc,9,so-so\n"})
     with pytest.raises(ValueError, match=r"The label 'so-so' does not occur in the training data \(bad, good\)"):
         load_labelled(data, 0)
+    write(tmp_path, {"train.csv": "text,label\na,10\nb,9\n", "dev.csv": "text,label\nc,9\n"})
+    task, splits = load_labelled(DataConfig(dataset=str(folder)), 0)
+    assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
+
+
+def test_text_of_any_source(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    folder = write(
+        tmp_path, {"train.csv": "text,n\nabc,1\ndef,2\n", "dev.csv": "text,n\nghi,3\n", "log": "word " * 900}
+    )
+    text = read_documents(DataConfig(dataset=str(folder)), 0)
+    assert (text.train, text.held_out) == (("abc", "def"), ("ghi",))
+    assert read_documents(DataConfig(dataset=str(folder / "log")), 0).train[0].startswith("word word")
+    with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
+        read_documents(DataConfig(dataset="./nowhere.txt"), 0)
