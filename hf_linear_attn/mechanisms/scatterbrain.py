@@ -145,8 +145,7 @@ class ScatterbrainAttention(LinearAttention):
     def _support(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         """Ω, `[B | 1, H | 1, L, S]`."""
         window, hashing = self.options.window_size, self._hashing()
-        positions = windowed.window_positions(mask, key.shape[2], causal, key.device)
-        band = windowed.inside_window(positions, query.shape[2], window, causal)
+        band = windowed.inside_window(mask, query, key, window, causal)
         if hashing is None:
             return band
         if mask is not None and mask.dim() == 4:

@@ -273,8 +273,7 @@ class WindowAttention(LinearAttention):
 
     def _inside(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: those in its window, and sinks."""
-        positions = ops.window_positions(mask, key.shape[2], causal, key.device)
-        inside = ops.inside_window(positions, query.shape[2], self.options.window_size, causal)
+        inside = ops.inside_window(mask, query, key, self.options.window_size, causal)
         if not self.options.sink_tokens:
             return inside
         return inside | sink_pairs(visible(mask, query, key, causal), self.options.sink_tokens, causal)

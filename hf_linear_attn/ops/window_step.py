@@ -12,25 +12,12 @@ from .kernelized import masked_key_features, merge_keys
 from .sinks import first_tokens
 from .windowed import FLOOR
 
-RING = ("ring_key", "ring_value", "ring_mask")
-
 
 def is_decoding_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
     """Return whether a call is one real token in every row, after a state. (A mask on a GPU is not read.)"""
     if state is None or query.shape[2] != 1:
         return False
     return mask is None or (not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all()))
-
-
-def next_ring(key: Tensor, value: Tensor, state: State) -> State:
-    """Return the ring without its oldest token and with the new one."""
-    ring_key, ring_value, ring_mask = (state[name] for name in RING)
-    new = ring_mask.new_ones(ring_mask.shape[0], 1)
-    return {
-        "ring_key": torch.cat([ring_key[:, :, 1:].to(key.dtype), key], dim=2),
-        "ring_value": torch.cat([ring_value[:, :, 1:].to(value.dtype), value], dim=2),
-        "ring_mask": torch.cat([ring_mask[:, 1:], new], dim=1),
-    }
 
 
 def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
@@ -43,7 +30,11 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     assert state is not None
     dtype = compute_dtype(query)
     batch, heads, groups = query.shape[0], query.shape[1], key.shape[1]
-    ring = next_ring(key, value, state)
+    ring: State = {
+        "ring_key": torch.cat([state["ring_key"][:, :, 1:].to(key.dtype), key], dim=2),
+        "ring_value": torch.cat([state["ring_value"][:, :, 1:].to(value.dtype), value], dim=2),
+        "ring_mask": torch.cat([state["ring_mask"][:, 1:], state["ring_mask"].new_ones(batch, 1)], dim=1),
+    }
     sinks, first = first_tokens(call)
     outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)

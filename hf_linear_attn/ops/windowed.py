@@ -283,16 +283,15 @@ def windowed_causal(call: WindowedCall) -> tuple[Tensor, State | None]:
     return accumulator.values, state
 
 
-def window_positions(mask: Tensor | None, length: int, causal: bool, device: torch.device) -> Tensor:
-    """Return the positions `[B | 1, S]` that define distances: among real tokens (causal) or in the sequence."""
-    if mask is None or mask.dim() != 2 or not causal:
-        return torch.arange(length, device=device).unsqueeze(0)
-    return mask.long().cumsum(dim=1)
+def inside_window(mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
+    """Return which keys lie in the window of each query, `[B | 1, 1, L, S]`; queries are the last of the tokens.
 
-
-def inside_window(positions: Tensor, queries: int, window: int, causal: bool) -> Tensor:
-    """Return `[B | 1, 1, L, S]`: which keys lie in the window of each of the last `queries` tokens."""
-    distance = positions[:, None, positions.shape[1] - queries :, None] - positions[:, None, None, :]
+    Distances are those among real tokens (causal, mask `[B, S]`) or those in the sequence.
+    """
+    position = torch.arange(key.shape[2], device=key.device).unsqueeze(0)
+    if causal and mask is not None and mask.dim() == 2:
+        position = mask.long().cumsum(dim=1)
+    distance = position[:, None, key.shape[2] - query.shape[2] :, None] - position[:, None, None, :]
     return (distance.abs() < window) & ((distance >= 0) | (not causal))
 
 

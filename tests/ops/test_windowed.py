@@ -175,7 +175,7 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     built, (q, k, v), mask = feature_map(name), qkv(80), padding_mask([80, 50], 80, "right")
     out, _ = fast(built, q, k, v, window=6, causal=causal, mask=mask)
     allowed = naive.visible(mask, 2, 80, 80, causal)
-    inside = windowed.inside_window(windowed.window_positions(mask, 80, causal, q.device), 80, 6, causal)
+    inside = windowed.inside_window(mask, q, k, 6, causal)
     weights = windowed.dense_windowed_weights(
         q, k, *maps(built), inside=inside, allowed=allowed, scaling=SCALING, log_mix=LOG_MIX[:4]
     )

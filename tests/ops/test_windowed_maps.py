@@ -273,7 +273,7 @@ def test_half_precision(name, causal, dtype):
 def test_explicit_weights_give_the_same_output(name, causal, side):
     case = Case(name, 26, causal, mask=padding_mask([26, 12], 26, side))
     q, k, v, mix = case.leaves
-    inside = windowed.inside_window(windowed.window_positions(case.mask, 26, causal, q.device), 26, WINDOW, causal)
+    inside = windowed.inside_window(case.mask, q, k, WINDOW, causal)
     allowed = naive.visible(case.mask, 2, 26, 26, causal)
     weights = windowed.dense_windowed_weights(
         q, k, *case.features(), inside=inside, allowed=allowed, scaling=0.4, log_mix=mix

@@ -42,43 +42,30 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         return _step(call, maps, call.state)
     tensors = (maps[0].weight, maps[0].bias, maps[1].weight, maps[1].bias)
     log_mix = (call.log_mix.base if isinstance(call.log_mix, QueryMix) else call.log_mixing_weights()).float()
+    inputs, tokens, length = (call.query, call.key, call.value, log_mix), None, call.query.shape[2]
+    mask, skip, offset = call.mask, None, 0
     if not call.causal:
-        mask, sinks = None if call.mask is None else call.mask.contiguous(), end_tokens(call)
-        inputs = (call.query, call.key, call.value, log_mix)
-        out = _apply(inputs, tensors, sinks, call, maps, mask, None, 0)[0]
-        return attend_from_sinks(out, call, sinks), None
-    length, window = call.query.shape[2], call.window
-    if not length:
+        sinks, first = end_tokens(call), {}
+        mask = None if mask is None else mask.contiguous()
+    elif not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
-    sinks, first = first_tokens(call)
-    if call.mask is None and call.state is None:
-        inputs = (call.query, call.key, call.value, log_mix)
-        out, kv, k_sum = _apply(inputs, tensors, sinks, call, maps, None, None, 0)
+    else:
+        sinks, first = first_tokens(call)
+        if mask is not None or call.state is not None:
+            tokens, offset = gather_tokens(*inputs, call.window, mask, call.state), call.window
+            inputs, mask, skip = (*tokens[:3], tokens.log_mix), None, (~tokens.valid).sum(dim=1)
+    sink_tensors = (None, None, None) if sinks is None else sinks
+    out, kv, k_sum = _Windowed.apply(*inputs, *tensors, *sink_tensors, call, maps, mask, skip, offset)
+    if not call.causal:
+        return attend_from_sinks(out, call, sinks), None
+    if tokens is not None and tokens.query_index is not None:
+        out = mask_tokens(take_tokens(out, tokens.query_index), call.mask)
+    if tokens is None:
         if not call.return_state:
             return out, None
-        tokens = gather_tokens(*(tensor[:, :, -window:] for tensor in inputs), window, None, None)
-        return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, min(length, window)), **first}
-    tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
-    skip = (~tokens.valid).sum(dim=1)
-    inputs = (tokens.query, tokens.key, tokens.value, tokens.log_mix)
-    out, kv, k_sum = _apply(inputs, tensors, sinks, call, maps, None, skip, window)
-    if tokens.query_index is not None:
-        out = mask_tokens(take_tokens(out, tokens.query_index), call.mask)
+        tokens = gather_tokens(*(tensor[:, :, -call.window :] for tensor in inputs), call.window, None, None)
+        length = min(length, call.window)
     return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, length), **first}
-
-
-def _apply(
-    inputs: tuple[Tensor, ...],
-    parameters: tuple[Tensor | None, ...],
-    sinks: Sinks | None,
-    call: WindowedCall,
-    maps: tuple[KernelMap, KernelMap],
-    mask: Tensor | None,
-    skip: Tensor | None,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sink_tensors = (None, None, None) if sinks is None else sinks
-    return _Windowed.apply(*inputs, *parameters, *sink_tensors, call, maps, mask, skip, offset)
 
 
 def _is_kernel_step(call: WindowedCall) -> bool:
@@ -114,7 +101,9 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
         if name not in RINGS
     }
     if call.sinks:
-        after |= {name: state[name].contiguous() if own is not None else _copied(state[name]) for name in SINKS}
+        after |= {name: state[name].contiguous() for name in SINKS}
+        if own is None:  # the kernel writes into them
+            after |= {name: after[name].clone() for name in SINKS}
         filled.sink_key, filled.sink_value = (binding.strided(after[name]) for name in SINKS)
         filled.sinks = call.sinks
     after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
@@ -137,10 +126,6 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
     tensors = maps, mix_tensors
     prepare = functools.partial(PreparedWindowStep, "windowed_step", filled, inputs, tensors=tensors, rings=rings)
     return out, state_after_step(own, after, prepare)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _ring_buffer(ring: Tensor) -> Tensor:
