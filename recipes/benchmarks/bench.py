@@ -8,12 +8,18 @@ from typing import Any, Protocol
 
 import torch
 
-from .measurements import Key, Store
+from hf_linear_attn.evaluation.records import Conditions, Record, Records
+
 from .options import BenchmarkOptions
 from .workloads import mechanism_names
 
 #: The row of exact attention.
 BASELINE = "sdpa"
+
+
+def values_of(record: Record) -> dict[str, Any]:
+    """What was measured, by name, and the id of the record."""
+    return {**{row["metric"]: row["value"] for row in record.values}, "measurement": record.id}
 
 
 class Progress(Protocol):
@@ -28,7 +34,7 @@ class Bench:
     def __init__(
         self,
         options: BenchmarkOptions,
-        store: Store,
+        store: Records,
         progress: Progress,
         machine: Mapping[str, Any],
         device: torch.device,
@@ -66,12 +72,23 @@ class Bench:
             chosen = few
         return mechanism_names(chosen)  # type: ignore[arg-type]
 
-    def key(self, model: Mapping[str, Any], mechanism: Mapping[str, Any], measure: Mapping[str, Any]) -> Key:
-        return Key(model=model, mechanism=mechanism, measure=measure, **self.machine)
+    def key(self, model: Mapping[str, Any], mechanism: Mapping[str, Any], measure: Mapping[str, Any]) -> Conditions:
+        """All that a measurement depends on: the columns of the table, and everything else in `settings`."""
+        return Conditions(
+            model["name"],
+            model.get("fingerprint", ""),
+            mechanism["name"],
+            measure["what"],
+            seed=(mechanism.get("options") or {}).get("seed"),
+            length=measure.get("length", measure.get("context")),
+            batch_size=measure.get("batch"),
+            settings={"model": model, "mechanism": mechanism, "measure": measure},
+            **self.machine,
+        )
 
     def rows(
         self,
-        keys: Mapping[str, Key],
+        keys: Mapping[str, Conditions],
         measure: Callable[[list[str]], Mapping[str, Mapping[str, Any]]],
     ) -> dict[str, dict[str, Any]]:
         """What is known of each name, after measuring what is missing; `measure` gets the missing names and gives their
@@ -84,7 +101,7 @@ class Bench:
                     self.store.add(keys[name], value, group=group)
         rows: dict[str, dict[str, Any]] = {}
         for name, key in keys.items():
-            measurement = self.store.newest(key)
-            if measurement is not None:
-                rows[name] = {**measurement.value, "measurement": measurement.id}
+            record = self.store.latest(key)
+            if record is not None:
+                rows[name] = values_of(record)
         return rows

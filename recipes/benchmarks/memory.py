@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import workloads
-from .bench import BASELINE, Bench
+from .bench import BASELINE, Bench, values_of
 from .ops import PASSES
 from .resident import available_bytes
 
@@ -131,21 +131,20 @@ def _measured(bench: Bench, request: dict[str, Any], send_request: Any) -> dict[
     }
     model = {"name": request["what"], **shape}
     key = bench.key(model, mechanism, {"what": SECTION, "dtype": "float32", **measure})
-    measurement = bench.store.known(key)
-    if measurement is None:
+    record = bench.store.known(key)
+    if record is None:
         answer = send_request({**request, "seed": bench.options.seed, "device": str(bench.device)})
         if "error" in answer:
             label_text = f"{request['name']}, {request['what']}, {request['direction']}, {request['pass']}"
             bench.note(SECTION, f"{label_text}: left out ({answer['error']})")
             return None
-        measurement = bench.store.add(key, answer)
+        record = bench.store.add(key, answer)
     columns = {"what": request["what"], "shape": label, **measure, "dtype": "float32"}
     return {
         "name": request["name"],
         "mechanism": mechanism,
         **columns,
-        **measurement.value,
-        "measurement": measurement.id,
+        **values_of(record),
     }
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.utils.environment import environment, json_safe
-from recipes.benchmarks.measurements import NAME, Store, write_csv
 
 from .options import SECTIONS, BenchmarkOptions
 
@@ -72,7 +72,7 @@ def run_benchmark(
     tables = tables_of(report)
     write(folder / REPORT, (json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     write(folder / TABLES, page(report, tables).encode())
-    write(folder / CSV, write_csv(store))
+    write(folder / CSV, table_of(store).encode())
     show(console, report, tables, folder)
     if before is None:
         return report, 0
@@ -82,17 +82,16 @@ def run_benchmark(
 
 
 def _measure(
-    options: BenchmarkOptions, source: str | None, store: Store, device: Any, console: Console
+    options: BenchmarkOptions, source: str | None, store: Records, device: Any, console: Console
 ) -> dict[str, Any]:
     """All sections asked for. What was measured before an error or an interruption stays on disk."""
-    from recipes.benchmarks.measurements import machine_key
     from recipes.benchmarks.screen import Screen
 
     from .bench import Bench
 
     machine = environment(device)
     settings = json_safe({**vars(options), "model": source})
-    store.begin(TOOL, settings, machine)
+    store.start_run(TOOL, settings, machine)
     header = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **machine}
     num_known = len(store)
     rows_by_section: dict[str, list[dict[str, Any]]] = {}
@@ -100,7 +99,8 @@ def _measure(
         with Screen(console) as screen:
             if num_known:
                 screen.say(f"resuming after {num_known} measurements of earlier runs")
-            bench = Bench(options, store, screen, machine_key(machine), device, source)
+            parts = {name: machine["hardware"][name] for name in ("device", "cpu", "threads")}
+            bench = Bench(options, store, screen, {"device": parts, "versions": machine["versions"]}, device, source)
             for name, run in sections().items():
                 if name in options.section:
                     rows_by_section[name] = run(bench)
@@ -109,6 +109,28 @@ def _measure(
         show_saved_measurements(console, store, Path(options.output))
         raise
     return {**header, "sections": rows_by_section, "notes": bench.all_notes()}
+
+
+def table_of(store: Records) -> str:
+    """CSV with a row for each number: what was measured, and the path of the number in its value (`seconds.median`)."""
+    import pandas as pd
+
+    rows = store.to_frame().to_dict("records")
+    numbers = [
+        {**row, "metric": name, "value": one} for row in rows for name, one in numbers_of(row["value"], row["metric"])
+    ]
+    return pd.DataFrame(numbers).dropna(axis="columns", how="all").to_csv(index=False)
+
+
+def numbers_of(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """All numbers in nested data, with their path."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from numbers_of(item, f"{name}.{key}")
+    elif isinstance(value, list):
+        yield from numbers_of(dict(enumerate(value)), name)
+    elif isinstance(value, (int, float)):
+        yield name, value
 
 
 @contextmanager
@@ -176,7 +198,7 @@ def check_source(source: str | None, options: BenchmarkOptions) -> None:
         raise ValueError(f"{source!r} is no causal language model, and decodes nothing. Use --section model.")
 
 
-def open_store(options: BenchmarkOptions) -> Store:
+def open_store(options: BenchmarkOptions) -> Records:
     """The measurements of the output folder.
 
     Raises:
@@ -187,22 +209,24 @@ def open_store(options: BenchmarkOptions) -> Store:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"The output {options.output!r} is a file. Give a folder with --output.")
     in_use = folder.is_dir() and any(folder.iterdir())
-    if in_use and not (folder / NAME).is_file():
+    if in_use and not (folder / RECORDS_FILE).is_file():
         raise ValueError(f"The folder {options.output!r} holds other files. Give a new one with --output.")
     if in_use and not options.append:
         raise ValueError(
             f"The folder {options.output!r} holds measurements already. Pass --append to go on or to add to them, or "
             "give another folder with --output."
         )
-    return Store(folder / NAME, again=options.again)
+    return Records(folder / RECORDS_FILE, remeasure=options.again)
 
 
-def show_saved_measurements(console: Console, store: Store, folder: Path) -> None:
+def show_saved_measurements(console: Console, store: Records, folder: Path) -> None:
     from recipes.benchmarks.screen import readable
 
     if not len(store):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         return
-    message = f"{len(store)} measurements are kept in {folder / NAME}. To go on: the same command with --append."
+    message = (
+        f"{len(store)} measurements are kept in {folder / RECORDS_FILE}. To go on: the same command with --append."
+    )
     console.print(readable(console, message), highlight=False, markup=False, soft_wrap=True)

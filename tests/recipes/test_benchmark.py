@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from recipes.benchmarks import limits, peers, workloads
 from recipes.benchmarks.__main__ import main
 from recipes.benchmarks.compare import compare, load_report
-from recipes.benchmarks.measurements import NAME, Store
 from recipes.benchmarks.options import BenchmarkOptions
 from recipes.benchmarks.tables import times
 from recipes.benchmarks.timing import InContext, ratio, sample_interleaved
@@ -62,27 +62,27 @@ def test_ops_rows(ops: tuple[dict[str, Any], str, Path]) -> None:
 
 def test_what_is_known_is_not_measured_again(ops: tuple[dict[str, Any], str, Path]) -> None:
     report, _, folder = ops
-    before = (folder / NAME).read_bytes()
+    before = (folder / RECORDS_FILE).read_bytes()
     again, screen, _ = run(folder, section=("ops",), backend=("torch",), append=True)
     assert again["sections"] == report["sections"]
-    assert (folder / NAME).read_bytes() == before
+    assert (folder / RECORDS_FILE).read_bytes() == before
     assert "resuming" in screen
 
 
 def test_a_killed_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Store.add
+    add = Records.add
 
-    def stop(self: Store, *args: Any, **kwargs: Any) -> Any:
+    def stop(self: Records, *args: Any, **kwargs: Any) -> Any:
         if len(self) == 3:
             raise KeyboardInterrupt
         return add(self, *args, **kwargs)
 
     chosen: dict[str, Any] = {"section": ("ops",), "backend": ("torch",), "direction": ("causal",), "backward": False}
-    monkeypatch.setattr(Store, "add", stop)
+    monkeypatch.setattr(Records, "add", stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "out", **chosen)
     monkeypatch.undo()
-    store = Store(tmp_path / "out" / NAME)
+    store = Records(tmp_path / "out" / RECORDS_FILE)
     assert len(store) == 3
     report, _, _ = run(tmp_path / "out", append=True, **chosen)
     ids = {row["measurement"] for row in report["sections"]["ops"]}
