@@ -75,7 +75,7 @@ def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanCon
         "quick": True,
         "steps": 2,
         "lengths": (32,),
-        "options": {"window_size": 8} if model == "gpt2" and "attention" not in changes else {},
+        "options": {"window_size": 4} if model != "bert" and "attention" not in changes else {},
     }
     return PlanConfig(str(folder / model), output=str(output), data=DataConfig(**data), **{**settings, **changes})
 

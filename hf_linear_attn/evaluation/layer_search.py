@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from ..integration.attention import exact_attention
 from ..integration.discovery import self_attention
+from ..integration.exact import exact_attention
 from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD, patch_report
 from ..utils.environment import json_safe
@@ -337,10 +337,10 @@ class LayerSearchResult:
 
 
 def format_divergence(value: float | None) -> str:
-    """Format with four decimals, or with one significant digit where these would show zero."""
+    """Format with four decimals, or with one significant digit where these would show zero; rounding errors as zero."""
     if value is None:
         return "–"
-    return format(value, ".0e") if 0 < abs(value) < 5e-5 else fixed(value, 4)
+    return format(value, ".0e") if EXACT_DIVERGENCE < abs(value) < 5e-5 else fixed(value, 4)
 
 
 def _conclusion(result: LayerSearchResult) -> str:
@@ -387,7 +387,7 @@ def _uninformative(result: LayerSearchResult) -> str:
     return (
         f"The exact model is not clearly better there than the model without attention ({result.score['title']} "
         f"{rows[0]}, and {rows[1]} on the data of the verification), so the score says nothing about attention. Give "
-        "data that the model was made for."
+        "more data, or data that the model was made for."
     )
 
 
@@ -434,7 +434,7 @@ def _speed_sentence(result: LayerSearchResult) -> str:
     speedup = {int(length): value for length, value in result.chosen["speedup"].items()}
     if not speedup or (result.budget.length is not None and len(speedup) == 1):
         return ""
-    parts = [f"{value:.2f}× as fast as {result.baseline} at {length:,} tokens" for length, value in speedup.items()]
+    parts = [f"{value:.2f}× at {length:,} tokens" for length, value in speedup.items()]
     change = crossover(list(speedup), list(speedup.values()))
     starts = {
         "<=": "at all of these",
@@ -511,16 +511,16 @@ def search_layers(
         records = Records()
         records.start_run("search_layers", {}, {})
     run = _LayerSearch(
-        model.eval(),
-        patched.eval(),
-        (timed or patched).eval(),
-        {"choice": choice, "verification": verification},
-        budget,
-        tokens,
-        seconds,
-        records,
-        conditions or Conditions(type(model).__name__, "", "", ""),
-        on_progress or (lambda stage, done, total: None),
+        exact=model.eval(),
+        patched=patched.eval(),
+        timed=(timed or patched).eval(),
+        metrics={"choice": choice, "verification": verification},
+        budget=budget,
+        tokens=tokens,
+        seconds=seconds,
+        records=records,
+        conditions=conditions or Conditions(type(model).__name__, "", "", ""),
+        on_progress=on_progress or (lambda stage, done, total: None),
     )
     return run.search(search, sorted({*lengths, *([budget.length] if budget.length else [])}))
 

@@ -62,44 +62,29 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     """Search, write the plan and its report, and show a table. See `hf_linear_attn.plan.run_plan`."""
     started = time.perf_counter()
     require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
-    console = console or Console()
-    budget = Budget.parse(config.budget)
+    budget, folder, overwrite = Budget.parse(config.budget), Path(config.output), config.overwrite
     list_attentions()
     check_mechanism(config.attention)
-    check_output(config.output, RESULTS, overwrite=config.overwrite, resume=config.resume)
+    check_output(folder, RESULTS, overwrite=overwrite, resume=config.resume)
     if config.save_model is not None:
-        check_output(
-            config.save_model,
-            ["config.json"],
-            overwrite=config.overwrite,
-            source=config.model,
-            option="--save_model",
-        )
+        own = {"source": config.model, "option": "--save_model"}
+        check_output(config.save_model, ["config.json"], overwrite=overwrite, **own)
     run = _Run(config, budget)
-    with open_output(Path(config.output), RESULTS, overwrite=config.overwrite):
-        result = _search(run, console, started)
-    if config.save_model is not None:
-        console.print(run.save(result, config.save_model), highlight=False, soft_wrap=True, markup=False)
-    return result
-
-
-def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
-    config, folder = run.config, Path(run.config.output)
-    records = Records(folder / RECORDS_FILE)
-    conditions = run.conditions("")
-    resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
-    surroundings = environment(run.exact.model.device)
-    records.start_run("hf-linear-attn plan", run.config_facts(), surroundings)
-    with ConsoleProgress(console) as progress:
+    with open_output(folder, RESULTS, overwrite=overwrite), ConsoleProgress(console) as progress:
         for line in run.description():
             progress.log(line)
+        records, conditions = Records(folder / RECORDS_FILE), run.conditions("")
+        resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
+        surroundings = environment(run.exact.model.device)
+        facts = {**surroundings, **run.facts(), "resumed": resumed}
+        records.start_run("hf-linear-attn plan", facts["settings"], surroundings)
         on_progress = _stages(progress)
-        transfer = run.transfer(records, on_progress)
+        facts["transfer"] = run.transfer(records, on_progress)
         result = search_layers(
             run.exact.model,
             run.patched,
             *run.metrics,
-            budget=run.budget,
+            budget=budget,
             search=config.search,
             lengths=run.lengths,
             tokens=run.inputs.tokens,
@@ -109,14 +94,10 @@ def _search(run: _Run, console: Console, started: float) -> LayerSearchResult:
             conditions=conditions,
             on_progress=on_progress,
         )
-    facts = {
-        **surroundings,
-        **run.facts(),
-        "transfer": transfer,
-        "seconds": time.perf_counter() - started,
-        "resumed": resumed,
-    }
-    _write(result, json_safe(facts), folder, progress)
+        facts["seconds"] = time.perf_counter() - started
+        _write(result, json_safe(facts), folder, progress)
+        if config.save_model is not None:
+            progress.log(run.save(result, config.save_model))
     return result
 
 
@@ -124,7 +105,7 @@ class _Run:
     """A model with its data and its patched copies, loaded and checked before anything is measured."""
 
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
-        self.config, self.budget = config, budget
+        self.config = config
         name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
         tokenizer = load_tokenizer(config.model)
         if config.threads is not None:
@@ -136,10 +117,10 @@ class _Run:
         model = load_exact(config.model, kind, device, task=source)
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
-        self.inputs, self.metrics, halves = self._read_rows() if text is None else self._read_text(text)
+        self.inputs, self.metrics, (choice, verification) = self._read_rows() if text is None else self._read_text(text)
         source = self.inputs.facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
-        facts = {"source": source, "train": self.inputs.facts["train"]}
-        self.data = {**facts, "sha256": self.inputs.hash, **dict(zip(("choice", "verification"), halves, strict=True))}
+        self.data: dict[str, Any] = {"source": source, "sha256": self.inputs.hash, "train": self.inputs.facts["train"]}
+        self.data |= {"choice": choice, "verification": verification}
         self.lengths = self._lengths(budget)
         self._patch()
 
@@ -257,30 +238,26 @@ class _Run:
             f"Records: {Path(self.config.output) / RECORDS_FILE}; a run that is stopped continues with --resume",
         ]
 
-    def config_facts(self) -> dict[str, Any]:
-        """The settings of the run. Paths are shortened to names: where files were says nothing to a reader."""
-        own: dict[str, Any] = {"model": self.exact.name, "lengths": self.lengths}
-        measured = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
-        own |= {name: getattr(self.settings, name) for name in measured}
-        settings: dict[str, Any] = {**asdict(self.config), **own}
-        for values, name in (
+    def facts(self) -> dict[str, Any]:
+        """What the report says of the run beside its result. Of paths it has the names only."""
+        entry, settings = ATTENTIONS.get(self.config.attention), asdict(self.config)
+        names = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
+        settings |= {"model": self.exact.name, "lengths": self.lengths}
+        settings |= {name: getattr(self.settings, name) for name in names}
+        for section, name in (
             (settings, "output"),
             (settings, "save_model"),
             (settings["data"], "dataset"),
             (settings["data"], "folder"),
         ):
-            values[name] = values[name] and Path(values[name]).name
-        return settings
-
-    def facts(self) -> dict[str, Any]:
-        """What the report says of the run beside its result."""
-        entry, report = ATTENTIONS.get(self.config.attention), patch_report(self.patched)
+            section[name] = section[name] and Path(section[name]).name
+        parameters = patch_report(self.patched).parameters
         return {
             "format_version": FORMAT_VERSION,
             "created": utc_now(),
-            "settings": self.config_facts(),
+            "settings": settings,
             "model": self.exact.facts(),
-            "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {report.parameters:,} parameters",
+            "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {parameters:,} parameters",
             "data": self.data,
         }
 

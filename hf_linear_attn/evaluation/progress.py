@@ -94,7 +94,7 @@ class ConsoleProgress:
                     break
                 shown.append(columns.pop(0))
                 # Without a width, rich takes space from numbers before it breaks a title between its words.
-                table.add_column(shown[-1], justify="right", min_width=needed - 2)
+                table.add_column(shown[-1], justify="right", width=needed - 2)
                 used += needed
             for label, row in zip(index, frame[shown].to_numpy().tolist(), strict=True):
                 table.add_row(escape(label), *map(escape, row))

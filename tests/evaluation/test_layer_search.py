@@ -81,7 +81,12 @@ def test_damage() -> None:
     assert DAMAGE_UNITS["points"].format(None) == "undefined"
     assert DAMAGE_UNITS["points"].format(0.4) == "-0.40 points"
     assert DAMAGE_UNITS["perplexity"].format(0.4) == "+0.40% perplexity"
-    assert [format_divergence(number) for number in (None, 0.0, 0.01234, 1.2e-5)] == ["–", "0.0000", "0.0123", "1e-05"]
+    assert [format_divergence(number) for number in (None, -4e-9, 0.01234, 1.2e-5)] == [
+        "–",
+        "0.0000",
+        "0.0123",
+        "1e-05",
+    ]
     assert all(Budget.parse(unit.example).unit is unit for unit in DAMAGE_UNITS.values())
 
 
