@@ -17,7 +17,6 @@ from ..ops.fused import FusedMaps, KernelizedCall
 from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, FeatureMapEntry
 from .base import AttentionInputs, LinearAttention, visible
-from .prepared_steps import guard_prepared_step, run_prepared_step
 
 
 class KernelizedAttention(LinearAttention):
@@ -41,10 +40,6 @@ class KernelizedAttention(LinearAttention):
         scaling, causal = inputs.scaling, inputs.causal
         if mask is not None and is_decoding_step(query, mask, state):
             mask = None
-        if causal and inputs.return_state and mask is None:
-            out = run_prepared_step(self, state, query, key, value, scaling)
-            if out is not None:
-                return out, state
         feature_map = self.feature_map
         if state is None and inputs.first_call:
             feature_map.begin_forward()
@@ -63,7 +58,6 @@ class KernelizedAttention(LinearAttention):
             inputs.return_state,
         )
         out, state_after = backends.attend(call)
-        guard_prepared_step(self, scaling, state, state_after)
         if counts is None or state_after is None:
             return out, state_after
         return out, {**state_after, "count": counts}

@@ -19,7 +19,6 @@ from ..ops.sinks import end_positions, sink_pairs
 from ..ops.window_step import is_decoding_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention, visible
-from .prepared_steps import guard_prepared_step, run_prepared_step
 
 #: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
 #: of the input, beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had
@@ -140,9 +139,6 @@ class WindowAttention(LinearAttention):
         log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_decoding_step(query, mask, state):
             mask = None
-            out = run_prepared_step(self, state, query, key, value, scaling)
-            if out is not None:
-                return out, state
             log_mix = self._step_mix(query, key, scaling, state)
         elif torch.is_grad_enabled() or torch.compiler.is_compiling():
             log_mix = self._log_mix(query, key, scaling, causal, mask, state)
@@ -165,7 +161,6 @@ class WindowAttention(LinearAttention):
             sinks=self.options.sink_tokens,
         )
         out, state_after = backends.attend(call)
-        guard_prepared_step(self, scaling, state, state_after)
         return out, state_after if inputs.return_state else None
 
     def _is_within_window(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> bool:

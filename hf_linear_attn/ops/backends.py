@@ -108,11 +108,6 @@ def get_backend() -> str:
     return _selected
 
 
-def selection() -> object:
-    """Return what `select_backend` depends on besides the call; it is equal until a backend is set or registered."""
-    return _selected, _BACKENDS
-
-
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend inside a `with` statement; see `set_backend`."""

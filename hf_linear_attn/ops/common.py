@@ -40,14 +40,9 @@ State = dict[str, Tensor]
 class InPlaceState(dict[str, Tensor]):
     """A state that has no other owner and is not read again, so that the next state may be written over it.
 
-    Decoding then touches half as much memory. Any other state that a call receives stays as it is. After a step that
-    wrote over a state which such a step had left (`updated_in_place`), `prepared_step` holds the filled-in arguments of
-    the kernel for the next one (`ops.native.prepared_step`, `mechanisms.prepared_steps`). Beam search, which makes new
-    states after every step, does not come that far. Copies and pickles are ordinary dictionaries.
+    Decoding then touches half as much memory. Any other state that a call receives stays as it is. Copies and pickles
+    are ordinary dictionaries.
     """
-
-    prepared_step: Any = None
-    updated_in_place = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -347,7 +347,7 @@ def test_weights_are_refused_before_the_state_moves_on():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["hedgehog", "window"])
 def test_a_cache_that_another_model_continues(name):
-    """The states belong to the cache, and nothing that a model prepared for its next step does."""
+    """The states belong to the cache, not to the model that made them."""
     first, second = patched(name, LLAMA), randomize_learned(patched(name, LLAMA))
     ids = token_ids(1, 14)
 

@@ -26,7 +26,6 @@ from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, Q
 from . import binding
 from .binding import KernelMap, address
 from .build import BuildError, library
-from .prepared_step import PreparedStep, state_after_step
 from .windowed import run_windowed
 
 logger = logging.getLogger(__name__)
@@ -269,11 +268,6 @@ def _forward(
     if decay is not None:
         filled.decay = binding.strided(decay)
     binding.run("causal", filled)
-    has_formula = maps[0].fused is not None  # without one torch must compute the features of the next step first
-    if length == 1 and after and isinstance(call.state, InPlaceState) and call.mask is None and has_formula:
-        inputs = call.query, call.key, call.value
-        prepare = functools.partial(PreparedStep, "causal", filled, inputs, tensors=maps)
-        after = state_after_step(call.state, after, prepare)
     return out, after or None
 
 

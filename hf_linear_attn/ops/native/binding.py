@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,6 @@ class Arguments(ctypes.Structure):
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value", "next_ring_mask")),
-        *((name, ctypes.c_int64) for name in ("ring_capacity", "next_ring_capacity")),
         *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count", "next_count")),
         *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
         *((name, Strided) for name in ("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient")),
@@ -311,20 +309,10 @@ def run(name: str, filled: Arguments) -> None:
     Raises:
         MemoryError: The kernel could not allocate its buffers.
     """
-    prepare_run(name, filled)()
-
-
-def prepare_run(name: str, filled: Arguments) -> Callable[[], None]:
-    """Return a function that runs a kernel with these arguments, which may be changed before each call."""
-    kernel, address = _kernel(name), ctypes.byref(filled)
-
-    def run_kernel() -> None:
-        if kernel(address):
-            raise MemoryError(
-                f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
-            )
-
-    return run_kernel
+    if _kernel(name)(ctypes.byref(filled)):
+        raise MemoryError(
+            f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
+        )
 
 
 class ParameterGradients:

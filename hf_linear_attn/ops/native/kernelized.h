@@ -43,12 +43,11 @@ struct Call {
   int32_t window, two_sided;  // two_sided: distances below `window` before and after
   float scaling;
   // One token of windowed attention: the last `window` keys [B, G, w, d], values, and which are tokens [B, w]; before and
-  // after. A ring of either kind is followed by that of the next head after ring_capacity tokens (next_ring_capacity).
+  // after, which may be the same memory.
   const void *ring_key, *ring_value;
   const uint8_t* ring_mask;
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
-  int64_t ring_capacity, next_ring_capacity;
   // Log mixing weights by formula: `mix` and clip(√τ u·q, ±bound), u [H, padded d] or null. For one token they are
   // b + clip(√τ u·q, ±bound) - log(1 + n / N), b [H]; null b: `mix` holds them.
   const float *mix_base, *mix_weight;

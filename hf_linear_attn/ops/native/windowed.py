@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..window_step import is_decoding_step
 from ..windowed import gather_tokens, make_ring
 from . import binding
 from .binding import Arguments, KernelMap, address
-from .prepared_step import PreparedStep, state_after_step
 
 #: Fields of the kernel's arguments for each entry of the state, before and after a step.
 STATE_FIELDS = {
@@ -28,10 +26,6 @@ STATE_FIELDS = {
 }
 RINGS = ("ring_key", "ring_value")
 SINKS = ("sink_key", "sink_value")
-
-#: Number of tokens by which a ring slides before it is copied to the start of its buffer: copying takes as long as
-#: attention to the ring.
-RING_MARGIN = 16
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -93,78 +87,25 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
     # The kernel reads from these tensors, which must stay referenced until it has run.
     before = {name: state[name].contiguous() for name in STATE_FIELDS}
     own = state if isinstance(state, InPlaceState) else None
-    slides = own is not None and own.updated_in_place and isinstance(mix, StepMix)
-    rings = [_ring_buffer(before[name]) if slides else torch.empty_like(before[name]) for name in RINGS]
-    after = {
-        name: torch.empty_like(tensor) if own is None else tensor
-        for name, tensor in before.items()
-        if name not in RINGS
-    }
+    after = {name: torch.empty_like(tensor) if own is None else tensor for name, tensor in before.items()}
     if call.sinks:
         after |= {name: state[name].contiguous() for name in SINKS}
         if own is None:  # the kernel writes into them
             after |= {name: after[name].clone() for name in SINKS}
         filled.sink_key, filled.sink_value = (binding.strided(after[name]) for name in SINKS)
         filled.sinks = call.sinks
-    after |= {name: ring[:, :, : call.window] for name, ring in zip(RINGS, rings, strict=True)}
     for name, (field_before, field_after) in STATE_FIELDS.items():
         setattr(filled, field_before, before[name].data_ptr())
         setattr(filled, field_after, after[name].data_ptr())
-    filled.ring_capacity, filled.next_ring_capacity = call.window, rings[0].shape[2]
     count = state["count"].long().contiguous()
     after["count"] = torch.empty_like(count) if own is None else count
     filled.count, filled.next_count = count.data_ptr(), after["count"].data_ptr()
-    mix_tensors = None
     if isinstance(mix, StepMix):
         base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
         filled.mix_base, filled.mix_weight, filled.mix_bound = base.data_ptr(), address(weight), mix.bound
         filled.saturation = mix.saturation or 0.0
-        mix_tensors = base, weight
     binding.run("windowed_step", filled)
-    if own is None or mix_tensors is None:
-        return out, after
-    tensors = maps, mix_tensors
-    prepare = functools.partial(PreparedWindowStep, "windowed_step", filled, inputs, tensors=tensors, rings=rings)
-    return out, state_after_step(own, after, prepare)
-
-
-def _ring_buffer(ring: Tensor) -> Tensor:
-    """Allocate `[B, G, w + RING_MARGIN, d]`, through which a ring `[B, G, w, d]` slides before it has to be copied."""
-    batch, groups, window, width = ring.shape
-    return binding.empty(batch, groups, window + RING_MARGIN, width, dtype=ring.dtype)
-
-
-class PreparedWindowStep(PreparedStep):
-    """A `PreparedStep` whose rings slide through their buffers `[B, G, w + RING_MARGIN, d]`."""
-
-    def __init__(
-        self,
-        name: str,
-        filled: Arguments,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        state: State,
-        tensors: Any,
-        rings: list[Tensor],
-    ) -> None:
-        super().__init__(name, filled, inputs, state, tensors)
-        self._others = [entry for entry in self._state if entry[0] not in RINGS]
-        self._arguments, self._rings, self._offset = filled, rings, 0
-        self._starts = [ring.data_ptr() for ring in rings]
-        self._steps = [ring.stride(2) * ring.element_size() for ring in rings]
-        filled.ring_capacity = filled.next_ring_capacity
-
-    def run(self, state: State, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        filled, (key_start, value_start), (key_step, value_step) = self._arguments, self._starts, self._steps
-        before, after = self._offset, (self._offset + 1) % (RING_MARGIN + 1)
-        filled.ring_key, filled.ring_value = key_start + before * key_step, value_start + before * value_step
-        filled.next_ring_key, filled.next_ring_value = key_start + after * key_step, value_start + after * value_step
-        out = super().run(state, query, key, value)
-        self._offset = after
-        ring_key, ring_value = (ring.narrow(2, after, filled.window) for ring in self._rings)
-        state["ring_key"], state["ring_value"] = ring_key, ring_value
-        rings = ("ring_key", ring_key, filled.next_ring_key), ("ring_value", ring_value, filled.next_ring_value)
-        self._state = [*self._others, *rings]
-        return out
+    return out, after
 
 
 def _arguments(

@@ -18,10 +18,10 @@ static void read_ring(T* ring, int w, int size, const uint8_t* valid, float* to,
   read_rows<T>(rows, 0, 0, w - 1, 1, size, nullptr, to + (size_t)(w - 1) * row, row);
 }
 
-// The ring without its oldest token and with a new one. A ring that begins one token later in the same buffer is not moved.
+// The ring without its oldest token and with a new one, in the same memory or elsewhere.
 template <typename T>
 static void advance_ring(const T* ring, int w, int size, const T* token, T* next) {
-  if (next != ring + size) memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
+  memmove(next, ring + size, (size_t)(w - 1) * size * sizeof(T));
   memcpy(next + (size_t)(w - 1) * size, token, size * sizeof(T));
 }
 
@@ -60,10 +60,10 @@ static int windowed_step(const Call& c) {
       const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
       const float *kv = c.state + stream * features * e, *k = c.state_sum + stream * features;
       float *next = c.next_state + stream * features * e, *next_k = c.next_sum + stream * features;
-      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.ring_capacity * c.size;
-      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.ring_capacity * e;
-      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.next_ring_capacity * c.size;
-      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.next_ring_capacity * e;
+      const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.window * c.size;
+      const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.window * e;
+      T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.window * c.size;
+      T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.window * e;
       const long oldest = c.count[b] - w;  // position of the token that leaves the ring
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
