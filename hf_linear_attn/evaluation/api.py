@@ -31,7 +31,7 @@ from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolv
 from .evaluator import EXACT_LABEL, Evaluator, measure_speed
 from .inputs import sentence_pairs, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
-from .progress import ConsoleProgress, NoProgress, Progress
+from .progress import ConsoleProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
 from .speed import WITHOUT_ATTENTION
@@ -95,7 +95,7 @@ def evaluate(
         documents = list(data)
     folder = None if output is None else Path(output)
     tool = "hf_linear_attn.evaluation.evaluate()"
-    return _evaluate(model, config, folder, progress or NoProgress(), tool, tokenizer, documents, timing=timing)
+    return _evaluate(model, config, folder, progress or Progress(), tool, tokenizer, documents, timing=timing)
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, tool: str = "hf-linear-attn evaluate") -> Evaluation:

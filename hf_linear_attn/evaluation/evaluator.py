@@ -29,7 +29,7 @@ from .config import Settings
 from .inputs import EvaluationInputs
 from .metrics import QualityMetric, Score, fidelity_metric, value
 from .models import CheckpointGroup, ExactModel, patched_like, seed_options
-from .progress import NoProgress, Progress
+from .progress import Progress
 from .records import LEARNED_FOLDER, Record, Records
 from .speed import (
     DECODING,
@@ -71,7 +71,7 @@ class Evaluator:
     baselines: list[CheckpointGroup] = field(default_factory=list)  # with exact attention, tuned as the others were
     folder: Path | None = None  # where learned parameters are saved (None: nowhere)
     task: str = ""  # a further task that this model is for; only its scores are measured then
-    progress: Progress = field(default_factory=NoProgress)
+    progress: Progress = field(default_factory=Progress)
     notes: list[str] = field(default_factory=list)  # what was left out, and why
 
     @property

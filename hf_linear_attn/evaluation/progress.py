@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import pandas
@@ -18,8 +18,8 @@ OnBatch = Callable[[int, int], None]
 ASCII = {"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."}
 
 
-class Progress(Protocol):
-    """What an evaluation reports while it runs."""
+class Progress:
+    """What an evaluation reports while it runs: nothing, unless a subclass shows it."""
 
     def status(self, message: str, done: int = 0, total: int | None = None) -> None:
         """Report what is being done, and how much of it is done."""
@@ -28,17 +28,7 @@ class Progress(Protocol):
         """Report a result that stays on the screen."""
 
 
-class NoProgress:
-    """Reports nothing."""
-
-    def status(self, message: str, done: int = 0, total: int | None = None) -> None:
-        """Do nothing."""
-
-    def log(self, message: str) -> None:
-        """Do nothing."""
-
-
-class ConsoleProgress:
+class ConsoleProgress(Progress):
     """A bar with the time left on a rich console, below the results. Used as a context manager.
 
     Args:

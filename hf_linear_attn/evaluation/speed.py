@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -286,8 +286,7 @@ def _decoding_step(
 # What a measurement would take
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What the measurement of one length would take."""
 
     seconds: float  # of a warm-up and three rounds of all models
@@ -298,9 +297,8 @@ class Forecast:
         free = free_memory(device)
         if self.bytes is not None and free is not None and self.bytes > MEMORY_SHARE * free:
             return f"it would need about {format_bytes(self.bytes)}, and {format_bytes(free)} are free"
-        if self.seconds > max(15 * seconds, LONGEST_WAIT):
-            return f"it would take about {self.seconds:.0f} s"
-        return None
+        too_long = self.seconds > max(15 * seconds, LONGEST_WAIT)
+        return f"it would take about {self.seconds:.0f} s" if too_long else None
 
 
 def forecast(
