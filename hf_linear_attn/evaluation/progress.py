@@ -38,11 +38,14 @@ class ConsoleProgress(Progress):
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self.console = console or Console()
-        description, left = TextColumn("{task.description}", markup=False), TextColumn("time left:")
-        columns = (description, BarColumn(bar_width=24), MofNCompleteColumn(), left, TimeRemainingColumn())
-        self._bar = Progress(*columns, console=self.console, transient=True)
+        # On a narrow terminal the description gives way, and not the time left.
+        description = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+        left = TimeRemainingColumn(compact=True)
+        columns = (description, BarColumn(bar_width=12), MofNCompleteColumn(), left, TextColumn("left"))
+        self._bar = Progress(*columns, console=self.console, transient=True, expand=True)
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> ConsoleProgress:
