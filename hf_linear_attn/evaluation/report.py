@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
-from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, format_seconds
+from ..utils.formatting import fixed, format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from .results import Evaluation
 
 PAGE, MARKDOWN = "report.html", "report.md"
-
-FORMATS: dict[str, Any] = {
-    "seconds": format_seconds,
-    "tokens_per_second": format_rate,
-    "peak_memory": format_bytes,
-    "cache_bytes": format_bytes,
-    "flops": format_flops,
-}
 
 #: The tables by length: title, measurement, metric.
 SPEED_TABLES = (
@@ -151,17 +143,13 @@ def _by_length(evaluation: Evaluation, measurement: str, metric: str, batch_size
     rows: dict[str, dict[str, str]] = {}
     for label in evaluation.labels:
         for length in evaluation.lengths(measurement, batch_size):
-            columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
-            number = evaluation.value(measurement, metric, **columns)
-            if number is not None:
-                text = FORMATS[metric](number)
-                speedup = evaluation.speedup(label, length, measurement) if metric == "seconds" else None
-                text += "" if speedup is None or label == EXACT_LABEL else f" ({speedup:.2f}×)"
+            text = evaluation.text(label, measurement, metric, length, batch_size)
+            speedup = evaluation.speedup(label, length, measurement) if metric == "seconds" else None
+            text += "" if speedup is None or label == EXACT_LABEL else f" ({speedup:.2f}×)"
+            if text != "–":
                 rows.setdefault(label, {})[f"{length:,}"] = text
-    if (measurement, metric) == (FORWARD, "seconds"):
-        for label in rows:
-            shown = evaluation.crossover(label) if label in evaluation.mechanisms else None
-            rows[label]["faster from"] = "–" if shown is None else str(shown)
+        if label in rows and (measurement, metric) == (FORWARD, "seconds"):
+            rows[label]["faster from"] = evaluation.crossover_text(label)
     frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–")
     frame.index.name = "tokens"
     return frame

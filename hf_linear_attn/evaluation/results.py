@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.environment import json_safe
 from ..utils.files import atomic_write
-from ..utils.formatting import fixed, format_bytes, format_rate, format_seconds
+from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, format_seconds
 from ..utils.timing import Crossover, crossover
 from .evaluator import EXACT_LABEL, lengths_to_show
 from .metrics import Assessment, Score, assess
@@ -44,6 +44,16 @@ EXACT_ERROR = 1e-3
 
 #: p80 / p20 of the exact model's times from which the report warns.
 NOISY = 1.5
+
+
+#: How the values of a metric are shown.
+FORMATS: dict[str, Callable[[float], str]] = {
+    "seconds": format_seconds,
+    "tokens_per_second": format_rate,
+    "peak_memory": format_bytes,
+    "cache_bytes": format_bytes,
+    "flops": format_flops,
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class Evaluation:
     @property
     def length(self) -> int | None:
         """The measured length that is nearest to the user's own."""
-        return self._nearest(FORWARD, 1, self.info["settings"]["length"])
+        return self._nearest(FORWARD, 1) or None
 
     @cached_property
     def throughput_batch_size(self) -> int:
@@ -330,9 +340,9 @@ class Evaluation:
         if mean is not None:
             row["mean over tasks"] = f"{mean[0]:.1%}" + ("" if mean[1] is None else f" ± {mean[1]:.1%}")
         for metric, title in (("kl", "KL, nats"), ("output_error", "output error")):
-            before_text, text = (_text(self._overall(metric, label, first), "{:.2f}") for first in (True, False))
+            before_text, text = (_text(self._overall(metric, label, first), "{:.2f}".format) for first in (True, False))
             row[title] = text if before_text == "–" else f"{before_text} → {text}"
-        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}")
+        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}".format)
         return {**row, **self._speed_row(label)}
 
     def _share_text(self, label: str, score: Score) -> str:
@@ -350,36 +360,41 @@ class Evaluation:
 
     def _speed_row(self, label: str) -> dict[str, str]:
         own, size = self.length, self.throughput_batch_size
-        row = {
-            f"at {length:,}": self._time_text(label, FORWARD, length)
-            for length in lengths_to_show(self.lengths(FORWARD), own)
-        }
-        row["faster from"] = str((self.crossover(label) if label in self.mechanisms else None) or "–")
-        columns: dict[str, Any] = {"label": label, "length": own, "batch_size": 1}
-        row[f"memory at {own or 0:,}"] = _text(self.value(FORWARD, "peak_memory", **columns), format_bytes)
-        for measurement, title in ((FORWARD, "tokens/s"), (TRAINING, "training tokens/s")):
-            nearest = self._nearest(measurement, size, own) if size > 1 else None
-            if nearest is not None:
-                rate = self.value(measurement, "tokens_per_second", label=label, length=nearest, batch_size=size)
-                row[f"{title}, {size} × {nearest:,}"] = _text(rate, format_rate)
-        for measurement in (TRAINING, PREFILL, DECODING):
-            nearest = self._nearest(measurement, 1, own)
-            if nearest is not None:
-                row[f"{measurement} at {nearest:,}"] = self._time_text(label, measurement, nearest)
-        context = self._nearest(DECODING, 1, own)
-        cache = self.value(DECODING, "cache_bytes", label=label, length=context, batch_size=1)
-        return {**row, f"cache at {context or 0:,}": _text(cache, format_bytes)}
+        shown = [("at", FORWARD, "seconds", length, 1) for length in lengths_to_show(self.lengths(FORWARD), own)]
+        shown.append(("memory at", FORWARD, "peak_memory", own or 0, 1))
+        if size > 1:
+            titles = {FORWARD: f"tokens/s, {size} ×", TRAINING: f"training tokens/s, {size} ×"}
+            shown += [
+                (title, one, "tokens_per_second", self._nearest(one, size), size) for one, title in titles.items()
+            ]
+        shown += [(f"{one} at", one, "seconds", self._nearest(one, 1), 1) for one in (TRAINING, PREFILL, DECODING)]
+        shown.append(("cache at", DECODING, "cache_bytes", self._nearest(DECODING, 1), 1))
+        row: dict[str, str] = {}
+        for title, measurement, metric, length, batch_size in shown:
+            if title == "memory at":
+                row["faster from"] = self.crossover_text(label)
+            if metric == "seconds" and label != EXACT_LABEL:
+                text = _text(self.speedup(label, length, measurement), "{:.2f}×".format)
+            else:
+                text = self.text(label, measurement, metric, length, batch_size)
+            row[f"{title} {length:,}"] = text
+        return row
 
-    def _nearest(self, measurement: str, batch_size: int, own: int | None) -> int | None:
-        """The measured length that is nearest to `own`; without one, the longest."""
-        lengths = self.lengths(measurement, batch_size)
-        return min(lengths, key=lambda length: abs(length - (own or lengths[-1]))) if lengths else None
+    def text(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:
+        """Return a measured value with its unit, or a dash."""
+        return _text(
+            self.value(measurement, metric, label=label, length=length, batch_size=batch_size), FORMATS[metric]
+        )
 
-    def _time_text(self, label: str, measurement: str, length: int) -> str:
-        if label == EXACT_LABEL:
-            seconds = self.value(measurement, "seconds", label=label, length=length, batch_size=1)
-            return _text(seconds, format_seconds)
-        return _text(self.speedup(label, length, measurement), "{:.2f}×")
+    def crossover_text(self, label: str) -> str:
+        """Return the length from which a mechanism is faster as text, or a dash."""
+        change = self.crossover(label) if label in self.mechanisms else None
+        return "–" if change is None else str(change)
+
+    def _nearest(self, measurement: str, batch_size: int) -> int:
+        """The measured length that is nearest to the user's own; without one, the longest; 0: nothing was measured."""
+        lengths, own = self.lengths(measurement, batch_size), self.info["settings"]["length"]
+        return min(lengths, key=lambda length: abs(length - (own or lengths[-1])), default=0)
 
     # ---------------------------------------------------------------------------------------------- files
 
@@ -471,11 +486,8 @@ def _show(score: Score, number: float) -> str:
     return fixed(number, score.digits)
 
 
-def _text(number: float | None, form: Any) -> str:
-    """A number as text, by a format string or a function; a dash where there is none."""
-    if number is None:
-        return "–"
-    return form.format(number) if isinstance(form, str) else form(number)
+def _text(number: float | None, form: Callable[[float], str]) -> str:
+    return "–" if number is None else form(number)
 
 
 def _is_number(value: Any) -> bool:
