@@ -21,7 +21,7 @@ from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, compute_metrics, load_metrics
 from .sources import check_columns, hold_out_validation, import_datasets, load_source
 from .tasks import TASKS, Task, load_task
-from .text import Text, read_text
+from .text import Text, cut_text, read_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -266,9 +266,14 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
     if "train" not in splits:
         raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
     check_columns(splits, columns, None)
-    if not any(name.startswith("validation") for name in splits):
-        splits = hold_out_validation(splits, data.validation_size, seed)
-    return splits
+    if any(name.startswith("validation") for name in splits):
+        return splits
+    if len(splits["train"]) == 1 and len(columns) == 1:
+        # A file of running text is one document, whose end is held out.
+        datasets, parts = import_datasets(), cut_text(splits["train"][columns[0]][0], data.validation_size)
+        rows = [datasets.Dataset.from_dict({columns[0]: [part]}) for part in parts]
+        return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
+    return hold_out_validation(splits, data.validation_size, seed)
 
 
 def read_documents(data: DataConfig, seed: int) -> Text:

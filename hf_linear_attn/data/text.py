@@ -74,7 +74,7 @@ def text_of(documents: Sequence[str], source: str) -> Text:
     return Text(source, digest, tuple(train), tuple(held_out))
 
 
-def split_train(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_train(documents: Sequence[str]) -> list[list[str]]:
     """Return train and held-out documents.
 
     Every fifth document is held out; of fewer than ten documents, the last fifth of the running text.
@@ -82,12 +82,16 @@ def split_train(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     if len(documents) >= 2 * HELD_OUT_EVERY:
         last = HELD_OUT_EVERY - 1
         train = [document for index, document in enumerate(documents) if index % HELD_OUT_EVERY != last]
-        return train, list(documents[last::HELD_OUT_EVERY])
-    running = "\n\n".join(documents)
-    cut = len(running) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
-    space = running.find(" ", cut)
+        return [train, list(documents[last::HELD_OUT_EVERY])]
+    return [[part] for part in cut_text("\n\n".join(documents), 1 / HELD_OUT_EVERY)]
+
+
+def cut_text(text: str, share: float) -> tuple[str, str]:
+    """Return a text up to a space near its end, and the rest, which has this share of the characters."""
+    cut = len(text) - int(share * len(text))
+    space = text.find(" ", cut)
     cut = space if space > 0 else cut
-    return [running[:cut].strip()], [running[cut:].strip()]
+    return text[:cut].strip(), text[cut:].strip()
 
 
 def standard_library_documents() -> list[str]:

@@ -107,13 +107,13 @@ def _evaluation_table(path: Path) -> str:
         "",
         markdown_table(summary.titles, summary.rows, text_columns=None),
         "",
-        *(f"- **{entry['name']}**: {_plain(entry['words'])}" for entry in recommendations["verdicts"]),
+        *(f"- **{entry['name']}**: {_current_wording(entry['words'])}" for entry in recommendations["verdicts"]),
     ]
     plot = path.with_name("pareto.png")
     return "\n".join([*lines, *(["", f"![Quality against speed]({_link(plot)})"] if plot.is_file() else [])])
 
 
-def _plain(text: str) -> str:
+def _current_wording(text: str) -> str:
     """The sentence of a former report in the words of today's reports."""
     text = re.sub(r"an attention that cost nothing would give ([\d.]+×)", r"the model without attention \1", text)
     text = re.sub(

@@ -10,7 +10,14 @@ import torch
 from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
-from hf_linear_attn.data.task_data import BlockCollator, MaskingCollator, TaskData, load_labelled, read_documents
+from hf_linear_attn.data.task_data import (
+    BlockCollator,
+    MaskingCollator,
+    TaskData,
+    load_labelled,
+    load_splits,
+    read_documents,
+)
 from tests.data.tiny_data import tokenizer, write
 
 
@@ -85,6 +92,16 @@ def test_own_labelled_data_are_a_task(tmp_path):
     write(tmp_path, {"train.csv": "text,label\na,10\nb,9\n", "dev.csv": "text,label\nc,9\n"})
     task, splits = load_labelled(DataConfig(dataset=str(folder)), 0)
     assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
+
+
+def test_the_end_of_a_running_text_is_held_out(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra 'train'")
+    words = [str(index) for index in range(1000)]
+    (tmp_path / "book.txt").write_text("\n\n" + " ".join(words) + "\n\nend")
+    splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), 0, ("text",))
+    train, held_out = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
+    assert [*train, *held_out] == [*words, "end"]
+    assert len(" ".join(held_out)) / len(" ".join(words)) == pytest.approx(0.25, abs=0.01)
 
 
 def test_text_of_any_source(tmp_path):
