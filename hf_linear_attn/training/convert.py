@@ -146,9 +146,12 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
 def _load_data(run: Run) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = longest_row(config, tokenizer)
+    run.say(f"Reading {config.data.task or config.data.dataset} ...")
     with run.process.main_process_first():
         data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
     facts = data.facts
+    held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
+    run.say(f"{facts['train_rows']:,} training rows of {facts['train_tokens']:,} tokens, {held_out:,} validation rows")
     if facts["train_truncated"]:
         share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
         run.say(
