@@ -60,7 +60,6 @@ REFUSAL = (
     "class and trust_remote_code=True; both need the package (pip install hf-linear-attn)."
 )
 
-
 #: What `patch_model` adds to the name that PEFT writes into an adapter as that of its base model. Loaders of adapters
 #: would otherwise take the plain checkpoint for it.
 PATCHED_NAME = " patched by hf_linear_attn"
@@ -130,7 +129,8 @@ class LinearAttentionModelMixin:
         """
         with weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("is_main_process", args[0] if args else True):
+        is_main = kwargs.get("is_main_process", args[0] if args else True)
+        if self.should_save_on_this_rank(is_main):  # type: ignore[attr-defined]
             complete_checkpoint(Path(save_directory))
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,13 +210,8 @@ def linear_attention_class(cls: type) -> type:
 
 @functools.cache
 def _linear_attention_class(base: type) -> type:
-    attributes = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        ORIGINAL_CLASS: base,
-    }
-    return type(base.__name__, (LinearAttentionModelMixin, base), attributes)
+    attributes = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (LinearAttentionModelMixin, base), {**attributes, ORIGINAL_CLASS: base})
 
 
 def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: PositionChange | None = None) -> None:
