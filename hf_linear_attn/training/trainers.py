@@ -119,7 +119,7 @@ class FinetuningTrainer(Trainer):
         if labels is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._in_training_step and self.args.disable_dropout:
-            _disable_dropout(self.accelerator.unwrap_model(model))
+            _disable_dropout(self.model)
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
         if not self._in_training_step:
             self._add_evaluation_loss(outputs.logits, labels)
@@ -518,7 +518,7 @@ class DistillationTrainer(FinetuningTrainer):
         with autocast(self.accelerator):
             if self.teacher is not None:
                 return self.teacher(**inputs, output_hidden_states=output_hidden_states)
-            student: Any = self.accelerator.unwrap_model(self.model)
+            student: Any = self.model
             modes = {module: module.training for module in student.modules()}
             student.eval()
             try:

@@ -33,6 +33,7 @@ from tests.training.tiny_runs import (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("training")
     save_encoder(root / "encoder")
+    save_encoder(root / "tuned", head=True)
     save_decoder(root / "decoder")
     save_task(root / "task")
     save_task(root / "scores", scores=True)
@@ -51,6 +52,7 @@ def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         out,
         teacher__max_steps=60,
         distill__max_steps=40,
+        save_steps=20,
         speed_lengths=[16, 32],
         report_to=["tensorboard"],
     )
@@ -163,9 +165,10 @@ def test_fine_tuned_models_need_no_teacher_stage(
 
 @pytest.mark.parametrize("attention", ["elu", "linformer", "window"])
 def test_other_mechanisms(attention: str, folder: Path, tmp_path: Path) -> None:
-    options = {"window_size": 4} if attention == "window" else {}
-    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", attention=attention, options=options)
-    results = convert(config, console=quiet())
+    changes = {"attention": attention, "teacher__max_steps": None, "distill__max_steps": 2, "transfer__max_steps": 2}
+    if attention == "window":
+        changes["options"] = {"window_size": 4}
+    results = convert(convert_config(folder / "tuned", folder / "task", tmp_path / "out", **changes), console=quiet())
     assert ("transferred" in results["stages"]) is (attention != "elu")
     assert {layer["attention"] for layer in results["layers"]} == {attention}
 
@@ -177,7 +180,8 @@ def test_scores_are_regressed(folder: Path, tmp_path: Path) -> None:
             folder / "scores",
             tmp_path / "out",
             teacher__max_steps=60,
-            distill__max_steps=30,
+            distill__max_steps=2,
+            save_steps=0,
             data__metrics=["spearmanr", "pearson"],
         ),
         console=quiet(),
@@ -289,6 +293,7 @@ def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
             attention="hedgehog",
             train__max_steps=80,
             train__eval_steps=0.25,
+            save_steps=0,
         ),
         console=quiet(),
     )
@@ -448,10 +453,8 @@ def test_the_result_is_pushed(folder: Path, tmp_path: Path, monkeypatch: pytest.
             calls.append(("upload", {"repo_id": settings["repo_id"], "files": names}))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    config = convert_config(
-        folder / "encoder", folder / "task", tmp_path / "out", hub_model_id="me/linear", hub_private_repo=True
-    )
-    convert(config, console=quiet())
+    changes = {"hub_model_id": "me/linear", "hub_private_repo": True, "attention": "elu", "train__max_steps": 1}
+    finetune(finetune_config(folder / "encoder", folder / "task", tmp_path / "out", **changes), console=quiet())
     assert [name for name, _ in calls] == ["create", "upload"]
     assert calls[0][1] == {"name": "me/linear", "private": True, "exist_ok": True}
     assert calls[1][1]["repo_id"] == "me/linear"

@@ -23,8 +23,21 @@ from tests.training.tiny_runs import convert_config, log_rows, quiet, save_encod
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("distillation")
     save_encoder(root / "encoder")
+    save_encoder(root / "tuned", head=True)
     save_task(root / "task")
     return root
+
+
+def distilled_losses(teacher: Path, folder: Path, out: Path, **changes: Any) -> list[float]:
+    """The losses of a distillation from a model as it is, without attention transfer before it."""
+    changes = {"teacher__max_steps": None, "transfer__max_steps": 0, "distill__learning_rate": 1e-4, **changes}
+    convert(convert_config(teacher, folder / "task", out, **changes), console=quiet())
+    return [row["loss"] for row in log_rows(out, "distill") if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def default_losses(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return distilled_losses(folder / "tuned", folder, tmp_path_factory.mktemp("default") / "out")
 
 
 def test_adapters_train_and_are_merged(folder: Path, tmp_path: Path) -> None:
@@ -69,17 +82,10 @@ def test_the_teacher_within_adapters_is_the_exact_model(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"bf16": True}])
-def test_memory_options(changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_memory_options(changes: dict[str, Any], folder: Path, tmp_path: Path, default_losses: list[float]) -> None:
     """They change how it is computed, and the result hardly."""
-    losses = []
-    for name, options in (("default", {}), ("changed", changes)):
-        out = tmp_path / name
-        convert(
-            convert_config(folder / "encoder", folder / "task", out, distill__learning_rate=1e-4, **options),
-            console=quiet(),
-        )
-        losses.append([row["loss"] for row in log_rows(out, "distill") if "loss" in row])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    losses = distilled_losses(folder / "tuned", folder, tmp_path / "out", **changes)
+    assert losses == pytest.approx(default_losses, rel=0.05)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -87,18 +93,9 @@ def test_distillation_without_dropout(gradient_checkpointing: bool, folder: Path
     """The default of the stage: the same losses as of a model that has none."""
     assert DistillConfig().disable_dropout
     losses = []
-    for name, changes in (("without", {}), ("switched off", {"distill__disable_dropout": True}), ("with", {})):
-        source = save_encoder(tmp_path / name, hidden_dropout_prob=0.0 if name == "without" else 0.1)
-        config = convert_config(
-            source,
-            folder / "task",
-            tmp_path / f"out {name}",
-            teacher__max_steps=1,
-            teacher__disable_dropout=True,
-            gradient_checkpointing=gradient_checkpointing,
-            **changes,
-        )
-        convert(config, console=quiet())
-        losses.append([row["loss"] for row in log_rows(tmp_path / f"out {name}", "distill") if "loss" in row])
+    for name, off in (("without", False), ("switched off", True), ("with", False)):
+        teacher = save_encoder(tmp_path / name, head=True, hidden_dropout_prob=0.0 if name == "without" else 0.1)
+        changes = {"gradient_checkpointing": gradient_checkpointing, "distill__disable_dropout": off}
+        losses.append(distilled_losses(teacher, folder, tmp_path / f"out {name}", **changes))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)

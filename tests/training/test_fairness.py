@@ -49,9 +49,8 @@ def test_a_head_for_other_labels_is_refused(labels: list[str], folder: Path, tmp
 @pytest.mark.parametrize("labels", [["Cold", "WARM"], ["LABEL_0", "LABEL_1"]])
 def test_the_same_labels_in_other_letters_are_not(labels: list[str], folder: Path, tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", labels)
-    config = convert_config(
-        model, folder / "task", tmp_path / "out", teacher__max_steps=None, distill__max_steps=1, transfer__max_steps=1
-    )
+    steps = {"teacher__max_steps": None, "distill__max_steps": 1, "transfer__max_steps": 0}
+    config = convert_config(model, folder / "task", tmp_path / "out", **steps)
     assert convert(config, console=quiet())["stages"]["teacher"]
 
 
@@ -80,7 +79,8 @@ def test_the_result_is_not_left_in_mixed_precision(
         original(self, model, *args, **kwargs)
 
     monkeypatch.setattr(FinetuningTrainer, "__init__", remember)
-    convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out", bf16=True), console=quiet())
+    steps = {f"{stage}__max_steps": 1 for stage in ("teacher", "transfer", "distill")}
+    convert(convert_config(folder / "encoder", folder / "task", tmp_path / "out", bf16=True, **steps), console=quiet())
     assert trained
     for model in trained:
         with torch.no_grad():
