@@ -101,6 +101,7 @@ def test_help_of_every_verb_is_light() -> None:
         (["patch", "a", "b", "--atention", "elu"], "Did you mean '--attention'"),
         (["patch", "a", "b", "c"], "unexpected argument 'c'"),
         (["patch", "-o", "a"], "unexpected argument '-o'"),
+        (["evaluate", "a", "--data", "b"], "unknown option --data. Did you mean '--data.dataset'?"),
         (["patch", "a", "b", "--attention"], "--attention needs a value"),
         (["patch", "a", "--attention", "elu"], "OUTPUT is missing"),
         (["info"], "MODEL is missing"),

@@ -173,12 +173,11 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> tuple[list[list[st
     """The texts and labels of a file. Raises a ValueError that names file and line for a bad row."""
     texts: list[list[str]] = []
     labels: list[float | int] = []
-    for line, row, label in (_json_rows if layout.json_lines else _table_rows)(path, layout):
+    for line, (*row, label) in _raw_rows(path, layout):
         for column, text in zip(layout.text, row, strict=True):
             if not isinstance(text, str) or not text.strip():
-                raise ValueError(
-                    f"{location(path, line)}: column {column!r} holds no text: {shortened(text)}. {REMEDY}"
-                )
+                found = f"column {column!r} holds no text: {shortened(text)}"
+                raise ValueError(f"{location(path, line)}: {found}. {REMEDY}")
         try:
             labels.append(_score(label) if task.labels is None else _class_index(label, task.labels, layout))
         except ValueError as error:
@@ -189,33 +188,25 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> tuple[list[list[st
     return texts, labels
 
 
-def _table_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, list[str], str]]:
+def _raw_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, list[Any]]]:
     """Line number, texts and label of each row. Quotes are text in these files: a tab always separates two columns."""
-    lines = read_lines(path)
-    columns: Sequence[Any] = [*layout.text, layout.label]
+    columns: list[Any] = [*layout.text, layout.label]
+    if layout.json_lines:
+        yield from ((line, [row[name] for name in columns]) for line, row in json_objects(path, columns))
+        return
+    rows = [(line, text.split("\t")) for line, text in enumerate(read_lines(path), start=1)]
     widths = layout.widths
     if layout.header:
-        header = lines[0].split("\t")
-        missing = [str(name) for name in columns if name not in header]
+        header = rows.pop(0)[1]
+        missing = ", ".join(name for name in columns if name not in header)
         if missing:
-            raise ValueError(
-                f"{location(path, 1)}: the header lacks {', '.join(missing)}; found the columns {', '.join(header)}."
-            )
+            raise ValueError(f"{location(path, 1)}: the header lacks {missing}; found the columns {', '.join(header)}.")
         widths, columns = (len(header),), [header.index(name) for name in columns]
-    first = 1 if layout.header else 0
-    for line, row in enumerate(lines[first:], start=first + 1):
-        cells = row.split("\t")
+    for line, cells in rows:
         if len(cells) not in widths:
-            expected = " or ".join(map(str, widths))
-            raise ValueError(
-                f"{location(path, line)}: {len(cells)} columns, expected {expected}; found {shortened(row)}. {REMEDY}"
-            )
-        yield line, [cells[index] for index in columns[:-1]], cells[columns[-1]]
-
-
-def _json_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, list[str], Any]]:
-    for line, row in json_objects(path, [str(name) for name in (*layout.text, layout.label)]):
-        yield line, [row[name] for name in layout.text], row[layout.label]
+            counts = f"{len(cells)} columns, expected {' or '.join(map(str, widths))}"
+            raise ValueError(f"{location(path, line)}: {counts}; found {shortened(cells)}. {REMEDY}")
+        yield line, [cells[index] for index in columns]
 
 
 def _class_index(label: Any, names: tuple[str, ...], layout: FileLayout) -> int:

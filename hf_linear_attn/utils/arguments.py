@@ -7,13 +7,14 @@ A config is a frozen dataclass whose fields are made by `option`. Fields that ar
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
@@ -76,15 +77,7 @@ def check_not_negative(section: str, config: Any, *names: str) -> None:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested dicts and lists, the way a YAML file holds it."""
-    return {entry.name: _yaml_value(getattr(config, entry.name)) for entry in fields(config)}
-
-
-def _yaml_value(value: Any) -> Any:
-    if is_dataclass(value):
-        return to_dict(value)
-    if isinstance(value, Mapping):
-        return {key: _yaml_value(item) for key, item in value.items()}
-    return [_yaml_value(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return json.loads(json.dumps(asdict(config)))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -170,7 +163,7 @@ def _find(name: str, options: Mapping[str, _Option], location: str, dashes: str 
     parents = [options.get(".".join(parts[:count])) for count in range(1, len(parts))]
     if any(parent is not None and parent.kind is dict for parent in parents):
         return _Option()
-    same_name = [repr(dashes + known) for known in options if known.rpartition(".")[2] == parts[-1]]
+    same_name = [repr(dashes + known) for known in options if known.rpartition(".")[2].startswith(parts[-1])]
     suggestion = f" Did you mean {' or '.join(same_name[:3])}?" if same_name else ""
     suggestion = suggestion or near_matches(dashes + name, [dashes + known for known in options]) or " See --help all."
     raise UsageError(f"{location}unknown option {dashes + name if dashes else repr(name)}.{suggestion}")

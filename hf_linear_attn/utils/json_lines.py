@@ -72,17 +72,11 @@ class JsonLinesFile:
 
 def _truncate_incomplete_line(file: BinaryIO) -> None:
     """Truncate the file after its last line feed, and leave its position at the end."""
-    size = end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 65_536)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        file.truncate(end)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    if file.read(1) not in (b"\n", b""):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
     file.seek(0, os.SEEK_END)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 #: A call shorter than this is repeated within one sample, so that the clock and the call's overhead do not show.
@@ -36,11 +37,7 @@ class Timing:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the percentile `share` in [0, 1], interpolated linearly between order statistics."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return float(np.quantile(values, share))
 
 
 def time_interleaved(

@@ -117,7 +117,7 @@ def test_imdb(suffix, tmp_path):
 
 
 BAD_ROWS = [
-    ("sst2", "sentence\tlabel\nfine\t1\nbroken\n", "train.tsv, line 3: 1 columns, expected 2; found 'broken'"),
+    ("sst2", "sentence\tlabel\nfine\t1\nbroken\n", "train.tsv, line 3: 1 columns, expected 2; found ['broken']"),
     ("sst2", "sentence\tlabel\nfine\tnice\t1\n", "train.tsv, line 2: 3 columns, expected 2"),
     ("sst2", "sentence\tlabel\n \t1\n", "train.tsv, line 2: column 'sentence' holds no text: ' '"),
     ("sst2", "sentence\tlabel\nfine\t2\n", "train.tsv, line 2: unknown label '2'; expected one of 0, 1"),
