@@ -133,11 +133,10 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     """Run the mechanism, from and to the state of the cache if there is one."""
     layer: LinearStateLayer | None = forward_context.take_cache_layer()
     weights_requested = attention_weights_requested(call.kwargs)
+    tensors = (call.query, call.key, call.value)
     if call.mask is not None and call.mask.dim() == 4:
         mask: Tensor | None = _check_full_mask(call, mechanism, layer)
-        out = mechanism.dense_forward(
-            call.query, call.key, call.value, scaling=call.scaling, causal=call.causal, mask=mask
-        )
+        out = mechanism.dense_forward(*tensors, scaling=call.scaling, causal=call.causal, mask=mask)
     else:
         mask = _mask_of_new_tokens(call.mask, layer, call.key)
         state = None if layer is None else layer.state_for(call.query)
@@ -148,7 +147,6 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
         if layer is not None and not call.causal:  # Some encoders create a cache, which they do not need.
             layer.skip_tokens(call.key.shape[2])
             layer = None
-        tensors = (call.query, call.key, call.value)
         inputs = AttentionInputs(
             *tensors, call.scaling, call.causal, mask, state, return_state=layer is not None, first_call=call.first_call
         )

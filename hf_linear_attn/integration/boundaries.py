@@ -133,17 +133,11 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
         parent.register_forward_hook(after_model, always_call=True)
 
 
-def remove_model_hooks(module: nn.Module) -> None:
-    """Remove the hooks of a model around patched layers, where the module has them."""
+def remove_hooks(module: nn.Module, *others: Callable[..., Any]) -> None:
+    """Remove the hooks of a model around patched layers, and others, from a module, where it has them."""
     vars(module).pop(MODEL_CONTEXT, None)
-    remove_hooks(module, before_model)
-    remove_hooks(module, after_model)
-
-
-def remove_hooks(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Remove a forward hook or pre-hook from a module, where it has it."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items() if hook is function]:
+        for number in [number for number, hook in hooks.items() if hook in (before_model, after_model, *others)]:
             for table in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 table.pop(number, None)
 

@@ -13,7 +13,7 @@ from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, build_options
 from .attention import before_attention
-from .boundaries import add_model_hooks, remove_hooks, remove_model_hooks
+from .boundaries import add_model_hooks, remove_hooks
 from .context import (
     CONFIG_FIELD,
     IMPLEMENTATION,
@@ -170,7 +170,7 @@ def remove_layers(model: PreTrainedModel) -> None:
     """Take out what `install_layers` has put in."""
     implementations: dict[int, str] = {}
     for module in model.modules():
-        remove_model_hooks(module)
+        remove_hooks(module, before_attention)
         context = layer_context(module)
         if context is None:
             continue
@@ -178,7 +178,6 @@ def remove_layers(model: PreTrainedModel) -> None:
         if hasattr(module, SUBMODULE):
             delattr(module, SUBMODULE)
         delattr(module, LAYER_CONTEXT)
-        remove_hooks(module, before_attention)
     any_implementation = next(iter(implementations.values()))
     for config in configs_of(model):
         if config._attn_implementation == IMPLEMENTATION:
