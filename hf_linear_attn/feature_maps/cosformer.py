@@ -12,7 +12,7 @@ from ..ops.common import Features
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .options import Options, option
+from .options import Options, epsilon_option, option
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,7 @@ class CosformerOptions(Options):
     max_length: int | None = option(
         None, "M, the longest input; weights fall to 0 at distance M (None: the model's limit)", least=1
     )
-    epsilon: float = option(
-        0.01,
-        "added to relu(x); a query that shares no feature with any key then attends to their average",
-        within="[0, 1)",
-    )
+    epsilon: float = epsilon_option(0.01, "relu(x)")
 
 
 @register_feature_map(

@@ -10,17 +10,13 @@ from torch import Tensor
 from ..ops.common import Features
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .options import Options, option
+from .options import Options, epsilon_option, option
 
 
 @dataclass(frozen=True)
 class DpfpOptions(Options):
     nu: int = option(1, "number ν of products per entry: m = 2dν features; at most 2d - 1", least=1)
-    epsilon: float = option(
-        0.01,
-        "added to every feature; a query that shares no feature with any key then attends to their average",
-        within="[0, 1)",
-    )
+    epsilon: float = epsilon_option(0.01)
 
 
 @register_feature_map(

@@ -23,6 +23,12 @@ def option(default: Any, help: str, *, least: int | None = None, within: str | N
     return field(default=default, metadata={"help": help, "least": least, "within": within})
 
 
+def epsilon_option(default: float, added_to: str = "every feature") -> Any:
+    """Return the field of a small number that leaves no query without any weight."""
+    help = f"added to {added_to}; a query that shares no feature with any key then attends to their average"
+    return option(default, help, within="[0, 1)")
+
+
 @dataclass(frozen=True)
 class Options:
     """Base class of options. A value outside of its field's limits or `Literal` choices is a ValueError."""

@@ -14,7 +14,7 @@ from ..ops.common import Features
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap
-from .options import option
+from .options import epsilon_option, option
 from .random_features import RandomFeatureOptions
 
 #: Nonlinearities that are never negative, but for `relu` and `exp`, which have a formula and a log scale.
@@ -32,11 +32,7 @@ class PerformerReluOptions(RandomFeatureOptions):
     kernel: Literal["relu", "exp", "abs", "sigmoid", "softplus", "gelu", "tanh"] = option(
         "relu", "the nonlinearity f: relu, exp, abs, sigmoid or softplus; gelu and tanh give signed weights"
     )
-    epsilon: float = option(
-        1e-3,
-        "added to every feature; a query that shares no feature with any key then attends to their average",
-        within="[0, 1)",
-    )
+    epsilon: float = epsilon_option(1e-3)
     split_scaling: bool = option(False, "multiply q and k by √τ first (the paper takes them raw)")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, constant_parameter
-from .options import Options, option
+from .options import Options, epsilon_option, option
 from .random_features import unit_rows
 
 
@@ -20,11 +20,7 @@ class T2ROptions(Options):
     bias_init: float = option(
         -1.0, "start of b; below 0 only keys well aligned with a feature count: spikier weights", within="(-inf, inf)"
     )
-    epsilon: float = option(
-        0.01,
-        "added to every feature; a query that shares no feature with any key then attends to their average",
-        within="[0, 1)",
-    )
+    epsilon: float = epsilon_option(0.01)
 
 
 @register_feature_map(

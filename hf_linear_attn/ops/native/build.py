@@ -140,9 +140,7 @@ def _compile(path: Path) -> None:
         output = Path(folder) / path.name
         for machine in MACHINE_FLAGS:
             # -fopenmp compiles the pragmas; the runtime itself is named, so that no second one is linked.
-            flags = [flag for flag in openmp if flag.startswith("-")]
-            runtime = [flag for flag in openmp if not flag.startswith("-")]
-            command = [compiler(), *FLAGS, *machine, *flags, str(source), "-o", str(output), *runtime]
+            command = [compiler(), *FLAGS, *machine, *openmp[:1], str(source), "-o", str(output), *openmp[1:]]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:

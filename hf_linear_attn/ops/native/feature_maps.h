@@ -46,22 +46,6 @@ struct Map {
 
 constexpr int BLOCK = 64;  // tokens
 
-// The activation's two softmaxes over the real entries of a row.
-static inline void softmax_row(const float* y, float sign, int width, float top, float* out) {
-  float total = 0;
-  Vec lane_totals{};
-  const int padded_width = padded(width);
-  for (int j = 0; j < padded_width; j += LANES) {
-    Vec value = exp_of(load(y + j) * sign - top);
-    if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
-    store(out + j, value);
-    lane_totals += value;
-  }
-  total = sum_of(lane_totals);
-  const Vec inverse = splat(1.0f / total);
-  for (int j = 0; j < padded_width; j += LANES) store(out + j, load(out + j) * inverse);
-}
-
 // [softmax(y), softmax(-y)] with y = in_scale x + bias_scale b, for rows of N whole vectors, at most a block; x becomes y.
 // Three passes over all rows, because within a row each step waits for the one before.
 template <int N>
@@ -113,12 +97,16 @@ static inline void range_of(const float* y, int width, float& low, float& high) 
   high = max_of(maxima);
 }
 
-static inline void exp_row(const float* y, float sign, int width, float shift, float factor, float* out) {
+// Returns the sum of the row.
+static inline float exp_row(const float* y, float sign, int width, float shift, float factor, float* out) {
+  Vec lane_totals{};
   for (int j = 0; j < padded(width); j += LANES) {
     Vec value = exp_of(load(y + j) * sign + shift) * factor;
     if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
     store(out + j, value);
+    lane_totals += value;
   }
+  return sum_of(lane_totals);
 }
 
 // x [count, padded d] -> out [count, features]; scale [count] where the map has a log scale. y: buffer for a block.
@@ -178,18 +166,15 @@ static void apply_map(const Map& map, int head, const float* angles_cos, const f
         break;
       case SOFTMAX_PAIR:
         range_of(from, width, low, high);
-        softmax_row(from, 1.0f, width, high, to);
-        softmax_row(from, -1.0f, width, -low, to + segment);
+        scale_all(to, segment, 1.0f / exp_row(from, 1.0f, width, -high, 1.0f, to));
+        scale_all(to + segment, segment, 1.0f / exp_row(from, -1.0f, width, low, 1.0f, to + segment));
         break;
       case SOFTMAX_JOINT: {
         range_of(from, width, low, high);
         const float top = 2.0f * (high > -low ? high : -low);
-        exp_row(from, 2.0f, width, -top, 1.0f, to);
-        exp_row(from, -2.0f, width, -top, 1.0f, to + segment);
-        Vec lane_totals{};
-        for (int j = 0; j < row; j += LANES) lane_totals += load(to + j);
-        const Vec inverse = splat(1.0f / sum_of(lane_totals));
-        for (int j = 0; j < row; j += LANES) store(to + j, load(to + j) * inverse);
+        const float up = exp_row(from, 2.0f, width, -top, 1.0f, to);
+        const float down = exp_row(from, -2.0f, width, -top, 1.0f, to + segment);
+        scale_all(to, row, 1.0f / (up + down));
         break;
       }
       case EXP_PAIR:
