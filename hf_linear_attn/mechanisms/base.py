@@ -128,6 +128,8 @@ class LinearAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
     ) -> Tensor:
         """Return the weights times the values: the quadratic form, for an arbitrary mask `[B | 1, H | 1, L, S]`."""
+        if (feature_map := getattr(self, "feature_map", None)) is not None:
+            feature_map.begin_forward()
         weights = self.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
         value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
         return (weights @ value.to(weights.dtype)).to(value.dtype)

@@ -62,12 +62,6 @@ class KernelizedAttention(LinearAttention):
             return out, state_after
         return out, {**state_after, "count": counts}
 
-    def dense_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
-    ) -> Tensor:
-        self.feature_map.begin_forward()
-        return super().dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
-
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:

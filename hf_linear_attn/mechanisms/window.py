@@ -174,12 +174,6 @@ class WindowAttention(LinearAttention):
             return False
         return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters())
 
-    def dense_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
-    ) -> Tensor:
-        self.feature_map.begin_forward()
-        return super().dense_forward(query, key, value, scaling=scaling, causal=causal, mask=mask)
-
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:

@@ -22,7 +22,8 @@ from ..common import (
     readable,
     token_major,
 )
-from ..fused import PARTS, AttentionCall, FusedMap, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
+from ..fused import AttentionCall, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
+from ..kernel_inputs import unsupported_inputs
 from . import binding
 from .binding import KernelMap, address
 from .build import BuildError, library
@@ -43,30 +44,6 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def _map_mismatch(fused: FusedMap, num_features: int, heads: int, size: int) -> str | None:
-    """Return which size of a map does not match `heads` inputs of `size`; a kernel would read beyond its tensors.
-
-    Every decoding step runs this code, so that it is terse.
-    """
-    weight, bias = fused.weight, fused.bias
-    width = size
-    if weight is not None:
-        if not weight.is_cpu:
-            return "the weights of the feature map are on another device"
-        count, rows, width = weight.shape
-        if rows != size or (count != heads and count != 1):
-            return f"the weights of the feature map have the sizes {list(weight.shape)}"
-    if bias is not None:
-        if not bias.is_cpu:
-            return "the weights of the feature map are on another device"
-        count, columns = bias.shape
-        if columns != width or (count != heads and count != 1):
-            return f"the weights of the feature map have the sizes {list(bias.shape)}"
-    if PARTS[fused.activation] * width != num_features:
-        return f"the formula of the feature map does not make its {num_features} features"
-    return None
-
-
 def _mix_matches(mix: StepMix | QueryMix, query: Tensor) -> bool:
     """Return whether the tensors of a formula of mixing weights match the queries."""
     batch, heads, length, size = query.shape
@@ -80,31 +57,6 @@ def _mix_matches(mix: StepMix | QueryMix, query: Tensor) -> bool:
     if mix.num_tokens is not None and not (mix.num_tokens.is_cpu and mix.num_tokens.shape == (batch,)):
         return False
     return mix.base.shape == (heads,) and mix.weight.shape == (heads, size)
-
-
-def _inputs_match(call: AttentionCall) -> bool:
-    """Return whether the shapes of queries, keys, values and mask match; torch raises the error if they do not."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    batch, heads, length, size = query.shape
-    rows, groups, keys, width = key.shape
-    if rows != batch or width != size or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
-        return False
-    if call.causal and keys != length:
-        return False
-    return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
-
-
-def _state_matches(call: AttentionCall, state: State) -> bool:
-    """Return whether a state has the shapes and dtype of this call, not those of another mechanism or batch size."""
-    kv, k_sum, log_scale = state.get("kv"), state.get("k_sum"), state.get("log_scale")
-    sizes = (call.key.shape[0], call.key.shape[1], call.num_features)
-    if kv is None or k_sum is None or kv.shape != (*sizes, call.value.shape[3]) or k_sum.shape != sizes:
-        return False
-    if not kv.dtype is k_sum.dtype is torch.float32:
-        return False
-    if call.fused is not None and call.fused[1].scaled is (log_scale is None):
-        return False
-    return log_scale is None or (log_scale.dtype is torch.float32 and log_scale.shape == sizes[:2])
 
 
 class NativeBackend:
@@ -123,39 +75,18 @@ class NativeBackend:
     name = "native"
 
     def unsupported_reason(self, call: AttentionCall) -> str | None:
-        if torch.compiler.is_compiling():
-            return "torch.compile traces torch operations only"
-        query, key, value = call.query, call.key, call.value
-        if query.device.type != "cpu":
-            return f"the tensors are on {query.device.type}"
-        if getattr(call, "signed", False):
-            return "the feature map has no fused form"
-        if call.fused is None:
+        reason = unsupported_inputs(call, "cpu")
+        if reason is None and call.fused is None:
             reason = _unsupported_features(call)
-        else:
-            queries, keys = call.fused
-            reason = _map_mismatch(queries, call.num_features, query.shape[1], query.shape[3])
-            if reason is None and (keys is not queries or queries.weight is not None):
-                reason = _map_mismatch(keys, call.num_features, key.shape[1], key.shape[3])
         if reason is not None:
             return reason
-        if query.dtype not in binding.DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-            return f"the dtype is {query.dtype}"
-        if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
-            return "the inputs are tensor subclasses or functorch wrappers"
         if forward_ad._current_level >= 0:
             return "forward-mode differentiation needs torch operations"
-        if not _inputs_match(call) or (call.state is not None and not _state_matches(call, call.state)):
-            return "the shapes of queries, keys, values, mask and state do not match"
         if isinstance(call, WindowedCall):
             if call.fused is not None and call.fused[0].scaled:
                 return "windows over a feature map with a log scale are not fused"
-            if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, query):
+            if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):
                 return "the mixing weights are on another device or of another shape"
-        if call.needs_grad() and call.causal and (call.state is not None or call.return_state):
-            return "gradients through a carried state are not fused"
-        if torch.is_anomaly_enabled():
-            return "anomaly detection needs torch operations"
         return unavailable_reason()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:

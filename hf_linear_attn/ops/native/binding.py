@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from ..common import Features, parameter_gradient, token_major
 from ..fused import PARTS, AttentionCall, FusedMap
+from ..kernel_inputs import DTYPES
 from .build import library
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
 #: The kernels' number of the "activation" whose inputs are the features themselves.
 PRECOMPUTED = len(ACTIVATIONS)
@@ -290,7 +291,7 @@ def arguments(
         keys,
         size,
         value_size,
-        DTYPES[value.dtype],
+        DTYPE_NUMBERS[value.dtype],
         torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
         query_map,
         query_map if same else _pack_map(maps[1], size, weights_t[1]),

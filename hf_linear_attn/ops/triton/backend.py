@@ -6,12 +6,12 @@ import functools
 import importlib.util
 import os
 
-import torch
 from torch import Tensor
 
 from ..common import State
 from ..fused import AttentionCall, KernelizedCall, WindowedCall
-from .limits import DTYPES, MAX_FEATURES, MAX_HEAD_DIM, padded_features
+from ..kernel_inputs import unsupported_inputs
+from .limits import MAX_FEATURES, MAX_HEAD_DIM, padded_features
 
 #: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
@@ -41,11 +41,11 @@ class TritonBackend:
     name = "triton"
 
     def unsupported_reason(self, call: AttentionCall) -> str | None:
-        if torch.compiler.is_compiling():
-            return "torch.compile traces torch operations only"
-        reason = _unsupported_tensors(call)
+        reason = unsupported_inputs(call, "cuda", *(["cpu"] if interpreted() else []))
         if reason is not None:
             return reason
+        if call.fused is None:
+            return "the feature map has no fused form"
         if isinstance(call, WindowedCall):
             return "windows are not fused"
         assert isinstance(call, KernelizedCall)
@@ -53,13 +53,8 @@ class TritonBackend:
             return f"the feature map has more than {MAX_FEATURES} features"
         if max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_DIM:
             return f"heads of more than {MAX_HEAD_DIM} numbers do not fit"
-        if call.needs_grad():
-            if call.fused[0].scaled:
-                return "gradients through a log scale are not fused"
-            if call.causal and (call.state is not None or call.return_state):
-                return "gradients through a carried state are not fused"
-            if torch.is_anomaly_enabled():
-                return "anomaly detection needs torch operations"
+        if call.fused[0].scaled and call.needs_grad():
+            return "gradients through a log scale are not fused"
         if not installed():
             return "Triton is not installed (pip install triton)"
         from .check import mismatch_reason
@@ -71,16 +66,3 @@ class TritonBackend:
 
         assert isinstance(call, KernelizedCall)
         return backward.run(call)
-
-
-def _unsupported_tensors(call: AttentionCall) -> str | None:
-    query, key, value = call.query, call.key, call.value
-    if query.device.type != "cuda" and not (query.device.type == "cpu" and interpreted()):
-        return f"the tensors are on {query.device.type}"
-    if call.fused is None or getattr(call, "signed", False):
-        return "the feature map has no fused form"
-    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"the dtype is {query.dtype}"
-    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
-        return "the inputs are tensor subclasses or functorch wrappers"
-    return None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..fused import PARTS, KernelizedCall
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
 MAX_FEATURES = 512

@@ -1,0 +1,93 @@
+"""The checks that keep kernels inside the memory of their tensors, for every backend that has kernels of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import State
+from .fused import PARTS, AttentionCall, FusedMap
+
+#: Dtypes of queries, keys and values that kernels read.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unsupported_inputs(call: AttentionCall, *device_types: str) -> str | None:
+    """Return why kernels for these types of devices cannot read the inputs of a call, or None if they can.
+
+    Every decoding step runs this code, so that it is terse.
+    """
+    query, key, value, fused = call.query, call.key, call.value, call.fused
+    if torch.compiler.is_compiling():
+        return "torch.compile traces torch operations only"
+    if query.device.type not in device_types:
+        return f"the tensors are on {query.device.type}"
+    if getattr(call, "signed", False):
+        return "the feature map has no fused form"
+    if fused is not None:
+        reason = _map_mismatch(fused[0], query, call.num_features)
+        if reason is None and (fused[1] is not fused[0] or fused[0].weight is not None):
+            reason = _map_mismatch(fused[1], key, call.num_features)
+        if reason is not None:
+            return reason
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"the dtype is {query.dtype}"
+    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
+        return "the inputs are tensor subclasses or functorch wrappers"
+    if not _inputs_match(call) or (call.state is not None and not _state_matches(call, call.state)):
+        return "the shapes of queries, keys, values, mask and state do not match"
+    if call.causal and (call.state is not None or call.return_state) and call.needs_grad():
+        return "gradients through a carried state are not fused"
+    if torch.is_anomaly_enabled():
+        return "anomaly detection needs torch operations"
+    return None
+
+
+def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:
+    """Return which tensor of a map does not match inputs `[B, heads, L, d]`, or its number of features."""
+    heads, width = x.shape[1], x.shape[3]
+    if fused.weight is not None:
+        if fused.weight.device != x.device:
+            return "the weights of the feature map are on another device"
+        count, rows, width = fused.weight.shape
+        if rows != x.shape[3] or (count != heads and count != 1):
+            return f"the weights of the feature map have the sizes {list(fused.weight.shape)}"
+    if fused.bias is not None:
+        if fused.bias.device != x.device:
+            return "the weights of the feature map are on another device"
+        count, columns = fused.bias.shape
+        if columns != width or (count != heads and count != 1):
+            return f"the weights of the feature map have the sizes {list(fused.bias.shape)}"
+    if fused.activation == "rotated-relu":
+        expected = (1, x.shape[2]), (x.shape[0], x.shape[2])
+        for angles in (fused.cosine, fused.sine):
+            if angles is None or angles.device != x.device or angles.shape not in expected:
+                return "the angles of the feature map do not match the tokens"
+    if PARTS[fused.activation] * width != num_features:
+        return f"the formula of the feature map does not make its {num_features} features"
+    return None
+
+
+def _inputs_match(call: AttentionCall) -> bool:
+    """Return whether the shapes of queries, keys, values and mask match; torch raises the error if they do not."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    batch, heads, length, size = query.shape
+    rows, groups, keys, width = key.shape
+    if rows != batch or width != size or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
+        return False
+    if call.causal and keys != length:
+        return False
+    return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
+
+
+def _state_matches(call: AttentionCall, state: State) -> bool:
+    """Return whether a state has the shapes and dtype of this call, not those of another mechanism or batch size."""
+    kv, k_sum, log_scale = state.get("kv"), state.get("k_sum"), state.get("log_scale")
+    sizes = (call.key.shape[0], call.key.shape[1], call.num_features)
+    if kv is None or k_sum is None or kv.shape != (*sizes, call.value.shape[3]) or k_sum.shape != sizes:
+        return False
+    if not kv.dtype is k_sum.dtype is torch.float32:
+        return False
+    if call.fused is not None and call.fused[1].scaled is (log_scale is None):
+        return False
+    return log_scale is None or (log_scale.dtype is torch.float32 and log_scale.shape == sizes[:2])
