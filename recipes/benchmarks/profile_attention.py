@@ -92,10 +92,11 @@ def multiplications(module: Any, causal: bool) -> float:
     triangle = BLOCK // 2 * (features + SIZE)
     if not isinstance(module, WindowAttention):
         return count + (triangle if causal else 0)
-    window = module.options.window_size
+    window, sinks = module.options.window_size, module.options.sink_tokens
     if causal:
-        return count + triangle + 2 * SIZE * window
-    return count + features * SIZE + 2 * triangle + 2 * SIZE * (2 * window - 1)  # (sums from the end as well)
+        return count + triangle + 2 * SIZE * (window + sinks)
+    exact = 2 * SIZE * (2 * window - 1 + 2 * sinks)
+    return count + features * SIZE + 2 * triangle + exact  # (sums from the end as well)
 
 
 def runs(module: Any, causal: bool, length: int, dtype: str) -> dict[str, Callable[[], object]]:

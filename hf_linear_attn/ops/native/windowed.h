@@ -72,10 +72,11 @@ static inline float query_mix(const Call& c, long h, float root, const float* x,
 // The matrix products and exponentials of the near part of one block: the band's columns, then the sinks'.
 struct Band {
   int window, reach, columns, sinks, x_row, e_row;  // reach: last column of row t is t + reach
+  bool has_backward;
   float *key, *key_t, *value, *value_t, *weights, *slopes, *bias;
   float *sink_key, *sink_key_t, *sink_value, *sink_value_t, *sink_key_gradient, *sink_value_gradient;
-  const int64_t* sink_position;        // in rows of the sequence
-  int32_t *seen_from, *seen_until;     // rows of the block from which on, and up to which, a sink is outside of the window
+  const int64_t* sink_position;     // in rows of the sequence
+  int32_t *seen_from, *seen_until;  // rows of the block from which on, and up to which, a sink is outside of the window
   // Keys and values slide through larger buffers: a block reads only those that the block before has not.
   static constexpr int SLIDE = 4 * BLOCK;
   float *key_buffer, *value_buffer;
@@ -97,11 +98,9 @@ struct Band {
   };
 
   static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.two_sided ? c.window : 0)); }
-  static size_t floats(const Call& c, bool backward) {
-    const size_t columns = columns_of(c), sinks = padded((int)c.sinks), x_row = padded(c.size), e_row = padded(c.value_size);
-    return columns * (2 * x_row + e_row + (backward ? e_row : 0)) + SLIDE * (x_row + e_row) +
-           (columns + sinks) * (BLOCK * (backward ? 2 : 1) + 1) + sinks * (2 * x_row + e_row + 2) +
-           (backward ? sinks * (x_row + 2 * e_row) : 0) + 256;
+  static size_t floats(const Call& c) {
+    const size_t columns = columns_of(c), sinks = padded((int)c.sinks), rows = padded(c.size) + padded(c.value_size);
+    return (2 * columns + SLIDE + 3 * sinks) * rows + (columns + sinks) * (2 * BLOCK + 1) + 2 * sinks + 256;
   }
   Band(const Call& c, Workspace& workspace, bool backward)
       : window(c.window),
@@ -110,17 +109,18 @@ struct Band {
         sinks(padded((int)c.sinks)),
         x_row(padded(c.size)),
         e_row(padded(c.value_size)),
+        has_backward(backward),
         key_t(workspace.take((size_t)columns * x_row)),
-        value_t(backward ? workspace.take((size_t)columns * e_row) : nullptr),
+        value_t(workspace.take((size_t)columns * e_row)),
         weights(workspace.take((size_t)(columns + sinks) * BLOCK)),
-        slopes(backward ? workspace.take((size_t)(columns + sinks) * BLOCK) : nullptr),
+        slopes(workspace.take((size_t)(columns + sinks) * BLOCK)),
         bias(workspace.take(columns + sinks)),
         sink_key(workspace.take((size_t)sinks * x_row)),
         sink_key_t(workspace.take((size_t)sinks * x_row)),
         sink_value(workspace.take((size_t)sinks * e_row)),
-        sink_value_t(backward ? workspace.take((size_t)sinks * e_row) : nullptr),
-        sink_key_gradient(backward ? workspace.take((size_t)sinks * x_row) : nullptr),
-        sink_value_gradient(backward ? workspace.take((size_t)sinks * e_row) : nullptr),
+        sink_value_t(workspace.take((size_t)sinks * e_row)),
+        sink_key_gradient(workspace.take((size_t)sinks * x_row)),
+        sink_value_gradient(workspace.take((size_t)sinks * e_row)),
         seen_from(reinterpret_cast<int32_t*>(workspace.take(sinks))),
         seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))),
         key_buffer(workspace.take((size_t)(columns + SLIDE) * x_row)),
@@ -131,15 +131,12 @@ struct Band {
   void read_sinks(const Call& c, const Stream& s) {
     if (!sinks) return;
     sink_position = c.sink_position + s.b * c.sinks;
-    memset(sink_key, 0, (size_t)sinks * x_row * sizeof(float));
-    memset(sink_value, 0, (size_t)sinks * e_row * sizeof(float));
+    for (float* matrix : {sink_key, sink_key_gradient}) memset(matrix, 0, (size_t)sinks * x_row * sizeof(float));
+    for (float* matrix : {sink_value, sink_value_gradient}) memset(matrix, 0, (size_t)sinks * e_row * sizeof(float));
     read_rows<T>(c.sink_key, s.b, s.g, 0, (int)c.sinks, c.size, nullptr, sink_key, x_row);
     read_rows<T>(c.sink_value, s.b, s.g, 0, (int)c.sinks, c.value_size, nullptr, sink_value, e_row);
     transpose(sinks, x_row, sink_key, x_row, sink_key_t, sinks);
-    if (!value_t) return;
     transpose(sinks, e_row, sink_value, e_row, sink_value_t, sinks);
-    memset(sink_key_gradient, 0, (size_t)sinks * x_row * sizeof(float));
-    memset(sink_value_gradient, 0, (size_t)sinks * e_row * sizeof(float));
   }
 
   // Keys and values from `window` before the block's first row on.
@@ -172,7 +169,7 @@ struct Band {
     }
     if (tiles_for(count)) return;
     transpose(columns, x_row, key, x_row, key_t, columns);
-    if (value_t) transpose(columns, e_row, value, e_row, value_t, columns);
+    if (has_backward) transpose(columns, e_row, value, e_row, value_t, columns);
   }
 
   int stride() const { return columns + sinks; }  // of weights and slopes
@@ -181,19 +178,11 @@ struct Band {
   int begin_of(int i) const { return (i + 1) / LANES * LANES; }
   int end_of(int i, int tile_rows) const { return std::min(padded(i + tile_rows + reach), columns); }
 
-  Columns sink_columns() const {
-    return {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t};
-  }
-  // What a tile touches: part of the band, and the sinks.
-  Parts columns_of_tile(int i, int tile_rows) const {
-    const int begin = begin_of(i);
-    const Columns band{begin, end_of(i, tile_rows), columns, key + (size_t)begin * x_row, key_t + begin,
-                       value + (size_t)begin * e_row, value_t + begin};
-    return {{band, sink_columns()}, sinks ? 2 : 1};
-  }
-  // The whole band and the sinks, for the products of a block.
-  Parts all_columns() const {
-    return {{{0, columns, columns, key, key_t, value, value_t}, sink_columns()}, sinks ? 2 : 1};
+  // Columns begin ... end - 1 of the band, and the sinks' behind it.
+  Parts parts(int begin, int end) const {
+    return {{{begin, end, columns, key + (size_t)begin * x_row, key_t + begin, value + (size_t)begin * e_row, value_t + begin},
+             {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t}},
+            sinks ? 2 : 1};
   }
 
   // Those of the sinks from j on that are outside of the window of row t of the block.
@@ -208,33 +197,33 @@ struct Band {
   void exponentials(int count, const float* query, float scaling, bool known, float* top) const {
     TileProducts* tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
     if (tiles)
-      for (const Columns& part : all_columns())
+      for (const Columns& part : parts(0, columns))
         tiles->multiply_transposed(count, part.size(), x_row, query, x_row, part.key, x_row, weights + part.begin,
                                    stride());
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
-      const Parts parts = columns_of_tile(i, tile_rows);
+      const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
       if (!tiles)
-        for (const Columns& part : parts)
+        for (const Columns& part : touched)
           multiply_strip(tile_rows, part.size(), x_row, query + i * x_row, x_row, 1, part.key_t, part.row,
                          weights + (size_t)i * stride() + part.begin, stride(), false);
       for (int t = i; t < i + tile_rows; ++t) {
         float* row = weights + (size_t)t * stride();
         VecInt lane;
-        for (int j = 0; j < LANES; ++j) lane[j] = parts.part[0].begin + j;
+        for (int j = 0; j < LANES; ++j) lane[j] = touched.part[0].begin + j;
         Vec maxima = splat(-INFINITY);
         const auto add_logits = [&](int j, VecInt inside) {
           const Vec logit = select(inside, load(row + j) * scaling + load(bias + j), splat(-INFINITY));
           store(row + j, logit);
           maxima = larger(maxima, logit);
         };
-        for (int j = parts.part[0].begin; j < parts.part[0].end; j += LANES, lane += LANES)
+        for (int j = touched.part[0].begin; j < touched.part[0].end; j += LANES, lane += LANES)
           add_logits(j, (lane > t) & (lane <= t + reach));
         for (int j = 0; j < sinks; j += LANES) add_logits(columns + j, seen_sinks(t, j));
         if (!known) top[t] = max_of(maxima);
       }
       for (int t = i; t < i + tile_rows; ++t)  // a separate pass, because it waits for the maxima
-        for (const Columns& part : parts) {
+        for (const Columns& part : touched) {
           float* row = weights + (size_t)t * stride();
           if (top[t] == -INFINITY) {  // no key in the window
             for (int j = part.begin; j < part.end; j += LANES) store(row + j, Vec{});
@@ -260,12 +249,12 @@ struct Band {
     TileProducts* tiles = tiles_for(count);
     if (tiles) {
       clear_outside(count, weights);
-      for (const Columns& part : all_columns())
+      for (const Columns& part : parts(0, columns))
         multiply(count, e_row, part.size(), weights + part.begin, stride(), 1, part.value, e_row, out, e_row, true);
     }
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
-      for (const Columns& part : columns_of_tile(i, tile_rows)) {
+      for (const Columns& part : parts(begin_of(i), end_of(i, tile_rows))) {
         if (!tiles)
           multiply_strip(tile_rows, e_row, part.size(), weights + (size_t)i * stride() + part.begin, stride(), 1,
                          part.value, e_row, out + (size_t)i * e_row, e_row, true);
@@ -283,22 +272,22 @@ struct Band {
                 float* key_gradient, float* value_gradient) const {
     TileProducts* tiles = tiles_for(count);
     if (tiles)
-      for (const Columns& part : all_columns())
+      for (const Columns& part : parts(0, columns))
         tiles->multiply_transposed(count, part.size(), e_row, rows.gradient, e_row, part.value, e_row,
                                    slopes + part.begin, stride());
     clear_outside(count, weights);
     clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
-      const Parts parts = columns_of_tile(i, tile_rows);
+      const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
       if (!tiles)
-        for (const Columns& part : parts)
+        for (const Columns& part : touched)
           multiply_strip(tile_rows, part.size(), e_row, rows.gradient + (size_t)i * e_row, e_row, 1, part.value_t,
                          part.row, slopes + (size_t)i * stride() + part.begin, stride(), false);
       for (int t = i; t < i + tile_rows; ++t) {
         float *weight = weights + (size_t)t * stride(), *slope = slopes + (size_t)t * stride();
         Vec total{}, ties{};
-        for (const Columns& part : parts)
+        for (const Columns& part : touched)
           for (int j = part.begin; j < part.end; j += LANES) {
             const Vec product = load(weight + j) * (load(slope + j) + rows.normaliser_gradient[t]);
             store(slope + j, product);
@@ -307,14 +296,14 @@ struct Band {
           }
         // Near weights are relative to the largest exponent, far weights are not: its gradient is shared by the ties.
         const float shared = sum_of(total) / std::max(sum_of(ties), 1.0f);
-        for (const Columns& part : parts)
+        for (const Columns& part : touched)
           for (int j = part.begin; j < part.end; j += LANES) {
             const Vec correction = select(load(weight + j) >= 1.0f, splat(shared), Vec{});
             store(slope + j, (load(slope + j) - correction) * scaling);
           }
       }
       if (!tiles)
-        for (const Columns& part : parts)
+        for (const Columns& part : touched)
           multiply_strip(tile_rows, x_row, part.size(), slopes + (size_t)i * stride() + part.begin, stride(), 1,
                          part.key, x_row, query_gradient + (size_t)i * x_row, x_row, true);
     }
@@ -323,7 +312,7 @@ struct Band {
       multiply(sinks, e_row, count, weights + columns, 1, stride(), rows.gradient, e_row, sink_value_gradient, e_row, true);
     }
     if (tiles) {
-      for (const Columns& part : all_columns())
+      for (const Columns& part : parts(0, columns))
         multiply(count, x_row, part.size(), slopes + part.begin, stride(), 1, part.key, x_row, query_gradient,
                  x_row, true);
       multiply(columns, x_row, count, slopes, 1, stride(), query, x_row, key_gradient, x_row, true);
@@ -561,7 +550,7 @@ template <typename T>
 static int windowed(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size);
   const long repeats = c.heads / c.groups;
-  const size_t workspace_floats = Far::floats(c, c.two_sided) + Band::floats(c, false) + BLOCK * (x_row + e_row + 2) + 256;
+  const size_t workspace_floats = Far::floats(c, c.two_sided) + Band::floats(c) + BLOCK * (x_row + e_row + 2) + 256;
   const long kv_size = (long)c.key_map.parts * c.key_map.width * c.value_size,
              k_size = (long)c.key_map.parts * c.key_map.width;
   return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {

@@ -142,7 +142,7 @@ template <typename T>
 static int windowed_backward(const Call& c) {
   const int x_row = padded(c.size), e_row = padded(c.value_size);
   const size_t workspace_floats = Far::floats(c, false) + FarBackwardBuffers::floats(c) + BackwardBuffers::floats(c) +
-                                  Band::floats(c, true) + BLOCK * (x_row + 2) + 256;
+                                  Band::floats(c) + BLOCK * (x_row + 2) + 256;
   Call reversed_call = c;
   if (c.two_sided) {
     for (Strided Call::* rows : {&Call::query, &Call::out, &Call::out_gradient})
