@@ -210,12 +210,12 @@ class Evaluation:
         own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
         if own is None or reference is None:
             return None
-        assessment = self._assess(score, label, reference)
-        comparison = Comparison(score, own, reference, bool(tuned), converted and not tuned, None, assessment)
-        worse = comparison.assessment.worse or own.mean == reference.mean
-        if not comparison.assessment.valid or min(own.mean, reference.mean) <= 0 or not worse:
-            return comparison
-        return replace(comparison, share=_share(comparison, own.mean))
+        result = self._assess(score, label, reference)
+        if converted:  # training moves the outputs, too
+            result = replace(result, chance=False)
+        defined = result.valid and min(own.mean, reference.mean) > 0 and (result.worse or own.mean == reference.mean)
+        share = _share(score, own.mean, reference.mean) if defined else None
+        return Comparison(score, own, reference, bool(tuned), converted and not tuned, share, result)
 
     def _assess(self, score: Score, label: str, reference: Quality | None) -> Assessment:
         """Apply the rule that `plan` shares; a classifier must be better than one that always gives one answer, too."""
@@ -247,10 +247,12 @@ class Evaluation:
         known = [one for score in scores if (one := self.compare(label, score)) and one.assessment.valid]
         if len(scores) < 2 or len(known) < len(scores):
             return None
-        runs = [one.own.values for one in known]
-        if len({len(values) for values in runs}) > 1:
-            return fmean(_share(one, one.own.mean) for one in known), None
-        means = [fmean(map(_share, known, run)) for run in zip(*runs, strict=True)]
+        same = len({len(one.own.values) for one in known}) == 1
+        runs = zip(*(one.own.values if same else (one.own.mean,) for one in known), strict=True)
+        means = [
+            fmean(_share(one.score, own, one.reference.mean) for one, own in zip(known, run, strict=True))
+            for run in runs
+        ]
         return fmean(means), stdev(means) if len(means) > 1 else None
 
     def conclusions(self) -> list[Conclusion]:
@@ -437,10 +439,9 @@ class Evaluation:
         return self.summary().to_html()
 
 
-def _share(comparison: Comparison, own: float) -> float:
+def _share(score: Score, own: float, reference: float) -> float:
     """The share of the reference's score that a score keeps, at most 1."""
-    reference = comparison.reference.mean
-    return min(1.0, own / reference if comparison.score.higher_is_better else reference / own)
+    return min(1.0, own / reference if score.higher_is_better else reference / own)
 
 
 def _speed_text(speedup: float) -> str:

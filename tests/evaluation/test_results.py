@@ -119,3 +119,9 @@ def test_inputs_are_as_long_as_they_were_and_not_as_they_might_have_been() -> No
     result = evaluation(ACCURACY, {"exact": 0.9, "elu": 0.9, "without attention": 0.5}, longest=60)
     assert result.conclusions()[0].sentence.endswith("quality was measured on inputs of at most 60 tokens only.")
     assert result.conclusions()[0].worthwhile is None
+
+
+def test_outputs_that_training_moved_are_no_chance() -> None:
+    values = {"exact": 0.70, CONVERTED: 0.80, "without attention": 0.50}
+    divergences = {"exact": 0.0, CONVERTED: 0.9, "without attention": 1.0}
+    assert "chance" not in evaluation(ACCURACY, values, divergence=divergences).conclusions()[0].sentence
