@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,25 +74,21 @@ class ConsoleProgress(Progress):
         from rich.markup import escape
         from rich.table import Table
 
-        encoding = self.console.encoding
-        frame = frame.map(printable, encoding=encoding).rename(columns=lambda name: printable(name, encoding))
-        index = [printable(label, encoding) for label in frame.index]
-        columns = list(frame.columns)
-        while columns:
+        show = partial(printable, encoding=self.console.encoding)
+        frame = frame.map(show).rename(index=show, columns=show)
+        while len(frame.columns):
+            # Without a width, rich takes space from numbers before it breaks a title between its words.
+            widths = [max(map(len, [*name.split(), *frame[name]])) for name in frame]
+            used = accumulate((width + 2 for width in widths), initial=max(map(len, frame.index)) + 4)
+            fitting = max(1, sum(width <= self.console.width for width in used) - 1)
             table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
             table.add_column(frame.index.name, no_wrap=True)
-            used, shown = max(map(len, index)) + 4, list[str]()
-            while columns:
-                needed = max(map(len, [*columns[0].split(), *frame[columns[0]]])) + 2
-                if shown and used + needed > self.console.width:
-                    break
-                shown.append(columns.pop(0))
-                # Without a width, rich takes space from numbers before it breaks a title between its words.
-                table.add_column(shown[-1], justify="right", width=needed - 2)
-                used += needed
-            for label, row in zip(index, frame[shown].to_numpy().tolist(), strict=True):
+            for name, width in zip(frame.columns[:fitting], widths, strict=False):
+                table.add_column(name, justify="right", min_width=width)
+            for label, *row in frame.iloc[:, :fitting].itertuples():
                 table.add_row(escape(label), *map(escape, row))
             self.console.print(table)
+            frame = frame.iloc[:, fitting:]
 
 
 def report_nothing(done: int, total: int) -> None:
