@@ -15,6 +15,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.evaluation import evaluate
 from hf_linear_attn.evaluation.config import (
     DECODER_ATTENTIONS,
+    QUICK_ATTENTIONS,
     EvaluateConfig,
     EvaluationData,
     SpeedConfig,
@@ -463,7 +464,7 @@ def test_settings_fit_the_model() -> None:
     assert quick.sequence_length == full.sequence_length == quick.context == 74
     assert quick.lengths[0] == full.lengths[0] == quick.length == 74
     assert quick.steps < full.steps
-    assert quick.attentions == DECODER_ATTENTIONS
+    assert (quick.attentions, full.attentions) == (QUICK_ATTENTIONS, DECODER_ATTENTIONS)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
