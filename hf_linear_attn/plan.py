@@ -6,13 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .config import DEFAULT_ATTENTION
-from .data.config import DataConfig
+from .data.config import DataConfig, TimingConfig
 from .utils.arguments import check_not_negative, check_positive, option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .evaluation.layer_search import LayerSearchResult
+
+
+@dataclass(frozen=True)
+class PlanTimingConfig(TimingConfig):
+    """At which lengths the planned layers are timed."""
+
+    lengths: tuple[int, ...] | None = option(
+        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", common=True
+    )
 
 
 @dataclass(frozen=True)
@@ -27,9 +36,7 @@ class PlanConfig:
     data: DataConfig = option(factory=DataConfig)
     steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
     search: Literal["rank", "greedy"] = option("rank", "order of layers: measured once, or again after each layer")
-    lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", common=True
-    )
+    speed: PlanTimingConfig = option(factory=PlanTimingConfig)
     save_model: str | None = option(
         None, "folder for a checkpoint with the planned layers and what they learned", common=True
     )
@@ -45,8 +52,6 @@ class PlanConfig:
         check_positive("", self, "threads")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other. Give only one of them.")
-        if any(length < 16 for length in self.lengths or ()):
-            raise ValueError(f"lengths must be numbers of tokens, 16 or more, got {self.lengths!r}.")
 
 
 def plan_command(config: PlanConfig) -> int:

@@ -26,7 +26,7 @@ from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 from hf_linear_attn.evaluation.metrics import Assessment, QualityMetric, assess
 from hf_linear_attn.evaluation.planning import split_halves
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
-from hf_linear_attn.plan import PlanConfig, run_plan
+from hf_linear_attn.plan import PlanConfig, PlanTimingConfig, run_plan
 
 from .helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
 
@@ -74,7 +74,7 @@ def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanCon
         "budget": "100000% perplexity",
         "quick": True,
         "steps": 2,
-        "lengths": (32,),
+        "speed": PlanTimingConfig(changes.pop("lengths", (32,))),
         "options": {"window_size": 4} if model != "bert" and "attention" not in changes else {},
     }
     return PlanConfig(str(folder / model), output=str(output), data=DataConfig(**data), **{**settings, **changes})
@@ -272,10 +272,10 @@ def test_halves_share_nothing() -> None:
         ({"budget": "0.5 points"}, "is for a classifier with its task"),
         ({"attention": "linformer"}, "'linformer' cannot be planned on this model"),
         ({"attention": "hedgehgo"}, "hedgehog"),
-        ({"attention": "softmax"}, "nothing to plan"),
+        ({"attention": "softmax"}, "is the exact attention"),
         ({"options": {"windows": 3}}, "windows"),
         ({"steps": -1}, "steps must"),
-        ({"lengths": (4,)}, "16 or more"),
+        ({"lengths": (4,)}, "16 tokens or more"),
         ({"data": {"task": "sst2"}}, "give only one"),
         ({"data": {"folder": "glue"}}, "give data.task"),
         ({"data": {"max_length": 1000}}, "beyond the model's"),
@@ -311,7 +311,7 @@ def test_models_that_are_not_supported(folder: Path, tmp_path: Path) -> None:
 
 def arguments(folder: Path, output: Path, budget: str, *more: str) -> list[str]:
     flags = ["--data.dataset", str(folder / "text.txt"), "--output", str(output), "--quick", "--steps", "1"]
-    flags += ["--data.max_length", "32", "--lengths", "32", *more]
+    flags += ["--data.max_length", "32", "--speed.lengths", "32", *more]
     return ["plan", str(folder / "gpt2"), "--budget", budget, *flags]
 
 
@@ -350,9 +350,9 @@ def test_errors_are_one_line(
 
 
 def test_flags() -> None:
-    flags = ["gpt2", "--budget", "2x at 64", "--options.a", "1", "--options.b", "x", "--lengths", "64", "128"]
+    flags = ["gpt2", "--budget", "2x at 64", "--options.a", "1", "--options.b", "x", "--speed.lengths", "64", "128"]
     config = parse_verb("plan", flags)
-    assert (config.model, config.options, config.lengths) == ("gpt2", {"a": 1, "b": "x"}, (64, 128))
+    assert (config.model, config.options, config.speed.lengths) == ("gpt2", {"a": 1, "b": "x"}, (64, 128))
     assert main(["plan", "gpt2"]) == 2
 
 

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-SMALL = ["--data.max_length", "16", "--device", "cpu", "--speed_lengths", "[]", "--bf16", "false"]
+SMALL = ["--data.max_length", "16", "--device", "cpu", "--speed.lengths", "[]", "--bf16", "false"]
 
 
 def stage(name: str) -> list[str]:

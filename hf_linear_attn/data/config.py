@@ -1,4 +1,4 @@
-"""The options of every command that reads data: `--data.task`, `--data.dataset`, …"""
+"""Options of several commands: the data that they read (`--data.task`, …), and the lengths that they time."""
 
 from __future__ import annotations
 
@@ -51,3 +51,18 @@ class DataConfig:
             raise ValueError(f"data.task is {self.task!r} and data.dataset is {self.dataset!r}: give only one of them.")
         if self.folder is not None and self.task is None:
             raise ValueError(f"data.folder is {self.folder!r}, the folder of a task's files: give data.task, too.")
+
+
+@dataclass(frozen=True)
+class TimingConfig:
+    """At which lengths a command times its models.
+
+    Raises:
+        ValueError: A length below 16.
+    """
+
+    lengths: tuple[int, ...] | None = option(None, "lengths to time, in tokens; []: none")
+
+    def __post_init__(self) -> None:
+        if any(length < 16 for length in self.lengths or ()):
+            raise ValueError(f"speed.lengths must be 16 tokens or more, got {self.lengths!r}.")

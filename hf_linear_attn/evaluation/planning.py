@@ -162,7 +162,7 @@ class _Run:
 
     def _lengths(self, budget: Budget) -> list[int]:
         """The lengths to time that the model can take."""
-        lengths = self.config.lengths
+        lengths = self.config.speed.lengths
         if lengths is None:
             lengths = (1024,) if self.config.quick else (1024, 4096)
         possible = possible_lengths(self.exact.model, lengths)[0]

@@ -131,7 +131,7 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
             run.measure("patched", student, data)
             student = _transfer(run, config, student, data)
         student = _distill(run, config, teacher, student, data)
-        if config.speed_lengths and "speed" not in run.state:
+        if config.speed.lengths and "speed" not in run.state:
             if is_sharded(teacher):
                 teacher = _teacher(run, config, data)
             run.record("speed", _speed(run, config, teacher, student, data))
@@ -294,7 +294,7 @@ def _speed(
     device = run.process.device
     limit = longest_input(teacher)
     accepted = inspect.signature(teacher.forward).parameters
-    lengths = [n for n in config.speed_lengths if limit is None or n <= limit or "position_ids" in accepted]
+    lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or "position_ids" in accepted]
     tokens = [int(token) for token in cast(Any, data.train)[0]["input_ids"]]
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}

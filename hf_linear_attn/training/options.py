@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from ..config import DEFAULT_ATTENTION
-from ..data.config import DataConfig
+from ..data.config import DataConfig, TimingConfig
 from ..utils.arguments import check_not_negative, check_positive, option
 
 TaskType = Literal["classification", "causal-lm", "masked-lm"]
@@ -197,17 +197,13 @@ class TrainingRunConfig:
         ("tensorboard",), "trackers of transformers.Trainer besides log.jsonl, where they are installed"
     )
     control: bool = option(False, "the softmax control: the same stages and steps with exact attention")
-    speed_lengths: tuple[int, ...] = option(
-        (512, 2048), "lengths at which the result is timed beside its teacher; []: none"
-    )
+    speed: TimingConfig = option(factory=lambda: TimingConfig((512, 2048)))
     hub_model_id: str | None = option(None, "repository on the Hub to push the result to")
     hub_private_repo: bool = option(False, "make that repository private")
 
     def __post_init__(self) -> None:
         check_positive("", self, "max_length", "threads", "per_device_eval_batch_size", "save_total_limit")
         check_not_negative("", self, "seed", "save_steps", "dataloader_num_workers")
-        if not all(length > 0 for length in self.speed_lengths):
-            raise ValueError(f"speed_lengths must be positive, got {self.speed_lengths!r}.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other. Give only one of them.")
         if self.bf16 and self.fp16:

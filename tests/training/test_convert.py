@@ -53,7 +53,7 @@ def converted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         teacher__max_steps=60,
         distill__max_steps=40,
         save_steps=20,
-        speed_lengths=[16, 32],
+        speed__lengths=[16, 32],
         report_to=["tensorboard"],
     )
     return out, convert(config, console=Console(file=screen, width=200)), screen.getvalue()

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from hf_linear_attn.cli import main
-from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.config import DataConfig, TimingConfig
 from hf_linear_attn.training.options import (
     ConvertConfig,
     DistillConfig,
@@ -76,7 +76,7 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (ConvertConfig, {"max_length": 9, "from_config": True}, "extends positions that were trained"),
         (ConvertConfig, {"save_total_limit": 0}, "^save_total_limit must be positive"),
         (ConvertConfig, {"seed": -1}, "^seed must not be negative"),
-        (ConvertConfig, {"speed_lengths": (512, 0)}, r"^speed_lengths must be positive, got \(512, 0\)"),
+        (TimingConfig, {"lengths": (512, 0)}, r"^speed.lengths must be 16 tokens or more, got \(512, 0\)"),
         (ConvertConfig, {"resume": True, "overwrite": True}, "exclude each other"),
         (ConvertConfig, {"bf16": True, "fp16": True}, "exclude each other"),
         (ConvertConfig, {"plan": "p.json", "layers": (0,)}, "plan says what every layer gets"),
