@@ -364,7 +364,7 @@ def _conclusion(result: LayerSearchResult) -> str:
             )
         return f"{budget} is met by {plan}: {speedup:.2f}×, timed again {again:.2f}×; {cost}."
     if not result.informative:
-        return f"{budget} cannot be judged on this data. {_uninformative(result)}"
+        return f"{budget} cannot be judged on this data."
     if not result.within_budget:
         return (
             f"No number of layers keeps to {result.budget.text!r}: the nearest is {plan}, {cost}. More transfer steps, "
@@ -378,24 +378,19 @@ def _conclusion(result: LayerSearchResult) -> str:
     return f"{budget} is met by {plan}: {cost}."
 
 
-def _uninformative(result: LayerSearchResult) -> str:
-    rows = [
-        f"{result.format_score(result.references[data].get('score'))} against "
-        f"{result.format_score(result.references[f'{data}, no attention'].get('score'))}"
-        for data in ("choice", "verification")
-    ]
-    return (
-        f"The exact model is not clearly better there than the model without attention ({result.score['title']} "
-        f"{rows[0]}, and {rows[1]} on the data of the verification), so the score says nothing about attention. Give "
-        "more data, or data that the model was made for."
-    )
-
-
 def _warnings(result: LayerSearchResult) -> list[str]:
     """What limits the conclusion."""
     sentences = []
-    if not result.informative and result.budget.length is not None:
-        sentences.append(_uninformative(result))
+    if not result.informative:
+        rows = [[data, f"{data}, no attention"] for data in ("choice", "verification")]
+        scores = [
+            " against ".join(result.format_score(result.references[name]["score"]) for name in row) for row in rows
+        ]
+        sentences.append(
+            f"The exact model is not clearly better there than the model without attention ({result.score['title']} "
+            f"{scores[0]}, and {scores[1]} on the data of the verification), so the score says nothing about attention."
+            " Give more data, or data that the model was made for."
+        )
     counts = [str(row["count"]) for row in result.curve if row["chance"]]
     if counts:
         sentences.append(
@@ -411,10 +406,10 @@ def _warnings(result: LayerSearchResult) -> list[str]:
         )
     elif longest and 2 * longest < max(map(int, last["speedup"]), default=0):
         sentences.append(f"Quality is that of inputs of at most {longest:,} tokens; longer ones were only timed.")
-    rows = exact.get("rows")
-    if rows:
+    if exact.get("rows"):
         sentences.append(
-            f"The choice rests on {rows:,} examples, each {100 / rows:.2f} points: a difference of a few is chance."
+            f"The choice rests on {exact['rows']:,} examples, each {100 / exact['rows']:.2f} points: a difference of a "
+            "few is chance."
         )
     return sentences
 
@@ -434,7 +429,7 @@ def _speed_sentence(result: LayerSearchResult) -> str:
     speedup = {int(length): value for length, value in result.chosen["speedup"].items()}
     if not speedup or (result.budget.length is not None and len(speedup) == 1):
         return ""
-    parts = [f"{value:.2f}× at {length:,} tokens" for length, value in speedup.items()]
+    speeds = ", ".join(f"{value:.2f}× as fast at {length:,} tokens" for length, value in speedup.items())
     change = crossover(list(speedup), list(speedup.values()))
     starts = {
         "<=": "at all of these",
@@ -442,7 +437,8 @@ def _speed_sentence(result: LayerSearchResult) -> str:
         ">": f"if at all, beyond {change.length:,.0f} tokens",
     }
     return (
-        f"The planned model is {', '.join(parts)} (one forward pass, batch 1). It is faster {starts[change.relation]}."
+        f"Beside {result.baseline}, the planned model is {speeds} (one forward pass, batch 1). It is faster "
+        f"{starts[change.relation]}."
     )
 
 

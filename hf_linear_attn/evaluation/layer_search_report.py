@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ..utils.extras import require_packages
 from .inputs import inputs_text
 from .layer_search import LayerSearchResult, format_divergence
+from .plots import COLORS, STYLE, new_figure, png
 from .report import page_template
 
 CAPTION = (
@@ -18,9 +18,7 @@ CAPTION = (
     "model against exact attention."
 )
 
-#: Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"
-LENGTH_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+BLUE, ORANGE, *LENGTH_COLORS = COLORS
 
 
 def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
@@ -30,28 +28,21 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
         ImportError: matplotlib is missing.
     """
     require_packages("matplotlib", extra="demo", purpose="A plan's report")
-    # A figure that pyplot does not know needs no window system and leaves no global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    import matplotlib
 
     lengths = list(result.curve[0]["speedup"])
-    figure = Figure(figsize=(5.6, 5.6 if lengths else 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(2 if lengths else 1, 1, sharex=True, squeeze=False)[:, 0]
-    _plot_damage(panels[0], result)
-    panels[0].set_title(f"{model_name}: what converting layers costs", loc="left", weight="bold")
-    if lengths:
-        _plot_speed(panels[1], result, lengths)
-    for axes in panels:
-        axes.grid(color="#E3E3E3", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=9)
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[-1].set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+    with matplotlib.rc_context(STYLE):
+        figure, grid = new_figure(5.6 if lengths else 3.6, 2 if lengths else 1, sharex=True, squeeze=False)
+        panels = grid[:, 0]
+        _plot_damage(panels[0], result)
+        panels[0].set_title(f"{model_name}: what converting layers costs")
+        if lengths:
+            _plot_speed(panels[1], result, lengths)
+        for axes in panels:
+            axes.legend()
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
+        panels[-1].set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")
+        return png(figure)
 
 
 def _plot_damage(axes: Any, result: LayerSearchResult) -> None:
@@ -76,7 +67,7 @@ def _plot_damage(axes: Any, result: LayerSearchResult) -> None:
 
 def _plot_speed(axes: Any, result: LayerSearchResult, lengths: list[str]) -> None:
     counts = [row["count"] for row in result.curve]
-    axes.axhline(1.0, color=GREY, linewidth=1)
+    axes.axhline(1.0, color="#767676", linewidth=1)
     for index, length in enumerate(lengths):
         color = LENGTH_COLORS[index % len(LENGTH_COLORS)]
         values = [row["speedup"][length] for row in result.curve]

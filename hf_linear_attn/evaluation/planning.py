@@ -67,8 +67,8 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     check_mechanism(config.attention)
     check_output(folder, RESULTS, overwrite=overwrite, resume=config.resume)
     if config.save_model is not None:
-        own = {"source": config.model, "option": "--save_model"}
-        check_output(config.save_model, ["config.json"], overwrite=overwrite, **own)
+        names = ["config.json"]
+        check_output(config.save_model, names, overwrite=overwrite, source=config.model, option="--save_model")
     run = _Run(config, budget)
     with open_output(folder, RESULTS, overwrite=overwrite), ConsoleProgress(console) as progress:
         for line in run.description():

@@ -133,13 +133,13 @@ class PromptMaker:
         Raises:
             ValueError: There is no room for them.
         """
-        room = length - len(self.before) - len(end) - sum(len(piece) for _, piece in inserted)
-        if room < 0:
+        capacity = length - len(self.before) - len(end) - sum(len(piece) for _, piece in inserted)
+        if capacity < 0:
             raise ValueError(f"A prompt of {length} tokens has no room for the question. Give longer ones.")
-        tokens, positions = filler(room), {}
+        tokens, positions = filler(capacity), {}
         ids, used = list(self.before), 0
         for depth, index in sorted((depth, index) for index, (depth, _) in enumerate(inserted)):
-            start = round(depth * room)
+            start = round(depth * capacity)
             ids += tokens[used:start]
             positions[index] = len(ids)
             ids += inserted[index][1]
@@ -220,24 +220,26 @@ class Recall:
             ImportError: matplotlib is missing.
         """
         require_packages("matplotlib", extra="demo", purpose="A heat map")
-        from matplotlib.figure import Figure
+        import matplotlib
 
-        from .plots import png
+        from .plots import STYLE, new_figure, png
 
         tasks = list(dict.fromkeys(self.table["task"]))
-        figure = Figure(figsize=(1.2 + 2.6 * len(tasks), 3.0), layout="constrained")
-        panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-        for axes, task in zip(panels, tasks, strict=True):
-            rows = self.table[self.table["task"] == task]
-            grid = rows.pivot_table(index="depth", columns="length", values="correct", aggfunc="mean")
-            image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
-            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
-            axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
-            axes.set_title(task)
-            axes.set_xlabel("tokens")
-        panels[0].set_ylabel("depth")
-        figure.colorbar(image, ax=list(panels), label="correct")
-        return png(figure)
+        with matplotlib.rc_context(STYLE):
+            rows, columns = (len(tasks) + 1) // 2, min(len(tasks), 2)
+            figure, panels = new_figure(0.6 + 2.2 * rows, rows, columns, squeeze=False)
+            for axes, task in zip(panels.flat, tasks, strict=False):
+                measured = self.table[self.table["task"] == task]
+                grid = measured.pivot_table(index="depth", columns="length", values="correct", aggfunc="mean")
+                image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+                axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
+                axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
+                axes.set(title=task, xlabel="tokens", ylabel="depth")
+                axes.grid(visible=False)
+            for axes in panels.flat[len(tasks) :]:
+                axes.remove()
+            figure.colorbar(image, ax=panels, label="correct")
+            return png(figure)
 
 
 def measure_recall(
@@ -297,7 +299,7 @@ def measure_recall(
         if decoder:
             generators = [random.Random(f"{seed} {task} {length} {depth} {trial}") for trial in range(trials)]
             prompts = [TASKS[task](maker, generator, length, depth) for generator in generators]
-            answers = _generate(model, prompts, batch_size, pad_token(tokenizer))
+            answers = list(_generate(model, prompts, batch_size, pad_token(tokenizer)))
         else:
             prompts, answers = _retrieve(model, maker, length, depth, trials, batch_size, seed)
         cell = {"task": task, "length": length, "depth": depth}
