@@ -91,6 +91,8 @@ class PromptMaker:
         words = [self._encode(f" {sentence}.") for sentence in FILLER.removesuffix(".").split(". ")]
         statement = self._encode(" The pass key of Anna is 12345.")
         self.sentences = [ids for ids in words if ids] if statement and all(words) else None
+        if self.sentences is not None:  # Small models hardly know what most of their tokens mean.
+            self.ordinary = sorted({token for sentence in self.sentences for token in sentence})
         self.before = special_tokens(tokenizer, [FILLER])[0] if self.sentences else []
 
     def _encode(self, text: str) -> list[int] | None:
@@ -205,9 +207,9 @@ class Recall:
 
     table: pandas.DataFrame
 
-    def summary(self) -> pandas.DataFrame:
-        """Return the share of correct answers: a row per task, a column per length."""
-        return self.table.pivot_table(index="task", columns="length", values="correct", aggfunc="mean", sort=False)
+    def summary(self, value: str = "correct") -> pandas.DataFrame:
+        """Return the share of correct answers (or of their tokens: `share`): a row per task, a column per length."""
+        return self.table.pivot_table(index="task", columns="length", values=value, aggfunc="mean", sort=False)
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON lines."""
