@@ -286,33 +286,28 @@ class Settings:
 
 
 def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Settings:
-    """Return how much to measure on a model.
+    """Return how much to measure on a model of a kind (`decoder`, `encoder` or `classifier`).
 
-    Args:
-        config: The options.
-        kind: `decoder`, `encoder` or `classifier`.
-        limit: The model's positions, if they are limited.
-        dtype: The model's precision.
-        table: Whether positions are looked up in a table of limited size.
+    `limit` is the number of its positions, and `table` says whether they are looked up in a table of limited size.
 
     Raises:
         ValueError: A sequence length or a context is beyond the model's positions.
     """
+    quick = config.quick
     default_length = {"decoder": 512, "encoder": 256, "classifier": 128}[kind]
     length = config.sequence_length or min(default_length, limit or default_length)
     for name, value in (("sequence_length", length), ("context", config.context)):
         if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
             raise ValueError(f"{name} {value} is beyond the model's {limit} positions. Use {limit} or less.")
-    default = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
-    if config.quick:
+    default: tuple[str, ...] = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
+    if quick:
         default = QUICK_ATTENTIONS
     attentions = config.attention if config.attention or config.converted else default
     own = config.length or min(limit or 2048, 2048)
-    usual = (128, 512, 2048) if config.quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+    usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
     lengths = config.speed.lengths or (*shortest, *usual)
     context = config.context or min(length, limit or length)
-    quick = config.quick
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return Settings(
         attentions=tuple(dict.fromkeys(attentions or ())),

@@ -31,8 +31,6 @@ BEFORE_COLOR = "#B5B5B5"
 WIDTH, DPI = 5.6, 160
 
 STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
