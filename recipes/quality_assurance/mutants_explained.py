@@ -10,15 +10,14 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
         "the place of the first token is for maps with positions, which windows refuse",
     ),
     ("CosformerFeatureMap.__init__", "XXcosformer needs max_length", "more words around a message"),
-    ("CosformerFeatureMap.fused", "query is None and key is None", "positions are given for both sides or for neither"),
     (
-        "PerformerReluFeatureMap.__init__",
-        "options.seed - LAYER_SEED_STRIDE",
+        "RandomFeatureOptions.draw",
+        "- LAYER_SEED_STRIDE",
         "other rows of the same kind; which layer draws which rows is not promised, and they are saved with the model",
     ),
     (
         "FavorPlusFeatureMap._rows",
-        "and False else options.num_features",
+        "and False else self.num_features",
         "noticed: the process dies, as a kernel writes beyond a tensor; since then kernels refuse such a formula",
     ),
     (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -88,13 +87,6 @@ class Arguments(ctypes.Structure):
     ]
 
 
-#: Formats of a tensor with its strides, of a `Map`, and of the fields of `Arguments` that every call sets, in order.
-#: Packing them at once takes a third of the time of setting them one by one, which matters in decoding.
-_TENSOR = "Pqqq"
-_MAP = struct.Struct("@iiiiifffffPPPqqqPPqPqq")
-_FIELDS = struct.Struct(f"@{4 * _TENSOR}{4 * struct.calcsize(_TENSOR)}xPqqqqqqiiii{2 * f'{_MAP.size}s'}")
-
-
 class KernelMap(NamedTuple):
     """A feature map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors.
 
@@ -122,15 +114,8 @@ def precomputed(features: Features) -> KernelMap:
 
 def prepare(fused: FusedMap, head_dim: int) -> KernelMap:
     """Convert the tensors of a feature map for inputs of size `head_dim`."""
-    if fused.weight is None and fused.cosine is None:
-        return _without_tensors(fused, head_dim)
     cosine, sine = (None if x is None else x.float().contiguous() for x in (fused.cosine, fused.sine))
     return KernelMap(fused, fused.width(head_dim), pad_columns(fused.weight), pad_columns(fused.bias), cosine, sine)
-
-
-@functools.lru_cache(maxsize=256)
-def _without_tensors(fused: FusedMap, head_dim: int) -> KernelMap:
-    return KernelMap(fused, fused.width(head_dim), None, None, None, None)
 
 
 def prepare_both(fused: tuple[FusedMap, FusedMap], head_dim: int) -> tuple[KernelMap, KernelMap]:
@@ -205,12 +190,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 def strided(tensor: Tensor) -> Strided:
     """Return the address and strides of `[B, H, L, d]`."""
-    return Strided(*_strided_fields(tensor))
-
-
-def _strided_fields(tensor: Tensor) -> tuple[int, int, int, int]:
-    batch, head, token, _ = tensor.stride()
-    return tensor.data_ptr(), batch, head, token
+    return Strided(tensor.data_ptr(), *tensor.stride()[:3])
 
 
 def _first_stride(tensor: Tensor | None) -> int:
@@ -218,47 +198,31 @@ def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _pack_map(kernel_map: KernelMap, head_dim: int, weight_t: Tensor | None) -> bytes:
-    """Pack the fields of `Map`."""
-    if kernel_map.fused is None:
-        scales = (
-            (0, 0, 0) if kernel_map.scales is None else (kernel_map.scales.data_ptr(), *kernel_map.scales.stride()[:2])
-        )
-        return _MAP.pack(
-            PRECOMPUTED, 1, kernel_map.width, False, head_dim, *(1.0, 1.0, 1.0, 0.0, 1.0), *(9 * (0,)), *scales
-        )
-    if kernel_map.weight is None and kernel_map.cosine is None:
-        return _map_without_tensors(kernel_map.fused, kernel_map.width, head_dim)
-    fused = kernel_map.fused
-    return _MAP.pack(
-        ACTIVATIONS[fused.activation],
+def _map_argument(kernel_map: KernelMap, head_dim: int, weight_t: Tensor | None) -> Map:
+    fused, scales = kernel_map.fused or FusedMap("relu"), kernel_map.scales
+    return Map(
+        PRECOMPUTED if kernel_map.fused is None else ACTIVATIONS[fused.activation],
         PARTS[fused.activation],
         kernel_map.width,
-        fused.weight is not None,
+        kernel_map.weight is not None,
         head_dim,
         fused.bias_scale,
         fused.in_scale,
         fused.alpha,
         fused.epsilon,
         fused.factor,
-        address(kernel_map.weight) or 0,
-        address(weight_t) or 0,
-        address(kernel_map.bias) or 0,
+        address(kernel_map.weight),
+        address(weight_t),
+        address(kernel_map.bias),
         _first_stride(kernel_map.weight),
         _first_stride(weight_t),
         _first_stride(kernel_map.bias),
-        address(kernel_map.cosine) or 0,
-        address(kernel_map.sine) or 0,
+        address(kernel_map.cosine),
+        address(kernel_map.sine),
         _first_stride(kernel_map.cosine),
-        *(0, 0, 0),
+        address(scales),
+        *((0, 0) if scales is None else scales.stride()[:2]),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _map_without_tensors(fused: FusedMap, width: int, head_dim: int) -> bytes:
-    numbers = (fused.bias_scale, fused.in_scale, fused.alpha, fused.epsilon, fused.factor)
-    activation = fused.activation
-    return _MAP.pack(ACTIVATIONS[activation], PARTS[activation], width, False, head_dim, *numbers, *(12 * (0,)))
 
 
 def arguments(
@@ -272,31 +236,27 @@ def arguments(
     batch, heads, length, size = query.shape
     _, groups, keys, value_size = value.shape
     products = batch * heads * (length + keys) * call.num_features * value_size
-    query_map = _pack_map(maps[0], size, weights_t[0])
+    query_map = _map_argument(maps[0], size, weights_t[0])
     same = maps[0] is maps[1] and weights_t[0] is weights_t[1]
-    filled = Arguments()
-    _FIELDS.pack_into(
-        filled,
-        0,
-        *_strided_fields(query),
-        *_strided_fields(key),
-        *_strided_fields(value),
-        *_strided_fields(out),
-        0 if mask is None else mask.data_ptr(),
-        0 if mask is None else _first_stride(mask),
-        batch,
-        heads,
-        groups,
-        length,
-        keys,
-        size,
-        value_size,
-        DTYPE_NUMBERS[value.dtype],
-        torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
-        query_map,
-        query_map if same else _pack_map(maps[1], size, weights_t[1]),
+    return Arguments(
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
+        out=strided(out),
+        mask=address(mask),
+        mask_batch=_first_stride(mask),
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        length=length,
+        keys=keys,
+        size=size,
+        value_size=value_size,
+        dtype=DTYPE_NUMBERS[value.dtype],
+        threads=torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
+        query_map=query_map,
+        key_map=query_map if same else _map_argument(maps[1], size, weights_t[1]),
     )
-    return filled
 
 
 @functools.cache
