@@ -9,12 +9,10 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
-from ..integration.attention import SUBMODULE
 from ..integration.discovery import longest_input
 from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
@@ -115,7 +113,13 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
     """
     read_attention(config)
     run = Run(config, console)
-    _check_stages(run, config)
+    # A mistake in the arguments of any stage is an error before anything is loaded.
+    if config.teacher.enabled:
+        run.stage_arguments(FinetuningConfig, config.teacher, None, run.folder)
+    if config.transfer.max_steps:
+        run.stage_arguments(AttentionTransferConfig, config.transfer, None, run.folder)
+    if config.distill.enabled:
+        run.stage_arguments(DistillationConfig, config.distill, None, run.folder)
     if run.is_finished:
         return _present(run, run.results())
     with run.open_folder():
@@ -178,16 +182,6 @@ def _tokenizer(run: Run) -> Any:
     return load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
-def _check_stages(run: Run, config: ConvertConfig) -> None:
-    """Build the arguments of all stages, so that a mistake in them is an error before anything is loaded."""
-    if config.teacher.enabled:
-        run.stage_arguments(FinetuningConfig, config.teacher, None, run.folder)
-    if config.transfer.max_steps:
-        run.stage_arguments(AttentionTransferConfig, config.transfer, None, run.folder)
-    if config.distill.enabled:
-        run.stage_arguments(DistillationConfig, config.distill, None, run.folder)
-
-
 def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel:
     """The exact model that is converted, fine-tuned first if the config says so."""
     folder = run.folder / "teacher"
@@ -216,46 +210,39 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
 
 
 def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: TaskData) -> PreTrainedModel:
-    """Attention transfer. Its result is saved beside the checkpoints, so that a resumed run does not repeat it."""
+    """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     if not config.transfer.max_steps or not patch_report(student).parameters:
         return student
-    path = run.folder / "checkpoints" / "transferred" / "linear_attention.safetensors"
     rows: Any = data.train
-    limit = exact_length(student)
+    limit, folder = exact_length(student), run.folder / "checkpoints" / "transferred"
     if limit:
-        # Rows that the mechanism attends to exactly have no loss to learn from.
         rows = rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
     if not len(rows):
         reason = f"Attention transfer was skipped: no training input has more than the {limit:,} tokens that are exact."
         run.say(reason)
         run.record("transfer", {"step": 0, "skipped": reason})
         return student
-    if "transfer" not in run.state:
+    if "transfer" in run.state:
+        student, _ = load_model(config, data, str(folder))
+    else:
         if len(rows) < len(data.train):
             run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
-        validation_rows = min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5)
+        # At least one row, which is trained on as well if it is the only one.
+        count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
         trainer = run.train(
             "transfer",
             AttentionTransferTrainer,
             student,
             config.transfer,
             data,
-            train_dataset=rows.select(range(len(rows) - validation_rows)),
-            eval_dataset=rows.select(range(len(rows) - validation_rows, len(rows))) if validation_rows else None,
+            train_dataset=rows.select(range(max(len(rows) - count, 1))),
+            eval_dataset=rows.select(range(len(rows) - count, len(rows))),
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )
         student = trainer.complete_model()
-        learned = {name: tensor for name, tensor in student.named_parameters() if f".{SUBMODULE}." in f".{name}"}
-        if run.is_main_process:
-            with atomic_folder(path.parent) as temporary:
-                tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in learned.items()}
-                save_file(tensors, str(temporary / path.name))
+        run.save(folder, student, data)
         run.record("transfer", stage_progress(trainer, data))
-    parameters = dict(student.named_parameters())
-    with torch.no_grad():
-        for name, tensor in load_file(str(path)).items():
-            parameters[name].copy_(tensor)
     run.measure("transferred", student, data)
     return student
 

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback
 
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
@@ -193,7 +193,7 @@ class Run:
                 # The complete model is on each device: nothing is sharded for an evaluation.
                 trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
                 model.to(trainer.args.device)  # type: ignore[arg-type]
-                metrics = _evaluate(trainer, data)
+                metrics = data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
             self.record(stage, metrics)
             if self.is_main_process:
@@ -376,10 +376,6 @@ class LastEvaluationCallback(TrainerCallback):
         """Ask for an evaluation."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
-
-
-def _evaluate(trainer: Trainer, data: TaskData) -> dict[str, float]:
-    return data.own_metrics(trainer.evaluate())
 
 
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:

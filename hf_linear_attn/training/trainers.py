@@ -174,11 +174,9 @@ class FinetuningTrainer(Trainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._in_training_step = False
-        check_finite_loss(float(loss), self.state.global_step + 1, self._get_learning_rate(), self._nan_remedy())
+        remedy = "Lower the learning rate" + (" or train without fp16" if self.args.fp16 else "")
+        check_finite_loss(float(loss), self.state.global_step + 1, self._get_learning_rate(), remedy)
         return loss
-
-    def _nan_remedy(self) -> str:
-        return "Lower the learning rate" + (" or train without fp16" if self.args.fp16 else "")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the terms of the loss beside it, averaged over steps and processes."""

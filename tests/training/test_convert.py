@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
+from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.convert import convert, finetune
 from hf_linear_attn.training.trainers import AttentionTransferTrainer
 from tests.training.tiny_runs import (
@@ -280,6 +281,16 @@ def test_transfer_draws_the_inputs_beyond_the_window(
     assert f"trains on the {counts['longer']} inputs of more than {exact} tokens" in screen.getvalue()
     assert len(lengths) == 4 * 8
     assert min(lengths) > exact
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_transfer_on_a_few_inputs(count: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "exact_length", lambda model: 5)
+    monkeypatch.setattr(stages, "row_lengths", lambda rows: [9] * count + [1] * (len(rows) - count))
+    steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1}
+    results = convert(convert_config(folder / "tuned", folder / "task", tmp_path, **steps), console=quiet())
+    assert results["stages"]["transfer"]["step"] == 1
+    assert [step for step, _ in results["stages"]["transfer"]["evaluations"]] == [0, 1]
 
 
 def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
