@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..feature_maps.base import AttentionShape
+from ..feature_maps.base import AttentionShape, constant_parameter
 from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.common import Features, State, block_length, compute_dtype, mask_tokens
+from ..ops.common import State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
@@ -115,10 +115,8 @@ class WindowAttention(LinearAttention):
                 f"window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
                 "normaliser over them and the exact weights could cross zero."
             )
-        self.log_mix = nn.Parameter(
-            torch.full((shape.num_heads,), float(options.mix_init), dtype=torch.float32, device="cpu")
-        )
-        self.mix_weight = nn.Parameter(torch.zeros(shape.num_heads, shape.head_dim, dtype=torch.float32, device="cpu"))
+        self.log_mix = constant_parameter(shape.num_heads, value=options.mix_init)
+        self.mix_weight = constant_parameter(shape.num_heads, shape.head_dim)
 
     @classmethod
     def resolve_options(cls, shape: AttentionShape, options: WindowOptions) -> WindowOptions:
@@ -148,8 +146,7 @@ class WindowAttention(LinearAttention):
             query,
             key,
             value,
-            *self._feature_functions(scaling),
-            fused=self.feature_map.fused(scaling),
+            *self.feature_map.functions(scaling),
             num_features=self.feature_map.num_features,
             causal=causal,
             window=self.options.window_size,
@@ -180,7 +177,7 @@ class WindowAttention(LinearAttention):
         return ops.dense_windowed_weights(
             query,
             key,
-            *self._feature_functions(scaling),
+            *self.feature_map.functions(scaling)[:2],
             inside=self._inside(query, key, causal, mask),
             allowed=visible(mask, query, key, causal),
             scaling=scaling,
@@ -266,15 +263,6 @@ class WindowAttention(LinearAttention):
         if not self.options.sink_tokens:
             return inside
         return inside | sink_pairs(visible(mask, query, key, causal), self.options.sink_tokens, causal)
-
-    def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
-        def query_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.query(x, scaling)
-
-        def key_features(x: Tensor, start: int) -> Features:
-            return self.feature_map.key(x, scaling)
-
-        return query_features, key_features
 
     @property
     def exact_length(self) -> int:
