@@ -161,9 +161,7 @@ def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) 
     """Several such sentences, each with a name; one of them is asked for."""
     statements = [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)]
     depths = [depth, *((index + 0.5) / (NEEDLES - 1) for index in range(NEEDLES - 1))]
-    pieces = [
-        (place, [token for part in parts for token in part]) for place, parts in zip(depths, statements, strict=True)
-    ]
+    pieces = [(own, [token for part in parts for token in part]) for own, parts in zip(depths, statements, strict=True)]
     opening, key, _ = statements[0]
     ids, starts = maker.assemble(length, partial(maker.filler, rng), pieces, opening)
     return Prompt(ids, key, starts[0] + len(opening))
