@@ -84,7 +84,7 @@ class ConsoleProgress(Progress):
             table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
             table.add_column(frame.index.name, no_wrap=True)
             for name, width in zip(frame.columns[:fitting], widths, strict=False):
-                table.add_column(name, justify="right", min_width=width)
+                table.add_column(name, justify="right", width=width)
             for label, *row in frame.iloc[:, :fitting].itertuples():
                 table.add_row(escape(label), *map(escape, row))
             self.console.print(table)

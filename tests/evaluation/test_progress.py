@@ -1,0 +1,52 @@
+"""The screen of an evaluation: tables at any width, stages with their rows and time left, old terminals."""
+
+from __future__ import annotations
+
+import io
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from hf_linear_attn.evaluation.progress import ConsoleProgress, printable, report_batches
+
+
+@pytest.mark.parametrize("width", range(40, 121, 8))
+def test_a_table_of_any_width_shows_every_value(width: int) -> None:
+    titles = ["perplexity", "perplexity change", "KL, nats", "output error", "learned parameters", "at 128"]
+    values = [f"{index}.75 → {index}.76" for index in range(len(titles))]
+    frame = pd.DataFrame([values], index=["without attention"], columns=titles)
+    frame.index.name = "attention"
+    stream = io.StringIO()
+    ConsoleProgress(Console(file=stream, width=width)).table(frame)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for word in (*values, *(word for title in titles for word in title.split())):
+        assert word in text
+
+
+def test_a_stage_shows_rows_and_time_left() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True)
+    with ConsoleProgress(console) as progress:
+        for done in range(4):
+            progress.status("hedgehog (4 of 4): attention transfer, loss 0.246", done, 30)
+        progress._bar.refresh()
+        progress.log("hedgehog: perplexity 3.20")
+    text = stream.getvalue()
+    assert "hedgehog (4 of 4)" in text
+    assert "3/30" in text
+    assert "left" in text
+    assert "hedgehog: perplexity 3.20" in text
+
+
+def test_rows_are_counted_in_batches() -> None:
+    told: list[tuple[int, int]] = []
+    batches = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
+    assert list(report_batches(batches, lambda done, total: told.append((done, total)))) == batches
+    assert told == [(0, 5), (3, 5)]
+
+
+def test_old_terminals() -> None:
+    assert printable("2 → 3 (1.5×)", "ascii") == "2 -> 3 (1.5x)"
+    assert printable("2 → 3", "utf-8") == "2 → 3"
