@@ -10,7 +10,7 @@ from .common import State, compute_dtype, divide, mask_tokens
 from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys
 from .sinks import first_tokens
-from .windowed import FLOOR
+from .windowed import FAR, FLOOR
 
 
 def is_decoding_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
@@ -39,7 +39,7 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
-    far: State = {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
+    far: State = {name: state[name] for name in FAR if name in state}
     far = merge_keys(far, older, mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:

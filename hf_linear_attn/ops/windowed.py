@@ -27,6 +27,9 @@ from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys, read_state
 from .sinks import Sinks, first_tokens, take_tokens
 
+#: Entries of a state that belong to the kernelized part.
+FAR = ("kv", "k_sum", "log_scale")
+
 #: Number of queries that the causal form handles at once.
 CAUSAL_CHUNK = 64
 
@@ -239,7 +242,7 @@ def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[
     if sinks is not None:
         is_far = is_far & (torch.arange(-window, length, device=key.device) > sinks.position[:, -1:])
         sink_key, sink_value = functional.pad(sinks.key.to(dtype), (0, 1)), with_ones(sinks.value.to(dtype))
-    far = None if state is None else {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
+    far: State | None = None if state is None else {name: state[name] for name in FAR if name in state}
     values, scales = [], []
     for start in range(0, length, CAUSAL_CHUNK):
         size = min(CAUSAL_CHUNK, length - start)

@@ -38,8 +38,10 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     log_mix = (call.log_mix.base if isinstance(call.log_mix, QueryMix) else call.log_mixing_weights()).float()
     inputs, tokens, length = (call.query, call.key, call.value, log_mix), None, call.query.shape[2]
     mask, skip, offset = call.mask, None, 0
+    sinks: Sinks | None = None
+    first: State = {}
     if not call.causal:
-        sinks, first = end_tokens(call), {}
+        sinks = end_tokens(call)
         mask = None if mask is None else mask.contiguous()
     elif not length:
         return call.value.new_zeros(call.query.shape[0], call.query.shape[1], 0, call.value.shape[3]), call.state
@@ -57,7 +59,8 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if tokens is None:
         if not call.return_state:
             return out, None
-        tokens = gather_tokens(*(tensor[:, :, -call.window :] for tensor in inputs), call.window, None, None)
+        query, key, value, log_mix = (tensor[:, :, -call.window :] for tensor in inputs)
+        tokens = gather_tokens(query, key, value, log_mix, call.window, None, None)
         length = min(length, call.window)
     return out, {"kv": kv, "k_sum": k_sum, **make_ring(tokens, length), **first}
 
@@ -68,7 +71,7 @@ def _is_kernel_step(call: WindowedCall) -> bool:
     if state is None or call.value.shape[3] % binding.lanes() or not is_decoding_step(query, call.mask, state):
         return False
     batch, groups, _, size = call.key.shape
-    expected = {"ring_mask": ((batch, window), torch.bool)}
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"ring_mask": ((batch, window), torch.bool)}
     for names, count in ((RINGS, window), (SINKS, call.sinks)):
         if count:
             widths = (size, call.value.shape[3])
