@@ -34,8 +34,9 @@ class Options:
     """Base class of options. A value outside of its field's limits or `Literal` choices is a ValueError."""
 
     def __post_init__(self) -> None:
+        own_class: Any = type(self)
         for entry in fields(self):
-            value, hints = getattr(self, entry.name), _field_hints(type(self))[entry.name]
+            value, hints = getattr(self, entry.name), _field_hints(own_class)[entry.name]
             if value is None and NoneType in hints:
                 continue
             unmet = _unmet_requirement(value, hints, entry.metadata.get("least"), entry.metadata.get("within"))
@@ -45,7 +46,7 @@ class Options:
 
 
 @functools.cache
-def _field_hints(options: type) -> dict[str, tuple[Any, ...]]:
+def _field_hints(options: Any) -> dict[str, tuple[Any, ...]]:
     """Return the types in the union that each field is annotated with."""
     hints = get_type_hints(options)
     return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
@@ -63,9 +64,10 @@ def _unmet_requirement(value: Any, hints: tuple[Any, ...], least: int | None, wi
     return None
 
 
-def _lies_within(value: Any, interval: str) -> bool:
-    if not isinstance(value, Real):
+def _lies_within(number: Any, interval: str) -> bool:
+    if not isinstance(number, Real):
         return False
+    value = float(number)
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
     return above and (value <= high if interval[-1] == "]" else value < high)

@@ -61,5 +61,4 @@ class RandomFeatureOptions(Options):
     def draw(self, count: int, shape: AttentionShape, seed: int | None = None) -> Tensor:
         """Draw rows `[count, d]` for a layer, from `seed` instead of the option where it is given."""
         seed = (self.seed if seed is None else seed) + LAYER_SEED_STRIDE * shape.layer_index
-        kind = {"orthogonal": self.orthogonal, "scaling": self.scaling}
-        return gaussian_features(count, shape.head_dim, seed=seed, **kind)
+        return gaussian_features(count, shape.head_dim, seed=seed, orthogonal=self.orthogonal, scaling=self.scaling)

@@ -83,14 +83,14 @@ class RandomFeatureAttention(LinearAttention):
             settings |= {"fused": None, "causal": inputs.causal, "state": inputs.state, "return_state": inputs.causal}
             call = KernelizedCall(*tensors, self._features, **settings)
             return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
-        call = GatedCall(
+        gated_call = GatedCall(
             *tensors,
             lambda x, start: self._gated_keys(x, inputs.scaling),
             per_feature=False,
             state=inputs.state,
             **settings,
         )
-        return backends.attend(call)
+        return backends.attend(gated_call)
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None

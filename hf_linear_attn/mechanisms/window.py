@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..feature_maps.base import AttentionShape, constant_parameter
+from ..feature_maps.base import AttentionShape, FeatureMap, constant_parameter
 from ..ops import backends
 from ..ops import windowed as ops
 from ..ops.common import State, block_length, compute_dtype, mask_tokens
@@ -109,7 +109,7 @@ class WindowAttention(LinearAttention):
         options = self.resolve_options(shape, options)
         super().__init__(shape, options)
         entry = FEATURE_MAPS.get(options.feature_map)
-        self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        self.feature_map: FeatureMap = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
         if self.feature_map.signed:
             raise ValueError(
                 f"window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
