@@ -86,7 +86,8 @@ def strange(tmp_path: Path) -> tuple[Path, Path]:
 def test_code_beside_a_checkpoint_does_not_run_unless_trusted(strange: tuple[Path, Path], tmp_path: Path) -> None:
     folder, mark = strange
     hla.load_pretrained(str(folder))
-    AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False)
+    with pytest.raises(ValueError, match="runs linear attention"):
+        AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False)
     main(["info", str(folder)])
     main(["patch", str(folder), str(tmp_path / "out"), "--attention", "elu"])
     assert not mark.exists()

@@ -72,7 +72,10 @@ def mimic(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace)
     sequences = token_passages(tokenizer, read_text(arguments.train_text).train, length, count)
     batches = padded_batches(sequences, 8, pad_token(tokenizer))
     result = hla.transfer_attention(model, batches, steps=arguments.steps)
-    console.print(f"Attention transfer: {result.steps} steps, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}.")
+    if result.losses:
+        console.print(
+            f"Attention transfer: {result.steps} steps, loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}."
+        )
 
 
 class LossTotals:

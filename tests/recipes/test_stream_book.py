@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def arguments_for(folder, *more):
-    small = ["--steps", "2", "--train-length", "16", "--every", "500", "--tokens", "1500"]
+    small = ["--steps", "2", "--train-length", "80", "--every", "500", "--tokens", "1500"]
     text = str(folder / "book.txt")
     return ["--model", str(folder / "decoder"), "--text", text, "--train-text", text, *small, *more]
 
