@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
@@ -131,6 +132,14 @@ class TaskData:
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of a validation set of a classification task."""
         return compute_metrics(self.metric_names, prediction.predictions, prediction.label_ids)
+
+    def most_frequent_answer(self) -> float | None:
+        """Return the first metric for always giving the most frequent class, or None where there are no classes."""
+        if self.labels is None:
+            return None
+        labels = np.asarray(next(iter(self.validation.values()))["labels"])
+        predictions = np.full_like(labels, np.bincount(labels).argmax())
+        return compute_metrics(self.metric_names, predictions, labels)[self.metric_names[0]]
 
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.

@@ -35,21 +35,38 @@ Where the package is installed, `AutoModel….from_pretrained(…, trust_remote_
 either it must not be used: its weights were trained for linear attention."""
 
 
-def recovered(facts: dict[str, Any], state: dict[str, Any]) -> float | None:
-    """Return the student's share of the teacher's metric that decides (its inverse where lower is better).
+def comparison_with_teacher(facts: dict[str, Any], state: dict[str, Any]) -> str:
+    """Return a sentence about the student's metric beside its teacher's; empty where there is nothing to compare.
 
-    None where the share says nothing: without both metrics, for NaN, for a teacher that is no better than chance (a
-    correlation of 0 or less), or for a loss of 0.
+    A share of the teacher's metric (its inverse where lower is better) says nothing where the teacher has not learned
+    the task, and is no measure of what linear attention costs where the student has been trained longer.
     """
-    goal, student_metrics = facts["goal"], state.get("distilled") or state.get("transferred")
-    teacher, student = (
-        (metrics or {}).get(goal["metric"], math.nan) for metrics in (state.get("teacher"), student_metrics)
-    )
-    teacher, student = (math.nan if value is None else value for value in (teacher, student))
-    denominator, numerator = (teacher, student) if goal["greater_is_better"] else (student, teacher)
-    if not (math.isfinite(denominator) and math.isfinite(numerator)) or denominator <= 0:
-        return None
-    return numerator / denominator
+    metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
+    values = [(metrics or {}).get(metric) for metrics in (state.get("teacher"), _last_stage(state))]
+    teacher, student = (math.nan if value is None else value for value in values)
+    if not (math.isfinite(teacher) and math.isfinite(student)):
+        return ""
+    floor = facts.get("most_frequent_answer")
+    rows = sum(count for name, count in facts["data"].items() if name.startswith("valid") and name.endswith("_rows"))
+    if floor is not None and teacher - floor <= 2 * (0.25 / rows) ** 0.5:  # two standard errors
+        return (
+            f"The teacher's {metric} ({teacher:.4f}) is not clearly better than that of always giving the most "
+            f"frequent answer ({floor:.4f}): it has not learned the task, so nothing can be said about attention."
+        )
+    denominator, numerator = (teacher, student) if higher else (student, teacher)
+    if denominator <= 0:
+        return ""
+    if numerator > denominator:
+        sentence = f"The {metric} is better than the teacher's, {student:.4f} against {teacher:.4f}."
+    else:
+        sentence = f"This is {100 * numerator / denominator:.1f} % of the teacher's {metric}."
+    if state.get("distilled"):
+        sentence += " The teacher was not trained in the last stage; `--control` trains the exact model as long."
+    return sentence
+
+
+def _last_stage(state: dict[str, Any]) -> dict[str, Any] | None:
+    return state.get("distilled") or state.get("transferred")
 
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
@@ -62,9 +79,9 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
         [title, *(f"{metrics[name]:.4f}" if name in metrics else "–" for name in names)] for title, metrics in stages
     ]
     lines = _table(["", *names], rows, numbers=len(names))
-    share = recovered(facts, state)
-    if share is not None:
-        lines += ["", f"Recovered: {100 * share:.1f} % of the teacher's {facts['goal']['metric']}."]
+    sentence = comparison_with_teacher(facts, state)
+    if sentence:
+        lines += ["", sentence]
     return lines
 
 

@@ -353,6 +353,7 @@ def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
         "beyond_exact": _beyond_exact(model, data),
         "data": data.facts,
         "goal": {"metric": data.metric, "greater_is_better": data.greater_is_better},
+        "most_frequent_answer": data.most_frequent_answer(),
         "processes": run.process.num_processes,
         "environment": environment(run.process.device),
     }

@@ -89,6 +89,8 @@ def test_the_result_is_a_checkpoint_that_gives_the_reported_metric(
     answers = [model.config.id2label[int(row.argmax())] for row in logits]
     right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
     assert right == pytest.approx(results["stages"]["distilled"]["accuracy"])
+    labels = [row["label"] for row in rows]
+    assert results["most_frequent_answer"] == pytest.approx(max(map(labels.count, labels)) / len(labels))
 
 
 def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str]) -> None:
