@@ -36,6 +36,7 @@ class AttentionCall:
         scaling: τ, the factor of `q·k`.
         causal: Whether a token sees earlier ones only.
         output: `[B, H, L, e]`, exact.
+        start: Position of the first query in a bidirectional call of some of the queries; None otherwise.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class AttentionCall:
     scaling: float
     causal: bool
     output: Tensor
+    start: int | None = None
 
     def real_queries(self) -> Tensor:
         """Return `[B, H, L]`: the queries that are real tokens and see a key, not those of padding."""
@@ -62,9 +64,15 @@ class AttentionCall:
 
     def linear_weights(self) -> Tensor:
         """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
-        return self.mechanism.attention_weights(
-            self.query, self.key, scaling=self.scaling, causal=self.causal, mask=self.padding
-        )
+        return self.mechanism.attention_weights(self.query, self.key, **self._settings())
+
+    def branch_weights(self) -> tuple[Tensor, Tensor] | None:
+        """Return the weights of a hybrid's linear branch for the same inputs (see `LinearAttention.branch_weights`)."""
+        return self.mechanism.branch_weights(self.query, self.key, **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"scaling": self.scaling, "causal": self.causal, "mask": self.padding}
+        return settings if self.start is None else {**settings, "start": self.start}
 
     def linear_output(self) -> Tensor:
         """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""

@@ -109,7 +109,8 @@ class LinearAttention(nn.Module):
     def separable_queries(self, causal: bool) -> bool:
         """Return whether `attention_weights` works for some of the queries, so that its memory can be bounded.
 
-        If causal, these must be the last ones of the keys; if bidirectional, any of them, with all keys.
+        If causal, these are the last ones of the keys. If bidirectional, they come with all keys, and `start=` (an
+        argument of `branch_weights` too) is the position of the first of them.
         """
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,19 +123,23 @@ class HeadMixture(LinearAttention):
         return self._join(linear, _softmax_attention(queries[1], keys[1], values[1], masks[1], scaling))
 
     def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         queries, keys = self._split(query), self._split(key)
         masks = (mask, mask) if mask is None else self._split_mask(mask)
-        linear = self.mechanism.attention_weights(queries[0], keys[0], scaling=scaling, causal=causal, mask=masks[0])
+        linear = self.mechanism.attention_weights(
+            queries[0], keys[0], scaling=scaling, causal=causal, mask=masks[0], **options
+        )
         allowed = visible(masks[1], queries[1], keys[1], causal)
         return self._join(linear, softmax_weights(queries[1], keys[1], allowed, scaling))
 
     def branch_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor] | None:
         queries, keys = self._split(query), self._split(key)
-        branch = self.mechanism.branch_weights(queries[0], keys[0], scaling=scaling, causal=causal, mask=mask)
+        branch = self.mechanism.branch_weights(
+            queries[0], keys[0], scaling=scaling, causal=causal, mask=mask, **options
+        )
         if branch is None:
             return None
         weights, outside = branch

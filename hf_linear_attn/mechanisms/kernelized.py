@@ -63,17 +63,24 @@ class KernelizedAttention(LinearAttention):
         return out, {**state_after, "count": counts}
 
     def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        start: int | None = None,
     ) -> Tensor:
         dtype = compute_dtype(query)
         # With a mask [B, H, L, S] positions in the sequence count: they preserve all distances inside of a document.
         positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
-        query_features, key_features, _ = self._maps(scaling, positions, query.shape[2])
+        query_features, key_features, _ = self._maps(scaling, positions, query.shape[2], start)
         features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
         return ops.dense_weights(*features, visible(mask, query, key, causal), signed=self.feature_map.signed)
 
     def separable_queries(self, causal: bool) -> bool:
-        return causal or not self.feature_map.uses_positions
+        return True
 
     def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the positions `[B | 1, S]` of the keys among the real tokens of their rows, and their number `[B]`."""
@@ -106,16 +113,17 @@ class KernelizedAttention(LinearAttention):
             )
 
     def _maps(
-        self, scaling: float, positions: Tensor | None, queries: int
+        self, scaling: float, positions: Tensor | None, queries: int, start: int | None = None
     ) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
         """Return the query map and the key map as functions of a block and its start, and as formulas or None.
 
-        The queries are the last `queries` positions.
+        The queries are so many positions from `start`, or the last ones.
         """
         feature_map: Any = self.feature_map
         if positions is None:
             return self.feature_map.functions(scaling)
-        query_positions = positions[:, positions.shape[1] - queries :]
+        first = positions.shape[1] - queries if start is None else start
+        query_positions = positions[:, first : first + queries]
 
         def query_features(x: Tensor, start: int) -> Features:
             return feature_map.query(x, scaling, query_positions[:, start : start + x.shape[2]])

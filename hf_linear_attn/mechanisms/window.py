@@ -172,20 +172,34 @@ class WindowAttention(LinearAttention):
         return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters())
 
     def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        start: int | None = None,
     ) -> Tensor:
         return ops.dense_windowed_weights(
             query,
             key,
             *self.feature_map.functions(scaling)[:2],
-            inside=self._inside(query, key, causal, mask),
+            inside=self._inside(query, key, causal, mask, start),
             allowed=visible(mask, query, key, causal),
             scaling=scaling,
-            log_mix=self._log_mix(query, key, scaling, causal, mask, None),
+            log_mix=self._log_mix(query, key, scaling, causal, mask, None, start),
         )
 
     def _log_mix(
-        self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None,
+        state: State | None,
+        start: int | None = None,
     ) -> Tensor:
         """Return the log mixing weight g of each row, `[B, H, L]`.
 
@@ -193,11 +207,17 @@ class WindowAttention(LinearAttention):
         mask is `[B, H, L, S]`, n counts positions in the sequence.
         """
         padding = None if mask is None or mask.dim() == 4 else mask
-        constant = self._constant_mix(query, key, causal, padding, state)
-        return constant + self._query_mix(query, scaling, _mask_of_queries(padding, query))
+        constant = self._constant_mix(query, key, causal, padding, state, start)
+        return constant + self._query_mix(query, scaling, _of_queries(padding, query, start))
 
     def _constant_mix(
-        self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, state: State | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        state: State | None,
+        start: int | None = None,
     ) -> Tensor:
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
         log_mix, length = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), query.shape[2]
@@ -207,16 +227,15 @@ class WindowAttention(LinearAttention):
         if state is not None and mask is None and length == 1:  # A decoding step takes fewer operations this way.
             outside = (state["count"] + (1 - window - sinks)).clamp_min(0).to(log_mix.dtype)
             return log_mix - torch.log1p(outside / saturation).view(-1, 1, 1)
-        outside = _count_outside(key, mask, state, window, sinks, causal)
-        outside = outside[:, None, outside.shape[1] - length :]
-        return log_mix - torch.log1p(outside.to(log_mix.dtype) / saturation)
+        outside = _of_queries(_count_outside(key, mask, state, window, sinks, causal), query, start)
+        return log_mix - torch.log1p(outside.unsqueeze(1).to(log_mix.dtype) / saturation)
 
     def _sequence_mix(
         self, query: Tensor, key: Tensor, scaling: float, causal: bool, mask: Tensor | None, state: State | None
     ) -> QueryMix:
         constant = self._constant_mix(query, key, causal, mask, state)
         return QueryMix(
-            lambda: constant + self._query_mix(query, scaling, _mask_of_queries(mask, query)),
+            lambda: constant + self._query_mix(query, scaling, _of_queries(mask, query)),
             constant,
             self.mix_weight,
             MIX_BOUND,
@@ -247,18 +266,29 @@ class WindowAttention(LinearAttention):
         return (mask_tokens(part, mask) * scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
 
     def separable_queries(self, causal: bool) -> bool:
-        return causal
+        return True
 
     def branch_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        start: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(query)
-        outside = visible(mask, query, key, causal) & ~self._inside(query, key, causal, mask)
+        outside = visible(mask, query, key, causal) & ~self._inside(query, key, causal, mask, start)
         features = self.feature_map.query(query.to(dtype), scaling), self.feature_map.key(key.to(dtype), scaling)
         return dense_weights(*features, outside), outside
 
-    def _inside(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    def _inside(
+        self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, start: int | None = None
+    ) -> Tensor:
         """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: those in its window, and sinks."""
+        if start is not None:
+            return self._inside(key, key, causal, mask)[..., start : start + query.shape[2], :]
         inside = ops.inside_window(mask, query, key, self.options.window_size, causal)
         if not self.options.sink_tokens:
             return inside
@@ -287,9 +317,12 @@ def _exact_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, 
     return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
 
 
-def _mask_of_queries(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the part of a padding mask that belongs to the queries, the last ones of the tokens."""
-    return None if mask is None else mask[:, mask.shape[1] - query.shape[2] :]
+def _of_queries(values: Tensor | None, query: Tensor, start: int | None = None) -> Any:
+    """Return the part of `values [B, S]` that belongs to the queries: from `start`, or the last ones of the tokens."""
+    if values is None:
+        return None
+    first = values.shape[1] - query.shape[2] if start is None else start
+    return values[:, first : first + query.shape[2]]
 
 
 def _count_outside(

@@ -160,9 +160,7 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None, *, b
     with torch.no_grad():
         exact = call.exact_weights()
         rows = call.real_queries() if rows is None else rows
-    branch = call.mechanism.branch_weights(
-        call.query, call.key, scaling=call.scaling, causal=call.causal, mask=call.padding
-    )
+    branch = call.branch_weights()
     if branch is None:
         return _mean_divergence(exact, call.linear_weights(), rows)
     branch_weights, outside = branch
@@ -295,4 +293,5 @@ def _query_range(call: AttentionCall, start: int, stop: int) -> AttentionCall:
         output=call.output[:, :, start:stop],
         padding=None if padding is None else padding[:, :keys],
         allowed=call.allowed[:, :, start:stop, :keys],
+        start=None if call.causal else start,
     )

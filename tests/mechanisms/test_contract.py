@@ -71,6 +71,26 @@ def test_weights_times_values_are_the_output(name, causal):
     assert_close((weights @ v.repeat_interleave(2, dim=1))[real], out[real])
 
 
+@every_direction()
+@torch.no_grad()
+def test_weights_of_some_queries_are_those_of_all(name, causal):
+    module, (q, k, _), mask = mechanism(name, causal), qkv(19), padding_mask([19, 12], 19, "left")
+    if not module.separable_queries(causal):
+        pytest.skip(f"{name} declares that it needs all queries")
+    settings = {"scaling": SCALING, "causal": causal}
+    weights = module.attention_weights(q, k, mask=mask, **settings)
+    branch = module.branch_weights(q, k, mask=mask, **settings)
+    for start, stop in ((0, 3), (9, 14), (16, 19)):
+        keys, more = (stop, {}) if causal else (19, {"start": start})
+        part = q[:, :, start:stop], k[:, :, :keys]
+        some = module.attention_weights(*part, mask=mask[:, :keys], **settings, **more)
+        assert_close(some, weights[:, :, start:stop, :keys])
+        if branch is not None:
+            own, outside = module.branch_weights(*part, mask=mask[:, :keys], **settings, **more)
+            assert torch.equal(outside, branch[1][:, :, start:stop, :keys])
+            assert_close(own, branch[0][:, :, start:stop, :keys])
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @every_mechanism(causal=True)
 @torch.no_grad()

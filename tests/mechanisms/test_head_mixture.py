@@ -190,3 +190,11 @@ def test_half_precision() -> None:
         out, _ = module(AttentionInputs(*rounded, checks.SCALING, True))
         assert out.dtype == dtype
         assert_close(out, definition(checks.double(module), *(x.double() for x in rounded), True), dtype)
+
+
+@torch.no_grad()
+def test_weights_of_some_queries_are_those_of_all() -> None:
+    module, (q, k, _) = mixture("window", False), inputs(19)
+    settings = {"scaling": checks.SCALING, "causal": False}
+    some = module.attention_weights(q[:, :, 7:12], k, start=7, **settings)
+    assert_close(some, module.attention_weights(q, k, **settings)[:, :, 7:12])
