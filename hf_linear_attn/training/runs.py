@@ -309,6 +309,7 @@ class Run:
             "fp16": config.fp16,
             "per_device_eval_batch_size": batch,
             "dataloader_num_workers": config.dataloader_num_workers,
+            "dataloader_pin_memory": self.process.device.type != "cpu",
             "train_sampling_strategy": "group_by_length" if config.data.group_by_length else "random",
             "report_to": list(self.trackers),
             "include_num_input_tokens_seen": "non_padding",
@@ -358,7 +359,7 @@ class ProgressCallback(TrainerCallback):
         numbers = {
             name.removeprefix("eval_"): value
             for name, value in (metrics or {}).items()
-            if name.startswith("eval_") and not name.endswith(("runtime", "per_second"))
+            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
         }
         self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}: {format_metrics(numbers)}")
 
