@@ -7,13 +7,16 @@ from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from transformers import training_args
 
 from hf_linear_attn.cli import main
 from tests.training.keeping_worker import keep_checkpoints
 
 
 def pretend_gpus(deepspeed: bool) -> None:
-    """Let accelerate take every process for one of several GPUs, whenever its state is made anew."""
+    """Let accelerate take every process for one of several GPUs, whenever its state is made anew, and Transformers for
+    one that computes in bfloat16."""
+    training_args.is_torch_bf16_gpu_available = lambda: True
     initialize = PartialState.__init__
 
     def patched(self: Any, cpu: bool = False, **kwargs: Any) -> None:
