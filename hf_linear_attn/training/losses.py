@@ -17,8 +17,8 @@ IGNORED = -100
 #: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
 MAX_WEIGHTS_LENGTH = 1024
 
-#: Queries of a row that the loss on weights draws at each step, where a row has more than twice as many. All of them
-#: cost 14 forward passes of a language model of 30 layers at 1,024 tokens; so many cost a fraction of one.
+#: Queries of a row that the loss on weights draws at each step, where a row has more. All of them cost 14 forward passes
+#: of a language model of 30 layers at 1,024 tokens; so many cost 0.4 (hedgehog) to 0.9 (window) of one.
 SAMPLED_QUERIES = 64
 
 #: Length of the runs of neighbouring queries that are drawn.
@@ -240,7 +240,7 @@ def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int,
     number of runs that this one stands for.
     """
     _, heads, length, _ = call.query.shape
-    if seed is None or length <= 2 * SAMPLED_QUERIES:
+    if seed is None or length <= SAMPLED_QUERIES:
         size = max(1, min(length, BLOCK_ENTRIES // (heads * call.key.shape[2])))
         return [(start, min(start + size, length), 1) for start in range(0, length, size)]
     generator = torch.Generator().manual_seed(seed)
