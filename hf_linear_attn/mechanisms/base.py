@@ -115,7 +115,14 @@ class LinearAttention(nn.Module):
         return False
 
     def branch_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        start: int | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return the weights of the linear branch of a hybrid, so that it can be trained where the exact one hides it.
 

@@ -135,7 +135,14 @@ class ScatterbrainAttention(LinearAttention):
         )
 
     def branch_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        causal: bool,
+        mask: Tensor | None = None,
+        start: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(query)
         outside = visible(mask, query, key, causal) & ~self._support(query, key, causal, mask)

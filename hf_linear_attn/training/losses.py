@@ -17,8 +17,8 @@ IGNORED = -100
 #: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
 MAX_WEIGHTS_LENGTH = 1024
 
-#: Queries of a row that the loss on weights draws at each step, where a row has more. All of them cost 14 forward passes
-#: of a language model of 30 layers at 1,024 tokens; so many cost 0.4 (hedgehog) to 0.9 (window) of one.
+#: Queries of a row that the loss on weights draws at each step, where a row has more. At 1,024 tokens all of them cost
+#: 7 to 14 forward passes of a language model of 30 layers, and so many 0.4 (hedgehog) to 0.9 (window) of one.
 SAMPLED_QUERIES = 64
 
 #: Length of the runs of neighbouring queries that are drawn.
