@@ -370,17 +370,17 @@ def qkv(
     return q, k, v
 
 
-def padding_mask(lengths: list[int], total: int, side: str) -> Tensor:
+def padding_mask(lengths: list[int], total: int, padding: str) -> Tensor:
     """`[B, total]`, True for real tokens."""
     column = torch.arange(total)
-    rows = [column < n if side == "right" else column >= total - n for n in lengths]
+    rows = [column < n if padding == "right" else column >= total - n for n in lengths]
     return torch.stack(rows)
 
 
-def padded_batch(rows: list[Tensor], side: str) -> dict[str, Tensor]:
+def padded_batch(rows: list[Tensor], padding: str) -> dict[str, Tensor]:
     """Rows of different lengths as one batch, with the mask and the positions that generate() would pass."""
     total = max(len(row) for row in rows)
-    mask = padding_mask([len(row) for row in rows], total, side)
+    mask = padding_mask([len(row) for row in rows], total, padding)
     ids = torch.zeros(len(rows), total, dtype=torch.long)
     for row, tokens in enumerate(rows):
         ids[row, mask[row]] = tokens

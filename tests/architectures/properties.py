@@ -157,21 +157,21 @@ def backward(model: PreTrainedModel, inputs: Inputs) -> float:
     return 0.0 if finite and (not learned or any(name in gradients for name in learned)) else float("inf")
 
 
-def _padding(model: PreTrainedModel, inputs: Inputs, side: str) -> float:
+def _padding(model: PreTrainedModel, inputs: Inputs, padding: str) -> float:
     """How far a padded row of a batch differs from the same row by itself."""
     ids = _text_only(model, inputs)
     if not accepts(model, "attention_mask"):
         raise NotApplicableError("forward takes no attention_mask")
     rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())
-    if side == "left" and rotary and not accepts(model, "position_ids"):
+    if padding == "left" and rotary and not accepts(model, "position_ids"):
         # Softmax sees differences of positions only, a feature map of rotated queries and keys the positions.
         raise NotApplicableError("rotary positions shift with the padding, and forward takes no position_ids")
-    real = slice(0, LENGTH - PADDING) if side == "right" else slice(PADDING, LENGTH)
+    real = slice(0, LENGTH - PADDING) if padding == "right" else slice(PADDING, LENGTH)
     mask = torch.ones_like(ids)
     mask[1] = 0
     mask[1, real] = 1
     padded = {**inputs, "input_ids": torch.where(mask == 0, 0, ids), "attention_mask": mask}
-    if side == "left" and accepts(model, "position_ids"):
+    if padding == "left" and accepts(model, "position_ids"):
         padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     single = {**inputs, "input_ids": ids[:, real], "attention_mask": torch.ones_like(ids[:, real])}
     single = {name: value[1:] if isinstance(value, Tensor) else value for name, value in single.items()}

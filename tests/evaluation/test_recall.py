@@ -112,9 +112,9 @@ def test_a_sentence_is_found_in_the_document_that_holds_it() -> None:
     everything = measure_recall(WordCounts(64), tiny_tokenizer(), depths=(0.0, 1.0), **options)
     assert everything.table["correct"].mean() > 0.8  # counts of few words collide
     table = measure_recall(WordCounts(20), tiny_tokenizer(), depths=(0.0, 1.0), **options).table
-    found = table.groupby("depth")["correct"].mean()
-    assert found[0.0] > 0.8
-    assert found[1.0] < 0.4
+    share = table.groupby("depth")["correct"].mean()
+    assert share[0.0] > 0.8
+    assert share[1.0] < 0.4
     assert set(table["task"]) == {"retrieval"}
 
 

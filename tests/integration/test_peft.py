@@ -86,18 +86,18 @@ def test_adapter_file_holds_the_learned_parts_and_no_base_weights(name, family, 
 
 
 @pytest.fixture
-def plain_checkpoint(tmp_path):
-    LLAMA.build().save_pretrained(tmp_path / "plain")
-    return str(tmp_path / "plain")
+def exact_checkpoint(tmp_path):
+    LLAMA.build().save_pretrained(tmp_path / "exact")
+    return str(tmp_path / "exact")
 
 
 @pytest.mark.parametrize("load", [AutoPeftModelForCausalLM, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_does_not_name_the_plain_checkpoint_as_its_base(load, plain_checkpoint, tmp_path):
-    model = hla.patch_model(AutoModelForCausalLM.from_pretrained(plain_checkpoint), "elu")
-    assert model.name_or_path == plain_checkpoint
+def test_an_adapter_does_not_name_the_exact_checkpoint_as_its_base(load, exact_checkpoint, tmp_path):
+    model = hla.patch_model(AutoModelForCausalLM.from_pretrained(exact_checkpoint), "elu")
+    assert model.name_or_path == exact_checkpoint
     adapted(model, LLAMA, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
-    with pytest.raises(OSError, match="plain patched by hf_linear_attn"):
+    with pytest.raises(OSError, match="exact patched by hf_linear_attn"):
         load.from_pretrained(tmp_path / "adapter")
 
 
@@ -112,9 +112,9 @@ def test_an_adapter_of_a_patched_checkpoint_needs_trust(tmp_path):
     assert torch.equal(logits(again, token_ids()), logits(made, token_ids()))
 
 
-def test_unpatching_restores_the_name_of_the_checkpoint(plain_checkpoint):
-    model = hla.unpatch_model(hla.patch_model(AutoModelForCausalLM.from_pretrained(plain_checkpoint), "elu"))
-    assert vars(model)["name_or_path"] == plain_checkpoint
+def test_unpatching_restores_the_name_of_the_checkpoint(exact_checkpoint):
+    model = hla.unpatch_model(hla.patch_model(AutoModelForCausalLM.from_pretrained(exact_checkpoint), "elu"))
+    assert vars(model)["name_or_path"] == exact_checkpoint
 
 
 @pytest.mark.parametrize("name", ["hedgehog", "gla", "favor+"])

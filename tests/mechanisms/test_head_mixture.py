@@ -171,9 +171,9 @@ def test_the_linear_branch_has_no_keys_in_exact_heads() -> None:
     assert branch is not None
     assert not bool(branch[1][:, 2:4].any())
     assert bool(branch[1][:, :2].any())
-    alone = copy.deepcopy(module.mechanism)
+    single = copy.deepcopy(module.mechanism)
     others = [0, 1, 4, 5, 6, 7]
-    expected = alone.branch_weights(q[:, others], k[:, [0, 2, 3]], scaling=checks.SCALING, causal=True)
+    expected = single.branch_weights(q[:, others], k[:, [0, 2, 3]], scaling=checks.SCALING, causal=True)
     assert_close(branch[0][:, others], expected[0])
 
 

@@ -53,9 +53,9 @@ def exact_keys(length, window, sinks, causal, mask):
 
 @BOTH
 @BACKENDS
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_without_a_far_part_it_is_softmax_over_the_window_and_the_sinks(side, backend, causal):
-    length, mask = 90, padding_mask([90, 40, 2], 90, side)
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_without_a_far_part_it_is_softmax_over_the_window_and_the_sinks(padding, backend, causal):
+    length, mask = 90, padding_mask([90, 40, 2], 90, padding)
     module = build(causal, window_size=8, mix_init=-200.0)
     inputs = qkv(length, batch=3)
     with torch.no_grad():

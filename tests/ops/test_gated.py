@@ -96,9 +96,9 @@ def test_grouped_heads(kind, groups):
 
 
 @kinds
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_neither_decays_nor_writes(kind, side):
-    mask = padding_mask([31, 12], 31, side)
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_neither_decays_nor_writes(kind, padding):
+    mask = padding_mask([31, 12], 31, padding)
     check(Case(kind, 31, mask=mask))
     check(Case(kind, 31, mask=mask & (torch.arange(31) % 5 != 2)))
 

@@ -96,9 +96,9 @@ def test_grouped_heads(groups):
 
 
 @strengths
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_neither_decays_nor_writes(side, strength):
-    mask = padding_mask([31, 12], 31, side)
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_neither_decays_nor_writes(padding, strength):
+    mask = padding_mask([31, 12], 31, padding)
     check(Case(31, strength, mask=mask))
     check(Case(31, strength, mask=mask & (torch.arange(31) % 5 != 2)))
 

@@ -74,10 +74,10 @@ def test_no_tokens_give_no_outputs(name, causal):
 
 @BOTH
 @pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding", ["left", "right"])
 @every_feature_map(signed=False)
-def test_padding(name, side, sinks, causal):
-    built, inputs, mask = feature_map(name), qkv(150, batch=3), padding_mask([150, 90, 0], 150, side)
+def test_padding(name, padding, sinks, causal):
+    built, inputs, mask = feature_map(name), qkv(150, batch=3), padding_mask([150, 90, 0], 150, padding)
     out, _ = fast(built, *inputs, window=20, causal=causal, mask=mask, sinks=sinks)
     expected = defined(built, *inputs, window=20, causal=causal, mask=mask, sinks=sinks)
     assert_close(*(x.transpose(1, 2)[mask] for x in (out, expected)))  # what padding gets is nobody's business

@@ -93,11 +93,11 @@ def test_grouped_heads(name, causal, groups):
     Case(name, 27, causal, groups=groups).check()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MAPS)
-def test_masks(name, causal, side):
-    Case(name, 30, causal, mask=padding_mask([30, 11], 30, side)).check()
+def test_masks(name, causal, padding):
+    Case(name, 30, causal, mask=padding_mask([30, 11], 30, padding)).check()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -267,11 +267,11 @@ def test_half_precision(name, causal, dtype):
     assert_close(low, case.definition(), dtype)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MAPS)
-def test_explicit_weights_give_the_same_output(name, causal, side):
-    case = Case(name, 26, causal, mask=padding_mask([26, 12], 26, side))
+def test_explicit_weights_give_the_same_output(name, causal, padding):
+    case = Case(name, 26, causal, mask=padding_mask([26, 12], 26, padding))
     q, k, v, mix = case.leaves
     inside = windowed.inside_window(case.mask, q, k, WINDOW, causal)
     allowed = naive.visible(case.mask, 2, 26, 26, causal)
