@@ -126,10 +126,10 @@ class AttentionEntry:
     recommendation: str
     alternative: str = ""
 
-    def resolve_options(self, shape: Any, options: Any) -> Any:
-        """Fill in what the options leave to the layer's shape."""
+    def build(self, shape: Any, options: Any) -> Any:
+        """Build the mechanism of a layer; what the options leave to the shape of the layer is filled in."""
         resolve = getattr(self.factory, "resolve_options", None)
-        return options if resolve is None else resolve(shape, options)
+        return self.factory(shape, options if resolve is None else resolve(shape, options))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from ..config import DEFAULT_ATTENTION
 from ..data.text import encode_text, pad_token, padded_batches, special_tokens
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.inputs import has_position_table
-from ..mechanisms.softmax import EXACT
+from ..mechanisms.base import visible
+from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
@@ -455,14 +456,8 @@ def _probe_attention(
     """Exact attention that stores, by query head, the weight of the answer's tokens for the last queries, `[H]`."""
     start, count = _PROBE["start"], _PROBE["count"]
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query[:, :, -count:].float() @ keys.float().transpose(-1, -2) * scaling
-    length = key.shape[2]
-    if attention_mask is None:
-        positions = torch.arange(length, device=key.device)
-        allowed = positions <= positions[-count:, None]
-    else:
-        allowed = attention_mask[:, :, -count:, :length]
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    queries = query[:, :, -count:]
+    mask = None if attention_mask is None else attention_mask[:, :, -count:, : key.shape[2]]
+    weights = softmax_weights(queries, key, visible(mask, queries, key, causal=True), scaling)
     _PROBE["scores"][id(module)] = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)

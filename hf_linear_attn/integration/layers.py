@@ -122,9 +122,7 @@ def _build(model: PreTrainedModel, item: PlannedLayer, max_length: int | None) -
     options = build_options(entry, dict(item.config.options))
     exact_heads = item.config.exact_heads
     mechanism: LinearAttention = (
-        HeadMixture(shape, entry, options, exact_heads)
-        if exact_heads
-        else entry.factory(shape, entry.resolve_options(shape, options))
+        HeadMixture(shape, entry, options, exact_heads) if exact_heads else entry.build(shape, options)
     )
     weights = [tensor for tensor in item.layer.module.parameters() if tensor.is_floating_point()]
     # Quantised weights have one byte an element: the mechanism takes the dtype of the others.

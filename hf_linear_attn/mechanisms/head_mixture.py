@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..feature_maps.base import AttentionShape
-from ..ops.common import InPlaceState, State, mask_tokens
+from ..ops.common import State, mask_tokens
 from ..registry import AttentionEntry
 from .base import AttentionInputs, LinearAttention, visible
-from .softmax import softmax_weights
+from .softmax import softmax_attention, softmax_weights
 
 #: Prefix of the entries of the state that belong to the exact heads.
 PREFIX = "exact_"
@@ -65,7 +64,7 @@ class HeadMixture(LinearAttention):
             num_heads=shape.num_heads // groups * (groups - len(chosen)),
             num_key_value_heads=groups - len(chosen),
         )
-        mechanism: LinearAttention = entry.factory(linear_shape, entry.resolve_options(linear_shape, options))
+        mechanism: LinearAttention = entry.build(linear_shape, options)
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
@@ -81,9 +80,8 @@ class HeadMixture(LinearAttention):
         own = None if state is None else {name: state[name] for name in state if name.startswith(PREFIX)}
         other: State | None = None
         if state is not None:
-            other = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
-            if isinstance(state, InPlaceState):
-                other = InPlaceState(other)
+            # The mechanism may write over its part of an `InPlaceState`.
+            other = type(state)({name: state[name] for name in state if not name.startswith(PREFIX)})
         query, key, value = (self._split(tensor) for tensor in (inputs.query, inputs.key, inputs.value))
         linear_inputs = replace(inputs, query=query[0], key=key[0], value=value[0], state=other)
         linear, other_after = self.mechanism(linear_inputs)
@@ -111,7 +109,7 @@ class HeadMixture(LinearAttention):
         lower_triangle = inputs.causal and mask is None and key.shape[2] == length
         needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
         allowed = visible(mask, query, key, inputs.causal) if needs_mask else None
-        return _softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
+        return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
 
     def dense_forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
@@ -120,7 +118,7 @@ class HeadMixture(LinearAttention):
         linear = self.mechanism.dense_forward(
             queries[0], keys[0], values[0], scaling=scaling, causal=causal, mask=masks[0]
         )
-        return self._join(linear, _softmax_attention(queries[1], keys[1], values[1], masks[1], scaling))
+        return self._join(linear, softmax_attention(queries[1], keys[1], values[1], masks[1], scaling))
 
     def attention_weights(
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None, **options: Any
@@ -189,13 +187,3 @@ class HeadMixture(LinearAttention):
     def _sizes(self, heads: int) -> list[int]:
         """Return the sizes of the runs, in query heads or in key-value heads, given the number of all."""
         return [count * heads // self.shape.num_key_value_heads for _, count in self._runs]
-
-
-def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float, causal: bool = False
-) -> Tensor:
-    """Return exact attention `[B, H, L, e]` under a mask `[B | 1, H | 1, L, S]`; zeros where a query sees no key."""
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=allowed, is_causal=causal, scale=scaling, enable_gqa=True
-    )
-    return out if allowed is None else out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)

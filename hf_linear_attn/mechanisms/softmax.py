@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
@@ -52,6 +53,23 @@ class SoftmaxAttention(LinearAttention):
         self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         return softmax_weights(query, key, visible(mask, query, key, causal), scaling)
+
+
+def softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float, causal: bool = False
+) -> Tensor:
+    """Return exact attention `[B, H, L, e]`; zeros in a row that sees no key.
+
+    Args:
+        query: `[B, H, L, d]`; key is `[B, G, S, d]`, value `[B, G, S, e]`.
+        allowed: `[B | 1, H | 1, L, S]`, True where a query sees a key; None where each sees all, or all up to its own.
+        scaling: τ, the factor of `q·k`.
+        causal: Whether each query sees the keys up to its own only (without `allowed`, for as many queries as keys).
+    """
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, is_causal=causal, scale=scaling, enable_gqa=True
+    )
+    return out if allowed is None else out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
 
 
 def softmax_weights(query: Tensor, key: Tensor, allowed: Tensor, scaling: float) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..feature_maps.base import AttentionShape, FeatureMap, constant_parameter
 from ..ops import backends
@@ -19,6 +18,7 @@ from ..ops.sinks import end_positions, sink_pairs
 from ..ops.window_step import is_decoding_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention, visible
+from .softmax import softmax_attention
 
 #: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
 #: of the input, beyond anything seen in training: a converted Llama (5 layers, w = 64, trained at 256 tokens) had
@@ -133,7 +133,7 @@ class WindowAttention(LinearAttention):
             self.feature_map.begin_forward()
         inputs.refuse_bidirectional_state()
         if state is None and not inputs.return_state and self._is_within_window(query, key, mask, causal):
-            return _exact_attention(query, key, value, scaling, causal), None
+            return softmax_attention(query, key, value, None, scaling, causal), None
         log_mix: Tensor | StepMix | QueryMix
         if state is not None and not torch.is_grad_enabled() and is_decoding_step(query, mask, state):
             mask = None
@@ -308,13 +308,6 @@ class WindowAttention(LinearAttention):
 
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}, sink_tokens={self.options.sink_tokens}"
-
-
-def _exact_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
 
 
 def _of_queries(values: Tensor | None, query: Tensor, start: int | None = None) -> Any:

@@ -97,10 +97,9 @@ def build(
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, heads, head_dim, head_dim, max_length=longest, causal=causal)
     options = build_options(entry, options_of(entry, seed))
-    options = entry.resolve_options(shape, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = entry.factory(shape, options)
+        module = entry.build(shape, options)
     return module.to(device=device, dtype=dtype).eval()
 
 

@@ -30,9 +30,7 @@ def build(name: str, causal: bool, heads=4, groups=2, dim=6, value_dim=6, seed=N
     shape = AttentionShape(
         heads, groups, dim, value_dim, layer_index=1, max_length=options.pop("limit", 2048), causal=causal
     )
-    made = build_options(entry, options)
-    made = entry.resolve_options(shape, made)
-    module = entry.factory(shape, made)
+    module = entry.build(shape, build_options(entry, options))
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in module.parameters():
