@@ -31,7 +31,7 @@ class PatchConfig:
         ValueError: A value out of range.
     """
 
-    model: str = option(help="a local folder or a repository on the Hub", common=True)
+    model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     output: str = option(help="the folder to write", common=True)
     attention: str | None = option(None, "the mechanism (see `hf-linear-attn list`)", common=True)
     options: dict[str, Any] = option(
@@ -145,14 +145,20 @@ def read_config(source: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
-    folder = Path(source)
-    if folder.is_dir():
+    from .utils.gguf import split_source
+
+    name, gguf_file = split_source(source)
+    folder = Path(name)
+    if gguf_file and folder.is_dir():
+        if not Path(source).is_file():
+            raise ValueError(f"There is no file {source!r}.")
+    elif folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"{source!r} holds no config.json: it is no checkpoint.")
-    elif not HUB_NAME.fullmatch(source):
+    elif not HUB_NAME.fullmatch(name):
         raise ValueError(f"There is no folder {source!r}. Give a local folder, or a Hub name such as 'org/model'.")
     try:
-        return AutoConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False, **gguf_file)
     except OSError as error:
         raise OSError(f"{source!r} is no local folder, and could not be loaded from the Hub. {error}") from error
 
@@ -171,25 +177,29 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     from .checkpoints import _model_class
     from .patching import CONFIG_FIELD, patch_model
     from .saving import progress_bars_on_terminals
+    from .utils.gguf import dequantized, split_source
 
     source = config.model
+    name, gguf_file = split_source(source)
+    auto_class = config.auto_class or ("AutoModelForCausalLM" if gguf_file else None)
     model_config = read_config(source, config.revision)
     if getattr(model_config, CONFIG_FIELD, None) is not None:
         raise ValueError(
             f"{source!r} is patched already (see `hf-linear-attn info {source}`). Give the checkpoint that it was "
             "made from, or load it and call unpatch_model(model)."
         )
-    if config.auto_class is None and not getattr(model_config, "architectures", None):
+    if auto_class is None and not getattr(model_config, "architectures", None):
         raise ValueError(
             f"The config of {source!r} does not name the class that was saved. Pass --auto_class, for example "
             "AutoModelForCausalLM."
         )
-    model_class: Any = _model_class(source, model_config, config.auto_class)
+    model_class: Any = _model_class(source, model_config, auto_class)
     with torch.device("meta"):
         patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
     try:
         with progress_bars_on_terminals():
-            model = model_class.from_pretrained(source, dtype=config.dtype, revision=config.revision or "main")
+            hub = {"revision": config.revision or "main", **gguf_file}
+            model = dequantized(model_class.from_pretrained(name, dtype=config.dtype, **hub))
     except SafetensorError as error:
         raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
     return patch_model(model, plan, max_length=config.max_length)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
 from .integration.models import configs_of
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
+from .utils.gguf import split_source
 
 #: What belongs to a checkpoint besides config and weights: tokenizer, processor, chat template, sentence-transformers.
 COMPANION_FILES = (
@@ -78,6 +79,11 @@ def progress_bars_on_terminals() -> Iterator[None]:
 
 def _copy_companions(source: str, target: Path, revision: str | None) -> None:
     """Copy tokenizer and processor files, byte for byte, where `save_pretrained` has not written its own."""
+    name, gguf_file = split_source(source)
+    if gguf_file:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **gguf_file)
+        tokenizer.save_pretrained(target)
+        return
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

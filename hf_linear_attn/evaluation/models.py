@@ -26,6 +26,7 @@ from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
+from ..utils.gguf import dequantized, split_source
 from ..utils.models import quiet_transformers, shared_copy
 from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
@@ -146,10 +147,11 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
         ValueError: It is patched already, or an encoder-decoder.
     """
     with _named_errors(f"The model {source!r}"):
-        config = AutoConfig.from_pretrained(source)
+        folder, gguf_file = split_source(source)
+        config = AutoConfig.from_pretrained(folder, **gguf_file)
     if getattr(config, CONFIG_FIELD, None) is not None:
         raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
-    name = Path(source).resolve().name if Path(source).is_dir() else source
+    name = Path(source).resolve().name if Path(source).exists() else source
     has_head = any("ForSequenceClassification" in one for one in config.architectures or ())
     has_labels = dataset not in (None, PYTHON_DOCUMENTATION) and file_suffix(Path(str(dataset))) not in TEXT_FORMATS
     if task is not None or (has_head and has_labels):
@@ -160,7 +162,8 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
 def load_tokenizer(source: str) -> Any:
     """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
     with _named_errors(f"The tokenizer of {source!r}"):
-        return AutoTokenizer.from_pretrained(source)
+        folder, gguf_file = split_source(source)
+        return AutoTokenizer.from_pretrained(folder, **gguf_file)
 
 
 @contextmanager
@@ -183,7 +186,8 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
     auto_class = getattr(transformers, AUTO_CLASSES[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
     with _named_errors(f"The model {source!r}"), quiet_transformers():
-        model, info = auto_class.from_pretrained(source, output_loading_info=True, **precision)
+        folder, gguf_file = split_source(source)
+        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **precision, **gguf_file)
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     prefix = f"{model.base_model_prefix}."
     if missing and kind == "classifier" and not any(name.startswith(prefix) for name in missing):
@@ -193,7 +197,7 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
         )
     if missing:
         raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). Give a complete checkpoint.")
-    check_exact(model, source, kind)
+    check_exact(dequantized(model), source, kind)
     return model.eval().to(device)
 
 

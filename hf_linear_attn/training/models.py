@@ -18,6 +18,7 @@ from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model
 from ..registry import ATTENTIONS
 from ..utils.extras import require_packages
+from ..utils.gguf import dequantized, split_source
 from ..utils.models import quiet_transformers
 from .options import DistillConfig, TrainingRunConfig
 
@@ -38,7 +39,8 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
     if source is None:
         raise ValueError("There is no model: give MODEL, a local folder or a repository on the Hub.")
     try:
-        return AutoTokenizer.from_pretrained(source, revision=config.revision or "main")
+        name, arguments = split_source(source)
+        return AutoTokenizer.from_pretrained(name, revision=config.revision or "main", **arguments)
     except (OSError, ValueError) as error:
         raise OSError(
             f"The tokenizer of {source!r} cannot be loaded ({_first_line(error)}). Give another one with --tokenizer."
@@ -132,13 +134,14 @@ def load_model(
     model_config = _model_config(config, changes, source)
     if source is None and (config.from_config or config.model_type is not None):
         return _checked(auto.from_config(model_config), data, config), []
-    name, revision = _source(config, source)
-    data.check_labels(AutoConfig.from_pretrained(name, revision=revision), repr(name))
-    arguments = {"revision": revision, "dtype": torch.float32, "config": model_config}
+    name, hub = _source(config, source)
+    data.check_labels(AutoConfig.from_pretrained(name, **hub), repr(name))
+    arguments = {**hub, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
         if getattr(model_config, CONFIG_FIELD, None) is not None:
             return _checked(load_pretrained(name, auto, **arguments), data, config), []
         model, info = auto.from_pretrained(name, output_loading_info=True, **arguments)
+    model = dequantized(model)
     missing = sorted(info["missing_keys"])
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
     if body:
@@ -146,9 +149,10 @@ def load_model(
     return _checked(model, data, config), missing
 
 
-def _source(config: TrainingRunConfig, source: str | None) -> tuple[str, str]:
-    """The name and the revision of what is loaded."""
-    return source or str(config.model), (None if source else config.revision) or "main"
+def _source(config: TrainingRunConfig, source: str | None) -> tuple[str, dict[str, Any]]:
+    """The name of what is loaded, and its revision and GGUF file as arguments of `from_pretrained`."""
+    name, arguments = split_source(source or str(config.model))
+    return name, {"revision": (None if source else config.revision) or "main", **arguments}
 
 
 def _model_config(config: TrainingRunConfig, changes: dict[str, Any], source: str | None = None) -> Any:
@@ -161,9 +165,9 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any], source: st
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
         _check_overrides(AutoConfig.for_model(config.model_type), overrides)
         return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
-    name, revision = _source(config, source)
+    name, hub = _source(config, source)
     try:
-        model_config = AutoConfig.from_pretrained(name, revision=revision, **{**changes, **overrides})
+        model_config = AutoConfig.from_pretrained(name, **hub, **{**changes, **overrides})
     except (OSError, ValueError) as error:
         raise OSError(f"The model {name!r} cannot be loaded ({_first_line(error)}).") from error
     _check_overrides(model_config, overrides)

@@ -154,7 +154,7 @@ class TrainingRunConfig:
         ValueError: A value out of range, or two that exclude each other.
     """
 
-    model: str | None = option(None, "a local folder or a repository on the Hub", common=True)
+    model: str | None = option(None, "a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     attention: str | None = option(
         DEFAULT_ATTENTION, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True
     )
