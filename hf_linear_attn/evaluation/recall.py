@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION
 from ..data.text import encode_text, pad_token, padded_batches, special_tokens
 from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.exact import AttentionCall, observe_attention
 from ..integration.inputs import has_position_table
-from ..mechanisms.base import visible
 from ..mechanisms.softmax import EXACT, softmax_weights
-from ..patching import is_patched
+from ..patching import is_patched, patch_model
 from ..utils.extras import require_packages
-from ..utils.files import atomic_write
 from ..utils.models import shared_copy
 from .fidelity import evaluation_mode
 from .metrics import sentence_embeddings
@@ -53,8 +48,6 @@ NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 #: Needles of the task `needles`; tokens of an induction's context and answer; tokens of a random pass key.
 NEEDLES, CONTEXT, COPIED, KEY = 4, 8, 4, 5
 
-PROBE_IMPLEMENTATION = "hf_linear_attn_probe"
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -71,11 +64,15 @@ class Prompt:
     position: int
 
 
+Statement = tuple[list[int], list[int], list[int]]
+"""Tokens before the answer, the answer, and tokens after it."""
+
+
 class PromptMaker:
-    """Makes prompts for a tokenizer.
+    """Makes prompts for a tokenizer; text that it cannot encode is replaced by random tokens.
 
     Args:
-        tokenizer: Any tokenizer; what it cannot encode is replaced by random tokens.
+        tokenizer: Any tokenizer.
         vocabulary: Number of tokens that the model knows.
 
     Raises:
@@ -89,98 +86,90 @@ class PromptMaker:
         self.ordinary = [token for token in range(size) if token not in special]
         if len(self.ordinary) < 2 * CONTEXT:
             raise ValueError(f"The tokenizer has {len(self.ordinary)} ordinary tokens; {2 * CONTEXT} are needed.")
-        words = [self._encode(f" {sentence}.") for sentence in FILLER.removesuffix(".").split(". ")]
-        statement = self._encode(" The pass key of Anna is 12345.")
-        self.sentences = [ids for ids in words if ids] if statement and all(words) else None
-        if self.sentences is not None:  # Small models hardly know what most of their tokens mean.
+        self.sentences = [self._encode(f" {sentence}.") for sentence in FILLER.removesuffix(".").split(". ")]
+        self.reads_text = all(self.sentences) and bool(self._encode(" The pass key of Anna is 12345."))
+        if self.reads_text:  # Small models hardly know what most of their tokens mean.
             self.ordinary = sorted({token for sentence in self.sentences for token in sentence})
-        self.before = special_tokens(tokenizer, [FILLER])[0] if self.sentences else []
+        else:
+            self.sentences = [[token] for token in self.ordinary]
+        self.before, self.after = special_tokens(tokenizer, [FILLER]) if self.reads_text else ([], [])
 
-    def _encode(self, text: str) -> list[int] | None:
-        """The tokens of a text; None where the tokenizer cannot encode it."""
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of a text; none where the tokenizer cannot encode it."""
         try:
             ids = encode_text(self.tokenizer, text)
         except ValueError:
-            return None
-        return ids if ids and self.tokenizer.unk_token_id not in ids else None
+            return []
+        return [] if self.tokenizer.unk_token_id in ids else ids
 
-    def random_tokens(self, rng: random.Random, count: int) -> list[int]:
-        return rng.choices(self.ordinary, k=count)
-
-    def filler(self, rng: random.Random, count: int) -> list[int]:
-        """Sentences in random order, cut to `count` tokens."""
-        if self.sentences is None:
-            return self.random_tokens(rng, count)
-        ids: list[int] = []
-        while len(ids) < count:
-            ids += rng.choice(self.sentences)
-        return ids[:count]
-
-    def statement(self, rng: random.Random, name: str | None = None) -> tuple[list[int], list[int], list[int]]:
-        """What is to be recalled, in three parts: the words before a random key, the key, and the words after it."""
-        if self.sentences is None:
-            return self.random_tokens(rng, CONTEXT), self.random_tokens(rng, KEY), []
+    def statement(self, rng: random.Random, name: str | None = None) -> Statement:
+        """A sentence with a random key, which is the answer."""
+        if not self.reads_text:
+            return rng.choices(self.ordinary, k=CONTEXT), rng.choices(self.ordinary, k=KEY), []
         opening = " The pass key is" if name is None else f" The pass key of {name} is"
-        parts = (opening, f" {rng.randrange(10**KEY // 10, 10**KEY)}", ".")
-        return tuple(self._encode(part) or [] for part in parts)  # type: ignore[return-value]
+        key = f" {rng.randrange(10**KEY // 10, 10**KEY)}"
+        return self._encode(opening), self._encode(key), self._encode(".")
 
-    def assemble(
+    def prompt(
         self,
+        rng: random.Random,
         length: int,
-        filler: Callable[[int], list[int]],
-        inserted: Sequence[tuple[float, list[int]]],
-        end: list[int],
-    ) -> tuple[list[int], list[int]]:
-        """Insert pieces into filler at depths from 0 (the beginning) to 1; return the tokens and where the pieces are.
+        depth: float,
+        statements: Sequence[Statement],
+        *,
+        filler: Sequence[list[int]] | None = None,
+        question: list[int] | None = None,
+    ) -> Prompt:
+        """Insert statements into filler: the first at a depth from 0 (the beginning) to 1, the others evenly spread.
+
+        The filler is drawn from the given pieces (None: sentences). The question at the end is what precedes the answer
+        of the first statement, unless it is given.
 
         Raises:
-            ValueError: There is no room for them.
+            ValueError: The prompt is too short for them.
         """
-        capacity = length - len(self.before) - len(end) - sum(len(piece) for _, piece in inserted)
+        opening, answer, _ = statements[0]
+        question = opening if question is None else question
+        pieces = [[token for part in statement for token in part] for statement in statements]
+        capacity = length - len(self.before) - len(question) - sum(map(len, pieces))
         if capacity < 0:
             raise ValueError(f"A prompt of {length} tokens has no room for the question. Give longer ones.")
-        tokens, positions = filler(capacity), {}
-        ids, used = list(self.before), 0
-        for depth, index in sorted((depth, index) for index, (depth, _) in enumerate(inserted)):
-            start = round(depth * capacity)
+        tokens: list[int] = []
+        while len(tokens) < capacity:
+            tokens += rng.choice(filler or self.sentences)
+        depths = [depth, *((index + 0.5) / (len(pieces) - 1) for index in range(len(pieces) - 1))]
+        ids, used, position = list(self.before), 0, 0
+        for own, index in sorted((own, index) for index, own in enumerate(depths)):
+            start = round(own * capacity)
             ids += tokens[used:start]
-            positions[index] = len(ids)
-            ids += inserted[index][1]
+            position = position if index else len(ids) + len(opening)
+            ids += pieces[index]
             used = start
-        return [*ids, *tokens[used:], *end], [positions[index] for index in range(len(inserted))]
+        return Prompt([*ids, *tokens[used:capacity], *question], answer, position)
 
 
 def _pass_key(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """One sentence in filler."""
-    opening, key, end = maker.statement(rng)
-    pieces = [(depth, [*opening, *key, *end])]
-    ids, (start,) = maker.assemble(length, partial(maker.filler, rng), pieces, opening)
-    return Prompt(ids, key, start + len(opening))
+    return maker.prompt(rng, length, depth, [maker.statement(rng)])
 
 
 def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """Several such sentences, each with a name; one of them is asked for."""
-    statements = [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)]
-    depths = [depth, *((index + 0.5) / (NEEDLES - 1) for index in range(NEEDLES - 1))]
-    pieces = [(own, [token for part in parts for token in part]) for own, parts in zip(depths, statements, strict=True)]
-    opening, key, _ = statements[0]
-    ids, starts = maker.assemble(length, partial(maker.filler, rng), pieces, opening)
-    return Prompt(ids, key, starts[0] + len(opening))
+    return maker.prompt(rng, length, depth, [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)])
 
 
 def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """Pairs of random tokens (MQAR: Arora et al. 2023, arXiv:2312.04927); the value of one key is asked for."""
     key, value = rng.sample(maker.ordinary, 2)
-    others = [token for token in maker.ordinary if token != key]
-    ids, (start,) = maker.assemble(length, lambda count: rng.choices(others, k=count), [(depth, [key, value])], [key])
-    return Prompt(ids, [value], start + 1)
+    others = [[token] for token in maker.ordinary if token != key]
+    return maker.prompt(rng, length, depth, [([key], [value], [])], filler=others)
 
 
 def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """A passage of random tokens that begins again at the end (Olsson et al. 2022, arXiv:2209.11895)."""
-    passage = maker.random_tokens(rng, CONTEXT + COPIED)
-    ids, (start,) = maker.assemble(length, partial(maker.random_tokens, rng), [(depth, passage)], passage[:CONTEXT])
-    return Prompt(ids, passage[CONTEXT:], start + CONTEXT)
+    passage = rng.choices(maker.ordinary, k=CONTEXT + COPIED)
+    statement = passage[:CONTEXT], passage[CONTEXT:], []
+    return maker.prompt(rng, length, depth, [statement], filler=[[token] for token in maker.ordinary])
 
 
 TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
@@ -210,12 +199,8 @@ class Recall:
         """Return the share of correct answers (or of their tokens: `share`): a row per task, a column per length."""
         return self.table.pivot_table(index="task", columns="length", values=value, aggfunc="mean", sort=False)
 
-    def save(self, path: str | Path) -> None:
-        """Write the table as JSON lines."""
-        atomic_write(Path(path), self.table.to_json(orient="records", lines=True))
-
     def heat_map(self) -> bytes:
-        """Return a PNG with the share of correct answers by length and depth, a panel per task.
+        """Return a PNG with the share of correct answers: a row per task and depth, a column per length.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -225,21 +210,17 @@ class Recall:
 
         from .plots import STYLE, new_figure, png
 
-        tasks = list(dict.fromkeys(self.table["task"]))
+        grid = self.table.pivot_table(
+            index=["task", "depth"], columns="length", values="correct", aggfunc="mean", sort=False
+        )
         with matplotlib.rc_context(STYLE):
-            rows, columns = (len(tasks) + 1) // 2, min(len(tasks), 2)
-            figure, panels = new_figure(0.6 + 2.2 * rows, rows, columns, squeeze=False)
-            for axes, task in zip(panels.flat, tasks, strict=False):
-                measured = self.table[self.table["task"] == task]
-                grid = measured.pivot_table(index="depth", columns="length", values="correct", aggfunc="mean")
-                image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
-                axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
-                axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
-                axes.set(title=task, xlabel="tokens", ylabel="depth")
-                axes.grid(visible=False)
-            for axes in panels.flat[len(tasks) :]:
-                axes.remove()
-            figure.colorbar(image, ax=panels, label="correct")
+            figure, axes = new_figure(0.25 * len(grid) + 1.2)
+            image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
+            axes.set_yticks(range(len(grid)), [f"{task} at {depth:g}" for task, depth in grid.index])
+            axes.set_xlabel("tokens")
+            axes.grid(visible=False)
+            figure.colorbar(image, label="correct")
             return png(figure)
 
 
@@ -335,14 +316,15 @@ def _retrieve(
     """Documents with a sentence each, whose number is the answer, and the number of the most similar document."""
     rng = random.Random(f"{seed} {RETRIEVAL} {length} {depth}")
     sentences = [[token for part in maker.statement(rng, rng.choice(NAMES)) for token in part] for _ in range(count)]
-    before, after = special_tokens(maker.tokenizer, [FILLER]) if maker.sentences else ([], [])
-    prompts = []
-    for number, sentence in enumerate(sentences):
-        ids, (start,) = maker.assemble(length, partial(maker.filler, rng), [(depth, sentence)], after)
-        prompts.append(Prompt(ids, [number], start))
+    prompts = [
+        replace(maker.prompt(rng, length, depth, [([], sentence, [])], question=maker.after), answer=[number])
+        for number, sentence in enumerate(sentences)
+    ]
     pad = pad_token(maker.tokenizer)
     documents = _embed(model, padded_batches([prompt.ids for prompt in prompts], batch_size, pad))
-    questions = _embed(model, padded_batches([[*before, *one, *after] for one in sentences], batch_size, pad))
+    questions = _embed(
+        model, padded_batches([[*maker.before, *one, *maker.after] for one in sentences], batch_size, pad)
+    )
     # What all documents share says nothing about which of them it is.
     documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in (documents, questions))
     return prompts, (questions @ documents.T).argmax(dim=1, keepdim=True).tolist()
@@ -423,41 +405,26 @@ def find_retrieval_heads(
         raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
     _check_positions(model, length + KEY)
     maker = PromptMaker(tokenizer, model.config.vocab_size)
-    AttentionInterface.register(PROBE_IMPLEMENTATION, _probe_attention)
-    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, sdpa_mask)
-    probed = shared_copy(model).eval()
-    probed.set_attn_implementation(PROBE_IMPLEMENTATION)
-    modules = [layer.module for layer in self_attention(probed)]
-    totals: dict[int, Tensor] = {}
+    probed = patch_model(shared_copy(model).eval(), "elu")  # any mechanism: what is observed runs exactly
+    totals = {id(layer.module): torch.zeros(()) for layer in self_attention(probed)}
     for number in range(prompts):
         prompt = _pass_key(maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
-        _PROBE.update(start=prompt.position, count=len(prompt.answer), scores={})
-        probed.base_model(torch.tensor([prompt.ids + prompt.answer[:-1]], device=model.device), use_cache=False)
-        for index, module in enumerate(modules):
-            totals[index] = totals.get(index, 0.0) + _PROBE["scores"][id(module)] / prompts
+        start, count = prompt.position, len(prompt.answer)
+
+        def observer(call: AttentionCall, start: int = start, count: int = count) -> None:
+            allowed = call.allowed[:, :, -count:]
+            weights = softmax_weights(call.query[:, :, -count:], call.key, allowed, call.scaling)
+            score = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
+            totals[id(call.module)] = totals[id(call.module)] + score / prompts
+
+        with observe_attention(probed, observer):
+            probed.base_model(torch.tensor([prompt.ids + prompt.answer[:-1]], device=model.device), use_cache=False)
     rows = []
-    for index, layer in enumerate(layers):
-        count = attention_shape(layer, index, None).num_key_value_heads
-        scores = totals[index].view(count, -1).amax(dim=1).tolist()
+    for index, (layer, total) in enumerate(zip(layers, totals.values(), strict=True)):
+        groups = attention_shape(layer, index, None).num_key_value_heads
+        scores = total.view(groups, -1).amax(dim=1).tolist()
         rows += [{"layer": index, "head": head, "score": score} for head, score in enumerate(scores)]
     table = pd.DataFrame(rows).sort_values("score", ascending=False, kind="stable", ignore_index=True)
     table["chosen"] = table.index < max(1, round(share * len(table)))
     chosen = table[table["chosen"]].sort_values(["layer", "head"]).groupby("layer")["head"].agg(tuple)
     return RetrievalHeads(table, chosen.to_dict())
-
-
-#: Where the answer begins, the number of its tokens, and by module the share of the attention that fell on it.
-_PROBE: dict[str, Any] = {}
-
-
-def _probe_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Exact attention that stores, by query head, the weight of the answer's tokens for the last queries, `[H]`."""
-    start, count = _PROBE["start"], _PROBE["count"]
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    queries = query[:, :, -count:]
-    mask = None if attention_mask is None else attention_mask[:, :, -count:, : key.shape[2]]
-    weights = softmax_weights(queries, key, visible(mask, queries, key, causal=True), scaling)
-    _PROBE["scores"][id(module)] = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
