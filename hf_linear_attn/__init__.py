@@ -9,103 +9,67 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .checkpoints import load_pretrained
-    from .config import LayerConfig, LinearAttentionConfig
-    from .evaluation.api import evaluate
-    from .evaluation.fidelity import Fidelity, measure_fidelity
-    from .evaluation.recall import Recall, RetrievalHeads, find_retrieval_heads, measure_recall
-    from .evaluation.results import Evaluation
-    from .integration.context import is_patched
-    from .integration.exact import AttentionCall, exact_attention, observe_attention
-    from .integration.positions import extend_positions
-    from .ops.backends import get_backend, list_backends, register_backend, set_backend, use_backend
-    from .patching import PatchReport, patch_model, patch_report, unpatch_model
-    from .registry import list_attentions, register_attention, register_feature_map
-    from .training.arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
-    from .training.trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
-    from .training.transfer import TransferResult, transfer_attention
+    from .checkpoints import load_pretrained as load_pretrained
+    from .config import LayerConfig as LayerConfig
+    from .config import LinearAttentionConfig as LinearAttentionConfig
+    from .evaluation.api import evaluate as evaluate
+    from .evaluation.fidelity import Fidelity as Fidelity
+    from .evaluation.fidelity import measure_fidelity as measure_fidelity
+    from .evaluation.recall import Recall as Recall
+    from .evaluation.recall import RetrievalHeads as RetrievalHeads
+    from .evaluation.recall import find_retrieval_heads as find_retrieval_heads
+    from .evaluation.recall import measure_recall as measure_recall
+    from .evaluation.results import Evaluation as Evaluation
+    from .integration.context import is_patched as is_patched
+    from .integration.exact import AttentionCall as AttentionCall
+    from .integration.exact import exact_attention as exact_attention
+    from .integration.exact import observe_attention as observe_attention
+    from .integration.positions import extend_positions as extend_positions
+    from .ops.backends import get_backend as get_backend
+    from .ops.backends import list_backends as list_backends
+    from .ops.backends import register_backend as register_backend
+    from .ops.backends import set_backend as set_backend
+    from .ops.backends import use_backend as use_backend
+    from .patching import PatchReport as PatchReport
+    from .patching import patch_model as patch_model
+    from .patching import patch_report as patch_report
+    from .patching import unpatch_model as unpatch_model
+    from .registry import list_attentions as list_attentions
+    from .registry import register_attention as register_attention
+    from .registry import register_feature_map as register_feature_map
+    from .training.arguments import AttentionTransferConfig as AttentionTransferConfig
+    from .training.arguments import DistillationConfig as DistillationConfig
+    from .training.arguments import FinetuningConfig as FinetuningConfig
+    from .training.trainers import AttentionTransferTrainer as AttentionTransferTrainer
+    from .training.trainers import DistillationTrainer as DistillationTrainer
+    from .training.trainers import FinetuningTrainer as FinetuningTrainer
+    from .training.transfer import TransferResult as TransferResult
+    from .training.transfer import transfer_attention as transfer_attention
 
-__all__ = [
-    "AttentionCall",
-    "AttentionTransferConfig",
-    "AttentionTransferTrainer",
-    "DistillationConfig",
-    "DistillationTrainer",
-    "Evaluation",
-    "Fidelity",
-    "FinetuningConfig",
-    "FinetuningTrainer",
-    "LayerConfig",
-    "LinearAttentionConfig",
-    "PatchReport",
-    "Recall",
-    "RetrievalHeads",
-    "TransferResult",
-    "__version__",
-    "evaluate",
-    "exact_attention",
-    "extend_positions",
-    "find_retrieval_heads",
-    "get_backend",
-    "is_patched",
-    "list_attentions",
-    "list_backends",
-    "load_pretrained",
-    "measure_fidelity",
-    "measure_recall",
-    "observe_attention",
-    "patch_model",
-    "patch_report",
-    "register_attention",
-    "register_backend",
-    "register_feature_map",
-    "set_backend",
-    "transfer_attention",
-    "unpatch_model",
-    "use_backend",
-]
-
-_HOMES = {
-    "AttentionCall": "integration.exact",
-    "AttentionTransferConfig": "training.arguments",
-    "AttentionTransferTrainer": "training.trainers",
-    "DistillationConfig": "training.arguments",
-    "DistillationTrainer": "training.trainers",
-    "Evaluation": "evaluation.results",
-    "Fidelity": "evaluation.fidelity",
-    "FinetuningConfig": "training.arguments",
-    "FinetuningTrainer": "training.trainers",
-    "LayerConfig": "config",
-    "LinearAttentionConfig": "config",
-    "PatchReport": "patching",
-    "Recall": "evaluation.recall",
-    "RetrievalHeads": "evaluation.recall",
-    "TransferResult": "training.transfer",
-    "evaluate": "evaluation.api",
-    "exact_attention": "integration.exact",
-    "extend_positions": "integration.positions",
-    "find_retrieval_heads": "evaluation.recall",
-    "get_backend": "ops.backends",
-    "is_patched": "integration.context",
-    "list_attentions": "registry",
-    "list_backends": "ops.backends",
-    "load_pretrained": "checkpoints",
-    "measure_fidelity": "evaluation.fidelity",
-    "measure_recall": "evaluation.recall",
-    "observe_attention": "integration.exact",
-    "patch_model": "patching",
-    "patch_report": "patching",
-    "register_attention": "registry",
-    "register_backend": "ops.backends",
-    "register_feature_map": "registry",
-    "set_backend": "ops.backends",
-    "transfer_attention": "training.transfer",
-    "unpatch_model": "patching",
-    "use_backend": "ops.backends",
+#: Public names by the module that defines them.
+_NAMES = {
+    "checkpoints": ("load_pretrained",),
+    "config": ("LayerConfig", "LinearAttentionConfig"),
+    "evaluation.api": ("evaluate",),
+    "evaluation.fidelity": ("Fidelity", "measure_fidelity"),
+    "evaluation.recall": ("Recall", "RetrievalHeads", "find_retrieval_heads", "measure_recall"),
+    "evaluation.results": ("Evaluation",),
+    "integration.context": ("is_patched",),
+    "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
+    "integration.positions": ("extend_positions",),
+    "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),
+    "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
+    "registry": ("list_attentions", "register_attention", "register_feature_map"),
+    "training.arguments": ("AttentionTransferConfig", "DistillationConfig", "FinetuningConfig"),
+    "training.trainers": ("AttentionTransferTrainer", "DistillationTrainer", "FinetuningTrainer"),
+    "training.transfer": ("TransferResult", "transfer_attention"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(("__version__", *_HOMES))
 
 
 def __getattr__(name: str) -> Any:
@@ -116,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from .version import __version__
 #: Version of the saved form. It goes up when an older package could misread a newer checkpoint.
 FORMAT_VERSION = 1
 
+PLAN_SUFFIXES = (".json", ".yaml", ".yml")
 DEFAULT_KEY = "default"
 #: What a layer's dict may hold besides the options of its mechanism.
 LAYER_KEYS = ("attention", "options", "exact_heads")
@@ -126,8 +128,13 @@ class LinearAttentionConfig:
             if not value:
                 raise ValueError("The dict of layers is empty: name at least one layer, or 'default'.")
             default = LayerConfig.parse(value[DEFAULT_KEY]) if DEFAULT_KEY in value else None
-            layers_given = {str(key): layer for key, layer in value.items() if key != DEFAULT_KEY}
-            return cls(default, {key: _parse_layer(layer, default) for key, layer in layers_given.items()})
+            overrides = {}
+            for key, layer in value.items():
+                if default is not None and isinstance(layer, Mapping) and set(layer) == {"exact_heads"}:
+                    overrides[str(key)] = replace(default, exact_heads=layer["exact_heads"])
+                elif key != DEFAULT_KEY:
+                    overrides[str(key)] = LayerConfig.parse(layer)
+            return cls(default, overrides)
         raise TypeError(
             "attention must be a name, a dict of layers or a LinearAttentionConfig, "
             f"got {value!r} ({type(value).__name__})."
@@ -147,13 +154,13 @@ class LinearAttentionConfig:
                 a mechanism or an option is unknown; a value has the wrong type. The message names the file.
         """
         path = Path(path)
-        readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml}
-        if path.suffix.lower() not in readers:
-            raise ValueError(f"{str(path)!r}: a plan is a file that ends in {', '.join(readers)}.")
+        suffix = path.suffix.lower()
+        if suffix not in PLAN_SUFFIXES:
+            raise ValueError(f"{str(path)!r}: a plan is a file that ends in {', '.join(PLAN_SUFFIXES)}.")
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r}: there is no such file.")
         try:
-            plan = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
+            plan = _read(path.read_text(encoding="utf-8"), "JSON" if suffix == ".json" else "YAML")
             if not isinstance(plan, Mapping):
                 raise ValueError(
                     'the file must hold an object such as {"default": "hedgehog", "0": "softmax"}, '
@@ -175,8 +182,8 @@ class LinearAttentionConfig:
         indices: set[int] = set()
         matches: list[tuple[int, list[int], LayerConfig]] = []  # precedence, layers, mechanism
         for key, layer in self.layers.items():
-            index = _as_index(key)
-            if index is not None:
+            if re.fullmatch(r"[+-]?\d+", key):
+                index = int(key)
                 if not -len(names) <= index < len(names):
                     raise ValueError(
                         f"Layer index {index} is out of range: the model has {len(names)} self-attention layers "
@@ -201,16 +208,12 @@ class LinearAttentionConfig:
                 resolved[number] = layer
         return resolved
 
-    def has_option(self, name: str) -> bool:
-        """Return whether a mechanism of the plan has an option of this name."""
-        default = () if self.default is None else (self.default,)
-        return any(_has_option(layer, name) for layer in (*self.layers.values(), *default))
-
     def with_default(self, name: str, value: Any) -> LinearAttentionConfig:
         """Return the plan with a value for an option, wherever a mechanism has it and its value is missing or None."""
 
         def filled(layer: LayerConfig) -> LayerConfig:
-            if not _has_option(layer, name) or layer.options.get(name) is not None:
+            known = [option.name for option in fields(ATTENTIONS.get(layer.attention).options)]
+            if name not in known or layer.options.get(name) is not None:
                 return layer
             return replace(layer, options={**layer.options, name: value})
 
@@ -252,14 +255,7 @@ class LinearAttentionConfig:
         )
 
 
-def _read_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the file is not JSON ({error}).") from error
-
-
-def _read_yaml(text: str) -> Any:
+def _read(text: str, kind: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -270,9 +266,9 @@ def _read_yaml(text: str) -> Any:
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"the file is not YAML ({' '.join(str(error).split())}).") from error
+        return json.loads(text, object_pairs_hook=_unique_keys) if kind == "JSON" else yaml.load(text, Loader)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the file is not {kind} ({' '.join(str(error).split())}).") from error
 
 
 def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -285,21 +281,10 @@ def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _has_option(layer: LayerConfig, name: str) -> bool:
-    return any(option.name == name for option in fields(ATTENTIONS.get(layer.attention).options))
-
-
 def _layer_dict(layer: LayerConfig) -> dict[str, Any]:
     options = asdict(build_options(ATTENTIONS.get(layer.attention), dict(layer.options)))
     saved = {"attention": layer.attention, "options": options}
     return {**saved, "exact_heads": list(layer.exact_heads)} if layer.exact_heads else saved
-
-
-def _parse_layer(value: Any, default: LayerConfig | None) -> LayerConfig:
-    """Read a layer of a dict; `{"exact_heads": […]}` alone takes the mechanism and the options of the default."""
-    if isinstance(value, Mapping) and set(value) == {"exact_heads"} and default is not None:
-        return replace(default, exact_heads=value["exact_heads"])
-    return LayerConfig.parse(value)
 
 
 def check_integers(values: Any, name: str, kind: str) -> list[int]:
@@ -322,10 +307,3 @@ def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:
     options = fields(ATTENTIONS.get(layer.attention).options)
     before = {option.name: option.metadata["before"] for option in options if "before" in option.metadata}
     return replace(layer, options={**before, **layer.options})
-
-
-def _as_index(key: str) -> int | None:
-    try:
-        return int(key)
-    except ValueError:
-        return None

@@ -28,17 +28,6 @@ from .integration.positions import (
 from .mechanisms.softmax import EXACT
 from .registry import ATTENTIONS
 
-__all__ = [
-    "CONFIG_FIELD",
-    "LayerReport",
-    "PatchReport",
-    "check_model",
-    "is_patched",
-    "patch_model",
-    "patch_report",
-    "unpatch_model",
-]
-
 logger = logging.getLogger(__name__)
 
 
@@ -92,8 +81,7 @@ def patch_model(
     config = LinearAttentionConfig.parse(attention, layers, options)
     positions = PositionChange()
     if max_length is not None:
-        positions = _plan_positions(model, config, max_length)
-        config = config.with_default("max_length", max_length)
+        config, positions = _plan_length(model, config, max_length)
     install(model, config, positions)
     if model.name_or_path:
         model.name_or_path += PATCHED_NAME
@@ -132,18 +120,20 @@ def _check_patched(model: PreTrainedModel) -> None:
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
 
 
-def _plan_positions(model: PreTrainedModel, config: LinearAttentionConfig, max_length: int) -> PositionChange:
-    """Return what extends the model to `max_length`. Raises a ValueError where that would change nothing at all."""
-    limit = position_limit(model)
+def _plan_length(
+    model: PreTrainedModel, config: LinearAttentionConfig, max_length: int
+) -> tuple[LinearAttentionConfig, PositionChange]:
+    """Return what `max_length` makes of a plan and of the positions; a ValueError where that is nothing at all."""
+    limit, filled = position_limit(model), config.with_default("max_length", max_length)
     if check_max_length(max_length) > (limit or max_length):
-        return plan_extension(model, max_length)
-    if max_length != limit and not config.has_option("max_length"):
+        return filled, plan_extension(model, max_length)
+    if max_length != limit and filled == config:
         reason = f"its {no_table_reason(model)}" if limit is None else f"it takes {limit} already"
         raise ValueError(
-            f"max_length={max_length} would change nothing: no mechanism given has an option 'max_length', and this "
-            f"{type(model).__name__} has no positions to extend to {max_length} tokens ({reason}). Leave it out."
+            f"max_length={max_length} would change nothing: no mechanism given lacks a value for its 'max_length', and "
+            f"this {type(model).__name__} has no positions to extend to {max_length} tokens ({reason}). Leave it out."
         )
-    return PositionChange()
+    return filled, PositionChange()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ class Registry(Generic[T]):
             raise TypeError(f"The name of {self.kind} must be a non-empty string, got {name!r}.")
         if name in self._entries:
             raise ValueError(f"{self.kind.capitalize()} {name!r} is already registered. Choose another name.")
-        self._entries[name] = entry
-        for listener in self._listeners:
+        for listener in self._listeners:  # One that raises leaves the registry as it was.
             listener(name, entry)
+        self._entries[name] = entry
 
     def discard(self, name: str) -> None:
         """Remove a name, if it is there (for tests and interactive work)."""
@@ -64,12 +64,6 @@ class Registry(Generic[T]):
         self._listeners.append(listener)
         for name, entry in list(self._entries.items()):
             listener(name, entry)
-
-    def check_class(self, cls: type, decorator: str) -> None:
-        """Raise a TypeError unless `cls` inherits from the base class of the entries."""
-        if self.base_class is None or not (isinstance(cls, type) and issubclass(cls, self.base_class)):
-            expected = "LinearAttention or FeatureMap" if self.base_class is None else self.base_class.__name__
-            raise TypeError(f"{decorator} decorates subclasses of {expected}, got {cls!r}.")
 
     def get(self, name: str) -> T:
         """Return the entry of a name.
@@ -107,14 +101,14 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """What is known of one mechanism, for `list_attentions()`, the command line, tables and tests.
+    """What is known of one mechanism, or of a feature map and its mechanism, for lists, the command line and tests.
 
     `factory` makes it from `(shape, options)`, and is most often its class. The other attributes are the arguments of
     `register_attention`.
     """
 
     name: str
-    factory: Callable[..., Any]
+    factory: Any
     options: type
     description: str
     paper: str
@@ -132,22 +126,8 @@ class AttentionEntry:
         return self.factory(shape, options if resolve is None else resolve(shape, options))
 
 
-@dataclass(frozen=True)
-class FeatureMapEntry:
-    """What is known of one feature map. Attributes are those of `AttentionEntry`; `cls` is the map's class."""
-
-    name: str
-    cls: Any
-    options: type
-    description: str
-    paper: str
-    learned: bool
-    cost: str
-    recommendation: str
-
-
 ATTENTIONS: Registry[AttentionEntry] = Registry("attention mechanism")
-FEATURE_MAPS: Registry[FeatureMapEntry] = Registry("feature map")
+FEATURE_MAPS: Registry[AttentionEntry] = Registry("feature map")
 
 
 def register_attention(
@@ -186,15 +166,8 @@ def register_attention(
         TypeError: `options` is not a dataclass, or the class is no `LinearAttention`.
         ValueError: The name is taken.
     """
-    _check_options(options, name)
-
-    def decorate(cls: type) -> type:
-        ATTENTIONS.check_class(cls, f"register_attention({name!r})")
-        facts = (description, paper, causal, bidirectional, learned, state, cost, recommendation, alternative)
-        ATTENTIONS.add(name, AttentionEntry(name, cls, options, *facts))
-        return cls
-
-    return decorate
+    facts = (description, paper, causal, bidirectional, learned, state, cost, recommendation, alternative)
+    return _decorator(ATTENTIONS, name, options, facts)
 
 
 def register_feature_map(
@@ -209,42 +182,37 @@ def register_feature_map(
 ) -> Callable[[type], type]:
     """Class decorator: make a `FeatureMap` available, also as the kernelized attention of the same name.
 
-    A feature map works in both directions and decodes with a constant state.
-
-    Args:
-        name: The public name.
-        description: One line, for lists.
-        paper: The source, e.g. `"Author 2020, arXiv:2006.16236"`.
-        options: Frozen dataclass of the options with defaults; each field's `metadata["help"]` is shown to users.
-        learned: Whether it has parameters that attention transfer can train.
-        cost: Time and memory of its kernelized attention.
-        recommendation: When to choose it, one line.
-
-    Returns:
-        The decorator, which returns the class unchanged.
+    A feature map works in both directions and decodes with a constant state. The arguments and the decorator are those
+    of `register_attention`.
 
     Raises:
         TypeError: `options` is not a dataclass, or the class is no `FeatureMap`.
         ValueError: The name is taken.
     """
-    _check_options(options, name)
+    return _decorator(
+        FEATURE_MAPS, name, options, (description, paper, True, True, learned, "constant", cost, recommendation)
+    )
+
+
+def _decorator(
+    registry: Registry[AttentionEntry], name: str, options: type, facts: tuple[Any, ...]
+) -> Callable[[type], type]:
+    """Return what adds a class to a registry; `facts` are the attributes of its entry after `options`, in order."""
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise TypeError(f"The options of {name!r} must be a dataclass, got {options!r}.")
 
     def decorate(cls: type) -> type:
-        FEATURE_MAPS.check_class(cls, f"register_feature_map({name!r})")
-        if name in ATTENTIONS:
-            raise ValueError(f"Attention mechanism {name!r} is already registered. Choose another name.")
-        FEATURE_MAPS.add(name, FeatureMapEntry(name, cls, options, description, paper, learned, cost, recommendation))
+        base = registry.base_class
+        if base is None or not (isinstance(cls, type) and issubclass(cls, base)):
+            expected = "LinearAttention or FeatureMap" if base is None else base.__name__
+            raise TypeError(f"The registration of {name!r} decorates subclasses of {expected}, got {cls!r}.")
+        registry.add(name, AttentionEntry(name, cls, options, *facts))
         return cls
 
     return decorate
 
 
-def _check_options(options: type, name: str) -> None:
-    if not (isinstance(options, type) and is_dataclass(options)):
-        raise TypeError(f"The options of {name!r} must be a dataclass, got {options!r}.")
-
-
-def build_options(entry: AttentionEntry | FeatureMapEntry, values: dict[str, Any]) -> Any:
+def build_options(entry: AttentionEntry, values: dict[str, Any]) -> Any:
     """Build the options dataclass of a mechanism from a dict.
 
     Raises:

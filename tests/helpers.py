@@ -280,7 +280,7 @@ def every_feature_map(*, signed: bool = True) -> Any:
     `signed=False` leaves out maps whose weights can be negative.
     """
     hla.list_attentions()
-    classes = {name: entry.cls for name, entry in FEATURE_MAPS if not entry.cls.uses_positions}
+    classes = {name: entry.factory for name, entry in FEATURE_MAPS if not entry.factory.uses_positions}
     return pytest.mark.parametrize("name", sorted(name for name, cls in classes.items() if signed or not cls.signed))
 
 
@@ -345,7 +345,7 @@ def feature_map(name: str, heads: int = 4, groups: int = 2, dim: int = 6, **opti
     hla.list_attentions()
     entry = FEATURE_MAPS.get(name)
     chosen = build_options(entry, {**small_options(entry.options), **options})
-    built = entry.cls(AttentionShape(heads, groups, dim, dim, layer_index=1, max_length=64, causal=True), chosen)
+    built = entry.factory(AttentionShape(heads, groups, dim, dim, layer_index=1, max_length=64, causal=True), chosen)
     for parameter in built.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape)
     return built

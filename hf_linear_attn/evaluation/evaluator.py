@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
-from ..integration.attention import SUBMODULE
+from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model, patch_report

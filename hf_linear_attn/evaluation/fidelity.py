@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..integration.attention import SUBMODULE, AttentionCall, observe_attention
+from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
+from ..integration.exact import AttentionCall, observe_attention
 from ..patching import CONFIG_FIELD, check_model, is_patched
 
 Batch = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..integration.attention import SUBMODULE
+from ..integration.context import SUBMODULE
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.inputs import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
 from ..mechanisms.base import AttentionInputs, LinearAttention

@@ -21,24 +21,13 @@ from .context import (
     IMPLEMENTATION,
     SUBMODULE,
     InterfaceCall,
-    attention_modules,
     forward_context,
     in_memory,
     layer_context,
 )
-from .exact import AttentionCall, attention_weights_requested, exact_attention, observe_attention, run_exact
+from .exact import attention_weights_requested, run_exact
 from .mask import full_mask_to_bool, linear_attention_mask
 from .packing import document_numbers, documents_of, run_packed
-
-__all__ = [
-    "IMPLEMENTATION",
-    "SUBMODULE",
-    "AttentionCall",
-    "attention_modules",
-    "exact_attention",
-    "linear_attention_forward",
-    "observe_attention",
-]
 
 logger = logging.getLogger(__name__)
 

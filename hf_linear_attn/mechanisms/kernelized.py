@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..ops import kernelized as ops
 from ..ops.common import FeatureFunction, Features, State, compute_dtype
 from ..ops.fused import FusedMaps, KernelizedCall
 from ..ops.window_step import is_decoding_step
-from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry, FeatureMapEntry
+from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention, visible
 
 
@@ -137,18 +137,9 @@ class KernelizedAttention(LinearAttention):
         return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)
 
 
-def _register(name: str, entry: FeatureMapEntry) -> None:
+def _register(name: str, entry: AttentionEntry) -> None:
     """Make a feature map's kernelized attention available under the name of the map."""
-    ATTENTIONS.add(
-        name,
-        AttentionEntry(
-            factory=partial(KernelizedAttention, feature_map=entry.cls),
-            causal=True,
-            bidirectional=True,
-            state="constant",
-            **{field.name: getattr(entry, field.name) for field in fields(entry) if field.name != "cls"},
-        ),
-    )
+    ATTENTIONS.add(name, replace(entry, factory=partial(KernelizedAttention, feature_map=entry.factory)))
 
 
 FEATURE_MAPS.subscribe(_register)

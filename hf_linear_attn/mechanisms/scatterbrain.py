@@ -37,7 +37,7 @@ class ScatterbrainOptions(Options):
         if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
             raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
-        if entry.cls.uses_positions:
+        if entry.factory.uses_positions:
             raise ValueError(
                 f"scatterbrain cannot use {self.feature_map!r}: this feature map needs the tokens' positions."
             )
@@ -72,7 +72,7 @@ class ScatterbrainAttention(LinearAttention):
     def __init__(self, shape: AttentionShape, options: ScatterbrainOptions) -> None:
         super().__init__(shape, options)
         entry = FEATURE_MAPS.get(options.feature_map)
-        self.feature_map = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        self.feature_map = entry.factory(shape, build_options(entry, dict(options.feature_map_options)))
         if self.feature_map.signed:
             raise ValueError(
                 f"scatterbrain cannot use {options.feature_map!r} with these options: its weights can be negative, and "

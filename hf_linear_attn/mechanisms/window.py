@@ -68,7 +68,7 @@ class WindowOptions:
         if sinks != "auto" and (not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0):
             raise ValueError(f"sink_tokens must be a non-negative integer or 'auto', got {sinks!r}.")
         entry = FEATURE_MAPS.get(self.feature_map)
-        if entry.cls.uses_positions:
+        if entry.factory.uses_positions:
             # The state of the window delays keys, and does not count the tokens before them.
             raise ValueError(f"window cannot use {self.feature_map!r}: this feature map needs the tokens' positions.")
         build_options(entry, dict(self.feature_map_options))
@@ -109,7 +109,7 @@ class WindowAttention(LinearAttention):
         options = self.resolve_options(shape, options)
         super().__init__(shape, options)
         entry = FEATURE_MAPS.get(options.feature_map)
-        self.feature_map: FeatureMap = entry.cls(shape, build_options(entry, dict(options.feature_map_options)))
+        self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, dict(options.feature_map_options)))
         if self.feature_map.signed:
             raise ValueError(
                 f"window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "

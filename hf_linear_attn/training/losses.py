@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..integration.attention import AttentionCall
+from ..integration.exact import AttentionCall
 
 #: Label of a token that is not to be predicted.
 IGNORED = -100

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, P
 
 from ..config import LinearAttentionConfig
 from ..data.task_data import DEFAULT_MAX_LENGTH, TaskData
-from ..integration.attention import SUBMODULE
+from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model

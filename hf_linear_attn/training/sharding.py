@@ -19,7 +19,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..integration.attention import SUBMODULE, attention_modules
+from ..integration.context import SUBMODULE, attention_modules
 
 #: What wrappers put into the names of parameters.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
-from ..integration.attention import SUBMODULE, exact_attention
+from ..integration.context import SUBMODULE
+from ..integration.exact import exact_attention
 from ..patching import check_model
 from ..utils.files import remove_partial_files, replace_folder
 from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..integration.attention import AttentionCall, attention_modules, observe_attention
+from ..integration.context import attention_modules
+from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.base import LinearAttention
 from ..patching import check_model, is_patched
 from ..utils.arguments import check_positive

@@ -49,7 +49,7 @@ def kernel_estimates(
     rows = []
     for draw in range(draws):
         settings = {"num_features": num_features, "orthogonal": orthogonal, "seed": seed + draw, **chosen.options}
-        values, log_scale = entry.cls(shape, build_options(entry, settings)).query(both, 1.0)
+        values, log_scale = entry.factory(shape, build_options(entry, settings)).query(both, 1.0)
         assert log_scale is not None
         rows.append((values[0] * values[1]).sum(dim=-1) * log_scale.sum(dim=0).exp())
     return torch.cat(rows)

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import AttentionCall, observe_attention
 from hf_linear_attn.integration.discovery import find_attention
+from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.integration.model_class import base_class
 from tests.architectures.inputs import LENGTH, Inputs, find_inputs, tokens
 from tests.architectures.models import LEVELS, CannotBuildError, Case, accepts, architecture_model

@@ -7,8 +7,9 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import IMPLEMENTATION, observe_attention
+from hf_linear_attn.integration.context import IMPLEMENTATION
 from hf_linear_attn.integration.discovery import attention_shape, find_attention
+from hf_linear_attn.integration.exact import observe_attention
 from tests.architectures.inputs import find_inputs, tokens
 from tests.architectures.models import Case, architecture_model
 from tests.architectures.properties import REFUSED, WORKS, examine, per_token

@@ -5,7 +5,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.random_features import gaussian_features
-from hf_linear_attn.integration.attention import attention_modules
+from hf_linear_attn.integration.context import attention_modules
 from tests.helpers import LLAMA, TOLERANCE, assert_close, feature_map, qkv, relative_error
 from tests.ops.test_kernelized import SCALING, fast
 

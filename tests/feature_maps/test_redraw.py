@@ -7,7 +7,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.favor_plus import FavorPlusOptions
-from hf_linear_attn.integration.attention import attention_modules
+from hf_linear_attn.integration.context import attention_modules
 from tests.helpers import GPT2, LLAMA, logits, saved_and_loaded, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

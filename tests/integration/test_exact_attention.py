@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import AttentionCall
 from hf_linear_attn.integration.context import attention_modules, layer_context
+from hf_linear_attn.integration.exact import AttentionCall
 from tests.helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
 
 

@@ -9,12 +9,8 @@ from transformers import AutoConfig
 from transformers.masking_utils import bidirectional_mask_function
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import (
-    IMPLEMENTATION,
-    UNSUPPORTED,
-    attention_modules,
-    linear_attention_forward,
-)
+from hf_linear_attn.integration.attention import UNSUPPORTED, linear_attention_forward
+from hf_linear_attn.integration.context import IMPLEMENTATION, attention_modules
 from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer, attention_shape
 from hf_linear_attn.integration.exact import eager_function
 from hf_linear_attn.integration.mask import linear_attention_mask

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import attention_modules
+from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.discovery import self_attention
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from hf_linear_attn.registry import ATTENTIONS

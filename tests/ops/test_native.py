@@ -49,7 +49,7 @@ def build(name: str, heads: int, groups: int, head_dim: int, value_dim: int):
     kind, options = MAPS[name]
     entry = FEATURE_MAPS.get(kind)
     shape = AttentionShape(heads, groups, head_dim, value_dim)
-    feature_map = entry.cls(shape, entry.cls.resolve_options(shape, build_options(entry, options)))
+    feature_map = entry.factory(shape, entry.factory.resolve_options(shape, build_options(entry, options)))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in feature_map.parameters():
@@ -384,7 +384,7 @@ def test_formulas_and_functions_are_two_forms_of_one_map():
     actual = 0
     for _, entry in FEATURE_MAPS:
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
-        feature_map = entry.cls(shape, entry.cls.resolve_options(shape, entry.options()))
+        feature_map = entry.factory(shape, entry.factory.resolve_options(shape, entry.options()))
         positions = torch.arange(40).unsqueeze(0)
         if feature_map.fused(0.35, (positions, positions)) is None:
             continue

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import exact_attention
+from hf_linear_attn.integration.exact import exact_attention
 from hf_linear_attn.training.arguments import DistillationConfig
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import add_adapters

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.attention import AttentionCall, attention_modules, observe_attention
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.training import losses
 from hf_linear_attn.training.losses import attention_weights_loss
 from hf_linear_attn.training.transfer import AttentionTransferLoss, branch_steps, transfer_attention
