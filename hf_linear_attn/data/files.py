@@ -12,12 +12,19 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..utils.formatting import near_matches
+
 #: Column -> values.
 Table = dict[str, list[Any]]
+
+#: Line number and cells by column, of each row of a file.
+Rows = Iterator[tuple[int, dict[str, Any]]]
+
+REMEDY = "Correct the line or remove it."
 
 #: Marks the end of a document in many text files for language models.
 END_OF_TEXT = "<|endoftext|>"
@@ -49,13 +56,7 @@ def read_text(path: Path) -> str:
         OSError: The file is missing, unreadable, or damaged.
         ValueError: The file is not UTF-8 text, or empty.
     """
-    content = path.read_bytes()
-    decompress = COMPRESSIONS.get(path.suffix)
-    if decompress is not None:
-        try:
-            content = decompress(content)
-        except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-            raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
+    content = _read_bytes(path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -66,39 +67,36 @@ def read_text(path: Path) -> str:
     return text
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file; errors as `read_text`. Other separators than \\n and \\r\\n may be text."""
-    lines = read_text(path).split("\n")
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+def _read_bytes(path: Path) -> bytes:
+    content = path.read_bytes()
+    try:
+        return COMPRESSIONS[path.suffix](content) if path.suffix in COMPRESSIONS else content
+    except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+        raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
 
 
 def read_table(path: Path) -> Table:
     """Return the columns of a file in a format of `FORMATS`.
 
     Raises:
-        ValueError: The file is empty, not UTF-8 text, or has a bad row. The message names file and line.
+        ValueError: The format is unknown, or the file is empty, not UTF-8 text, or has a bad row. The message names
+            file and line.
         OSError: The file is missing, unreadable or damaged.
     """
-    table = FORMATS[file_suffix(path)](path)
-    if not table or not next(iter(table.values())):
+    suffix = file_suffix(path)
+    if suffix not in FORMATS:
+        known = f"{', '.join(FORMATS)}; all also as .xz or .gz"
+        raise ValueError(f"The format of {str(path)!r} is unknown.{near_matches(suffix, FORMATS)} Known: {known}.")
+    table: Table = {}
+    for line, row in FORMATS[suffix](path):
+        table = table or {name: [] for name in row}
+        if row.keys() != table.keys():
+            raise ValueError(f"{location(path, line)}: the keys {', '.join(row)}, expected {', '.join(table)}.")
+        for name, value in row.items():
+            table[name].append(value)
+    if not table:
         raise ValueError(f"{str(path)!r} holds no rows.")
     return table
-
-
-def json_objects(path: Path, required: Sequence[str] = ()) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yield line number and object of each line of a JSON-lines file. Raises a ValueError if a key is missing."""
-    for line, text in enumerate(read_lines(path), start=1):
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{location(path, line)}: no JSON ({error}); found {shortened(text)}.") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{location(path, line)}: expected a JSON object, found {shortened(text)}.")
-        missing = [key for key in required if key not in row]
-        if missing:
-            keys = ", ".join(map(str, row))
-            raise ValueError(f"{location(path, line)}: no {', '.join(missing)}; found the keys {keys}.")
-        yield line, row
 
 
 def location(path: Path, line: int) -> str:
@@ -116,84 +114,86 @@ def shortened(value: object, length: int = 60) -> str:
 # Formats
 
 
-def _read_csv(path: Path) -> Table:
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines. Other separators than \\n and \\r\\n may be text."""
+    lines = text.removesuffix("\n").split("\n")
+    return enumerate((line.removesuffix("\r") for line in lines), start=1)
+
+
+def _csv_rows(path: Path) -> Rows:
     # Line ends inside quotes belong to the cell, hence newline="".
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     limit = csv.field_size_limit(2**31 - 1)  # documents are longer than the default of 128 kB
     try:
-        return _columns(path, ((reader.line_num, row) for row in reader if row))
+        yield from _named_cells(path, ((reader.line_num, cells) for cells in reader if cells))
     except csv.Error as error:
         raise ValueError(f"{location(path, reader.line_num)}: {error}.") from error
     finally:
         csv.field_size_limit(limit)
 
 
-def _read_tsv(path: Path) -> Table:
-    return _columns(path, ((line, row.split("\t")) for line, row in enumerate(read_lines(path), start=1)))
+def tsv_rows(path: Path, names: Sequence[str] = (), widths: Sequence[int] = ()) -> Rows:
+    """Yield line number and cells by column of a file in which a tab always separates two columns.
+
+    Args:
+        path: The file.
+        names: Names of the columns, where the first line does not name them.
+        widths: Numbers of cells that a row may have; empty: as many as there are names.
+
+    Raises:
+        ValueError, OSError: As `read_table`.
+    """
+    return _named_cells(path, ((line, text.split("\t")) for line, text in _lines(read_text(path))), names, widths)
 
 
-def _columns(path: Path, numbered_rows: Iterable[tuple[int, list[str]]]) -> Table:
-    rows = iter(numbered_rows)
-    line, header = next(rows)
-    repeated = sorted({name for name in header if header.count(name) > 1 or not name})
-    if repeated:
-        names = ", ".join(map(repr, repeated))
-        raise ValueError(f"{location(path, line)}: the header has empty or repeated names: {names}.")
-    table: Table = {name: [] for name in header}
-    for line, row in rows:
-        if len(row) != len(header):
-            raise ValueError(
-                f"{location(path, line)}: {len(row)} columns, expected {len(header)}; found {shortened(row)}."
-            )
-        for name, cell in zip(header, row, strict=True):
-            table[name].append(cell)
-    return table
+def _named_cells(
+    path: Path, rows: Iterator[tuple[int, list[str]]], names: Sequence[str] = (), widths: Sequence[int] = ()
+) -> Rows:
+    if not names:
+        line, names = next(rows)
+        repeated = sorted({name for name in names if names.count(name) > 1 or not name})
+        if repeated:
+            listed = ", ".join(map(repr, repeated))
+            raise ValueError(f"{location(path, line)}: the header has empty or repeated names: {listed}.")
+    widths = widths or (len(names),)
+    for line, cells in rows:
+        if len(cells) not in widths:
+            counts = f"{len(cells)} columns, expected {' or '.join(map(str, widths))}"
+            raise ValueError(f"{location(path, line)}: {counts}; found {shortened(cells)}. {REMEDY}")
+        yield line, dict(zip(names, cells, strict=False))
 
 
-def _read_json_lines(path: Path) -> Table:
-    return _object_columns(path, json_objects(path))
-
-
-def _read_json(path: Path) -> Table:
-    """A list of objects, or one object per line."""
+def json_rows(path: Path) -> Rows:
+    """Yield number and object of each line of JSON, or of a JSON file each entry of a list. Raises as `read_table`."""
     text = read_text(path)
-    if not text.lstrip().startswith("["):
-        return _read_json_lines(path)
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{location(path, error.lineno)}: no JSON ({error}).") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, entry {number}: expected a JSON object, found {shortened(row)}.")
-    return _object_columns(path, enumerate(rows, start=1))
+    is_list = file_suffix(path) == "json" and text.lstrip().startswith("[")
+    for line, part in [(1, text)] if is_list else _lines(text):
+        try:
+            value = json.loads(part)
+        except json.JSONDecodeError as error:
+            place = location(path, line + error.lineno - 1)
+            raise ValueError(f"{place}: no JSON ({error}); found {shortened(part)}.") from error
+        for number, row in enumerate(value, start=1) if is_list else [(line, value)]:
+            if not isinstance(row, dict):
+                place = f"{path}, entry {number}" if is_list else location(path, line)
+                raise ValueError(f"{place}: expected a JSON object, found {shortened(row)}.")
+            yield number, row
 
 
-def _object_columns(path: Path, rows: Iterable[tuple[int, dict[Any, Any]]]) -> Table:
-    table: Table = {}
-    for line, row in rows:
-        if not table:
-            table = {name: [] for name in row}
-        if row.keys() != table.keys():
-            raise ValueError(f"{location(path, line)}: the keys {', '.join(row)}, expected {', '.join(table)}.")
-        for name, value in row.items():
-            table[name].append(value)
-    return table
-
-
-def _read_parquet(path: Path) -> Table:
+def _parquet_rows(path: Path) -> Rows:
     import pyarrow.parquet as parquet
 
     try:
-        return parquet.read_table(path).to_pydict()
-    except (ValueError, OSError) as error:
+        return enumerate(parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist())
+    except (ValueError, OSError) as error:  # Arrow's own errors are subclasses of these
         raise OSError(f"{str(path)!r} is no readable Parquet file ({error}).") from error
 
 
-def _read_documents(path: Path) -> Table:
+def _document_rows(path: Path) -> Rows:
     text, name = read_text(path), uncompressed_name(path)
     wikitext = name.startswith("wiki.") and name.endswith((".tokens", ".raw"))
-    return {"text": split_articles(text) if wikitext else split_documents(text)}
+    documents = split_articles(text) if wikitext else split_documents(text)
+    return enumerate({"text": document} for document in documents)
 
 
 def split_documents(text: str) -> list[str]:
@@ -225,35 +225,30 @@ def split_articles(text: str) -> list[str]:
     return [article for article in articles if article.strip()]
 
 
-def _read_fasta(path: Path) -> Table:
-    descriptions: list[str] = []
-    sequences: list[str] = []
-    for line, text in enumerate(read_lines(path), start=1):
-        if text.startswith(">"):
-            descriptions.append(text[1:].strip())
-            sequences.append("")
-        elif text.strip():
-            if not sequences:
-                raise ValueError(f"{location(path, line)}: a FASTA record starts with '>', found {shortened(text)}.")
-            sequences[-1] += text.strip()
-    for description, sequence in zip(descriptions, sequences, strict=True):
-        if not sequence:
-            raise ValueError(f"{path}: the record {shortened(description)} has no sequence.")
-    return {"description": descriptions, "sequence": sequences}
+def _fasta_rows(path: Path) -> Rows:
+    beginning, *records = re.split(r"^>", read_text(path), flags=re.MULTILINE)
+    if beginning.strip():
+        found = shortened(beginning.strip().partition("\n")[0])
+        raise ValueError(f"{location(path, 1)}: a FASTA record starts with '>', found {found}.")
+    for number, record in enumerate(records):
+        description, _, sequence = record.partition("\n")
+        if not sequence.strip():
+            raise ValueError(f"{path}: the record {shortened(description.strip())} has no sequence.")
+        yield number, {"description": description.strip(), "sequence": "".join(sequence.split())}
 
 
 #: Suffixes of plain text, which is split into documents.
 TEXT_FORMATS = ("txt", "text", "smi", "tokens", "raw")
 
 #: Suffix -> reader.
-FORMATS: dict[str, Callable[[Path], Table]] = {
-    "csv": _read_csv,
-    "tsv": _read_tsv,
-    "jsonl": _read_json_lines,
-    "json": _read_json,
-    "parquet": _read_parquet,
-    **dict.fromkeys(TEXT_FORMATS, _read_documents),
-    **dict.fromkeys(("fasta", "fa"), _read_fasta),
+FORMATS: dict[str, Callable[[Path], Rows]] = {
+    "csv": _csv_rows,
+    "tsv": tsv_rows,
+    "jsonl": json_rows,
+    "json": json_rows,
+    "parquet": _parquet_rows,
+    **dict.fromkeys(TEXT_FORMATS, _document_rows),
+    **dict.fromkeys(("fasta", "fa"), _fasta_rows),
 }
 
 

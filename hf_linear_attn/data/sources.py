@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from ..utils.formatting import near_matches
-from .files import COMPRESSIONS, FORMATS, file_suffix, read_table, uncompressed_name, with_numbers
+from .files import FORMATS, file_suffix, read_table, uncompressed_name, with_numbers
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -41,8 +41,8 @@ def load_source(
         source: One of
             - a folder made by `save_to_disk`;
             - a file: csv, tsv (without quoting: a tab always separates two columns), json, jsonl, parquet, fasta
-              (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all but parquet also as `.xz`
-              or `.gz`. It becomes the split `train`. Text has one column, `text`, with one document per row: split as
+              (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all also as `.xz` or `.gz`.
+              It becomes the split `train`. Text has one column, `text`, with one document per row: split as
               `data.text.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
@@ -135,11 +135,11 @@ def _load_folder(folder: Path) -> DatasetDict:
 
 def _load_files(files: Mapping[str, Path]) -> DatasetDict:
     datasets = import_datasets()
-    suffixes = {_checked_suffix(path) for path in files.values()}
+    tables = {split: read_table(path) for split, path in files.items()}
+    suffixes = set(map(file_suffix, files.values()))
     if len(suffixes) > 1:
         listed = ", ".join(path.name for path in files.values())
         raise ValueError(f"The files of one data set have different formats: {listed}. Convert them to one.")
-    tables = {split: read_table(path) for split, path in files.items()}
     first = next(iter(files))
     for split, table in tables.items():
         if list(table) != list(tables[first]):
@@ -149,23 +149,13 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
             )
     if suffixes <= {"csv", "tsv"}:
         tables = with_numbers(tables)
-    splits = {}
+    splits = datasets.DatasetDict()
     for split, table in tables.items():
         try:
             splits[split] = datasets.Dataset.from_dict(table)
         except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
             raise ValueError(f"{files[split]}: a column holds values of different kinds ({error}).") from error
-    return datasets.DatasetDict(splits)
-
-
-def _checked_suffix(path: Path) -> str:
-    suffix = file_suffix(path)
-    if suffix not in FORMATS or (suffix == "parquet" and path.suffix in COMPRESSIONS):
-        raise ValueError(
-            f"The format of {str(path)!r} is unknown.{near_matches(suffix, FORMATS)} Known: {', '.join(FORMATS)}; all "
-            "but parquet also as .xz or .gz."
-        )
-    return suffix
+    return splits
 
 
 def _as_dict(data: Any) -> DatasetDict:

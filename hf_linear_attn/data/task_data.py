@@ -48,9 +48,9 @@ class TaskData:
     Attributes:
         task_type: A key of `AUTO_CLASSES`.
         tokenizer: The model's tokenizer.
+        collator: The data collator.
         train: Encoded training rows.
         validation: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
-        collator: The data collator.
         metric: The metric that decides which step is best.
         greater_is_better: Its direction.
         metric_names: All metrics of a classification task.
@@ -61,11 +61,11 @@ class TaskData:
 
     task_type: str
     tokenizer: Any
-    train: Dataset
-    validation: dict[str, Dataset]
     collator: Callable[[list[Any]], dict[str, Tensor]]
-    metric: str
-    greater_is_better: bool
+    train: Dataset = field(init=False)
+    validation: dict[str, Dataset] = field(default_factory=dict)
+    metric: str = "loss"
+    greater_is_better: bool = False
     metric_names: tuple[str, ...] = ()
     labels: tuple[str, ...] | None = None
     facts: dict[str, int] = field(default_factory=dict)
@@ -201,9 +201,9 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
         datasets.disable_progress_bars()
     if data.task is None and data.dataset is None:
         raise ValueError("There is no data: give data.task (a known task) or data.dataset (your own data).")
-    return {"classification": _classification, "causal-lm": _causal_lm, "masked-lm": _masked_lm}[task_type](
-        tokenizer, data, seed
-    )
+    if task_type == "classification":
+        return _classification(tokenizer, data, seed)
+    return _language_model(task_type, tokenizer, data, seed)
 
 
 def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
@@ -214,39 +214,36 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     first = next((name for name in splits if name.startswith("validation")), "validation")
     prefix = first.removeprefix("validation").lstrip("_")
-    max_length = data.max_length or DEFAULT_MAX_LENGTH
     task_data = TaskData(
         "classification",
         tokenizer,
-        train=splits["train"],
-        validation={},
-        collator=DataCollatorWithPadding(tokenizer),
+        DataCollatorWithPadding(tokenizer),
         metric=f"{prefix}_{names[0]}" if prefix else names[0],
         greater_is_better=METRICS.get(names[0]).higher_is_better if names[0] in METRICS else True,
         metric_names=names,
         labels=task.labels,
     )
+    max_length = data.max_length or DEFAULT_MAX_LENGTH
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
     return task_data
 
 
-def _causal_lm(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    splits = load_splits(data, seed, data.text_columns[:1])
+def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
-    with_eos = tokenizer.eos_token_id is not None
-    task_data = TaskData("causal-lm", tokenizer, splits["train"], {}, BlockCollator(), "loss", False)
-    _encode(task_data, splits, data, seed, lambda rows: encode_blocks(rows, tokenizer, column, length, eos=with_eos))
-    return task_data
+    collator: Any = BlockCollator()
+    if task_type == "masked-lm":
+        if tokenizer.mask_token_id is None:
+            name = type(tokenizer).__name__
+            raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
+        collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
 
+    def encode(rows: Dataset) -> Encoded:
+        if task_type == "masked-lm":
+            return encode_pairs(rows, tokenizer, [column], length, label=None)
+        return encode_blocks(rows, tokenizer, column, length, eos=tokenizer.eos_token_id is not None)
 
-def _masked_lm(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    if tokenizer.mask_token_id is None:
-        raise ValueError(f"{type(tokenizer).__name__} has no mask token: masked-lm needs the tokenizer of a masked LM.")
-    splits = load_splits(data, seed, data.text_columns[:1])
-    column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
-    collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
-    task_data = TaskData("masked-lm", tokenizer, splits["train"], {}, collator, "loss", False)
-    _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, [column], length, label=None))
+    task_data = TaskData(task_type, tokenizer, collator)
+    _encode(task_data, load_splits(data, seed, [column]), data, seed, encode)
     return task_data
 
 
@@ -338,41 +335,32 @@ def _encode(
 ) -> None:
     """Encode the splits, cut to the requested number of rows (of a causal language model: of blocks)."""
     blocks = task_data.task_type == "causal-lm"
-    train, limit = splits["train"], data.max_train_samples
-    if not blocks and limit is not None and limit < len(train):
-        train = train.select(_draw(len(train), limit, seed))
-    encoded = encode(train)
-    rows = encoded.dataset
-    if blocks and limit is not None and limit < len(rows):
-        rows = rows.select(_draw(len(rows), limit, seed))
-    task_data.train = rows
-    facts = {
-        "train_rows": len(rows),
+    encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
+    task_data.train = _draw(encoded.dataset, data.max_train_samples, seed)
+    task_data.facts = {
+        "train_rows": len(task_data.train),
         "train_tokens": encoded.tokens,
         "train_truncated": encoded.truncated,
         "train_dropped_tokens": encoded.dropped,
     }
     names = [name for name in splits if name.startswith("validation")]
     for name in names:
-        split, limit = splits[name], data.max_eval_samples
-        if not blocks and limit is not None and limit < len(split):
-            # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
-            split = split.select(sorted(_draw(len(split), limit, 0)))
-        rows = encode(split).dataset
-        if blocks and limit is not None:
-            rows = rows.select(range(min(len(rows), limit)))
+        # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
+        rows = encode(splits[name] if blocks else _draw(splits[name], data.max_eval_samples, 0)).dataset
+        rows = rows.select(range(min(len(rows), data.max_eval_samples or len(rows))))
         # Rows of similar length need less padding.
         lengths = row_lengths(rows)
         rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
         task_data.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
-        facts[f"{name}_rows"] = len(rows)
-    task_data.facts = facts
+        task_data.facts[f"{name}_rows"] = len(rows)
     every = (task_data.train, *task_data.validation.values())
     if not all(len(rows) for rows in every):
-        raise ValueError(f"The data gives {facts}: there is nothing to train or to evaluate on.")
+        raise ValueError(f"The data gives {task_data.facts}: there is nothing to train or to evaluate on.")
     task_data.longest = max(max(row_lengths(rows)) for rows in every)
 
 
-def _draw(count: int, size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(count, generator=generator)[:size].tolist()
+def _draw(dataset: Dataset, size: int | None, seed: int) -> Dataset:
+    """At most `size` rows, drawn by the seed."""
+    if size is None or size >= len(dataset):
+        return dataset
+    return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:size].tolist())

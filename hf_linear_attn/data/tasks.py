@@ -6,13 +6,13 @@ Warstadt et al. 2018 to Cer et al. 2017, as collected by Wang et al. 2019 (arXiv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..registry import Registry
-from .files import json_objects, location, read_lines, shortened
+from .files import REMEDY, file_suffix, json_rows, location, shortened, tsv_rows
 from .sources import import_datasets, load_hub
 
 if TYPE_CHECKING:
@@ -23,34 +23,30 @@ GLUE_HUB = "nyu-mll/glue"
 #: Range of the scores of a regression task.
 MIN_SCORE, MAX_SCORE = 0.0, 5.0
 
-REMEDY = "Correct the line or remove it."
-
 
 @dataclass(frozen=True)
 class FileLayout:
     """One layout that the files of a task may have.
 
     Attributes:
-        text: The text columns: names in a header, or indices in files without one.
+        text: The text columns, or keys of a file of JSON lines.
         label: The label column, likewise.
         files: Split -> names that its file may have; the first that exists is read.
-        header: Whether the first line names the columns.
-        widths: Numbers of columns that rows may have; empty: as many as the header.
-        json_lines: Whether each line is a JSON object; `text` and `label` are then its keys.
+        names: Names of all columns, where the first line does not name them.
+        widths: Numbers of columns that rows may have; empty: as many as have a name.
         label_names: Whether labels are written by name, not by number.
     """
 
-    text: tuple[str, ...] | tuple[int, ...]
-    label: str | int
+    text: tuple[str, ...]
+    label: str
     files: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
             "train": ("train.tsv", "train_subset.tsv"),
             "validation": ("dev.tsv", "dev_subset.tsv"),
         }
     )
-    header: bool = True
+    names: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()
-    json_lines: bool = False
     label_names: bool = False
 
 
@@ -141,12 +137,8 @@ def _from_files(task: Task, folder: Path) -> DatasetDict:
     layout, files = _find_files([*(inner or [folder / task.folders[0]]), folder], task.layouts)
     label = datasets.Value("float32") if task.labels is None else datasets.ClassLabel(names=list(task.labels))
     features = datasets.Features({**{name: datasets.Value("string") for name in task.columns}, "label": label})
-    splits = {}
-    for split, path in files.items():
-        texts, labels = _read_rows(path, layout, task)
-        columns = dict(zip(task.columns, map(list, zip(*texts, strict=True)), strict=True))
-        splits[split] = datasets.Dataset.from_dict({**columns, "label": labels}, features=features)
-    return datasets.DatasetDict(splits)
+    tables = {split: _read_rows(path, layout, task) for split, path in files.items()}
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict(table, features) for name, table in tables.items()})
 
 
 def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple[FileLayout, dict[str, Path]]:
@@ -169,44 +161,28 @@ def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple
     raise FileNotFoundError(f"None of these files exists: {', '.join(dict.fromkeys(tried))}.")
 
 
-def _read_rows(path: Path, layout: FileLayout, task: Task) -> tuple[list[list[str]], list[float | int]]:
-    """The texts and labels of a file. Raises a ValueError that names file and line for a bad row."""
-    texts: list[list[str]] = []
-    labels: list[float | int] = []
-    for line, (*row, label) in _raw_rows(path, layout):
-        for column, text in zip(layout.text, row, strict=True):
-            if not isinstance(text, str) or not text.strip():
-                found = f"column {column!r} holds no text: {shortened(text)}"
+def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any]]:
+    """The texts and labels of a file by column. Raises a ValueError that names file and line for a bad row."""
+    json_lines = file_suffix(path) == "jsonl"
+    table: dict[str, list[Any]] = {name: [] for name in (*task.columns, "label")}
+    for line, row in json_rows(path) if json_lines else tsv_rows(path, layout.names, layout.widths):
+        missing = [name for name in (*layout.text, layout.label) if name not in row]
+        if missing:
+            place = location(path, line if json_lines else 1)
+            raise ValueError(f"{place}: there is no {', '.join(missing)}; found {', '.join(row)}.")
+        for name, column in zip(task.columns, layout.text, strict=True):
+            if not isinstance(row[column], str) or not row[column].strip():
+                found = f"column {column!r} holds no text: {shortened(row[column])}"
                 raise ValueError(f"{location(path, line)}: {found}. {REMEDY}")
+            table[name].append(row[column])
+        label = row[layout.label]
         try:
-            labels.append(_score(label) if task.labels is None else _class_index(label, task.labels, layout))
+            table["label"].append(_score(label) if task.labels is None else _class_index(label, task.labels, layout))
         except ValueError as error:
             raise ValueError(f"{location(path, line)}: {error}. {REMEDY}") from None
-        texts.append(row)
-    if not texts:
+    if not table["label"]:
         raise ValueError(f"{str(path)!r} holds no rows.")
-    return texts, labels
-
-
-def _raw_rows(path: Path, layout: FileLayout) -> Iterator[tuple[int, list[Any]]]:
-    """Line number, texts and label of each row. Quotes are text in these files: a tab always separates two columns."""
-    columns: list[Any] = [*layout.text, layout.label]
-    if layout.json_lines:
-        yield from ((line, [row[name] for name in columns]) for line, row in json_objects(path, columns))
-        return
-    rows = [(line, text.split("\t")) for line, text in enumerate(read_lines(path), start=1)]
-    widths = layout.widths
-    if layout.header:
-        header = rows.pop(0)[1]
-        missing = ", ".join(name for name in columns if name not in header)
-        if missing:
-            raise ValueError(f"{location(path, 1)}: the header lacks {missing}; found the columns {', '.join(header)}.")
-        widths, columns = (len(header),), [header.index(name) for name in columns]
-    for line, cells in rows:
-        if len(cells) not in widths:
-            counts = f"{len(cells)} columns, expected {' or '.join(map(str, widths))}"
-            raise ValueError(f"{location(path, line)}: {counts}; found {shortened(cells)}. {REMEDY}")
-        yield line, [cells[index] for index in columns]
+    return table
 
 
 def _class_index(label: Any, names: tuple[str, ...], layout: FileLayout) -> int:
@@ -248,7 +224,7 @@ def _add(
 
 
 # Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
-_cola = FileLayout((3,), 1, header=False, widths=(4,))
+_cola = FileLayout(("sentence",), "label", names=("source", "label", "mark", "sentence"))
 _add("CoLA", ("sentence",), ("unacceptable", "acceptable"), ("matthews_correlation",), _cola)
 
 # Is the sentence of a film review positive? Socher et al. 2013, Recursive Deep Models for Semantic Compositionality.
@@ -262,7 +238,8 @@ _add("MRPC", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1"), _mrpc)
 # How similar are two sentences, from 0 to 5? Cer et al. 2017, arXiv:1708.00055. The benchmark's own files have genre,
 # file, year, id, score and two sentences, and in some rows two sources more.
 _sts_files = {"train": ("sts-train.csv",), "validation": ("sts-dev.csv",)}
-_sts = FileLayout((5, 6), 4, _sts_files, header=False, widths=(7, 9))
+_sts_names = ("genre", "file", "year", "id", "score", *_PAIR)
+_sts = FileLayout(_PAIR, "score", _sts_files, names=_sts_names, widths=(7, 9))
 _add("STS-B", _PAIR, None, ("pearson", "spearmanr"), FileLayout(_PAIR, "score"), _sts)
 
 # Do two questions ask the same? Iyer et al. 2017, First Quora Dataset Release: Question Pairs.
@@ -305,7 +282,7 @@ _imdb = Task(
     columns=("text",),
     labels=("neg", "pos"),
     metrics=("accuracy",),
-    layouts=(FileLayout(("text",), "label", _json_lines, json_lines=True),),
+    layouts=(FileLayout(("text",), "label", _json_lines),),
     hub=("stanfordnlp/imdb", None),
     folders=("imdb",),
     splits={"train": "train", "validation": "test"},

@@ -22,7 +22,7 @@ from tests.data.tiny_data import tokenizer, write
 
 
 def task_data(task_type: str, **options: object) -> TaskData:
-    return TaskData(task_type, tokenizer(), None, {}, BlockCollator(), "loss", False, **options)  # type: ignore[arg-type]
+    return TaskData(task_type, tokenizer(), BlockCollator(), **options)  # type: ignore[arg-type]
 
 
 def test_blocks_predict_every_next_token():

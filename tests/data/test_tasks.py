@@ -124,7 +124,7 @@ BAD_ROWS = [
     (
         "sst2",
         "sentence\tclass\nfine\t1\n",
-        "train.tsv, line 1: the header lacks label; found the columns sentence, class",
+        "train.tsv, line 1: there is no label; found sentence, class",
     ),
     ("sst2", "sentence\tlabel\n", "train.tsv' holds no rows"),
     ("sst2", "\n", "train.tsv' is empty"),
@@ -150,7 +150,7 @@ def test_bad_rows_are_errors(name, text, message, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"label": 1}', "line 2: no text; found the keys label"),
+        ('{"label": 1}', "line 2: there is no text; found label"),
         ('{"label": 1, "text": null}', "line 2: column 'text' holds no text: None"),
         ('{"label": "1.0", "text": "a"}', "line 2: unknown label '1.0'; expected one of 0, 1"),
         ("[1]", "line 2: expected a JSON object"),
