@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +15,7 @@ OnBatch = Callable[[int, int], None]
 """Called with the rows done and all rows."""
 
 #: Characters that old terminals lack, and what is shown instead.
-ASCII = {"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."}
+ASCII = str.maketrans({"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."})
 
 
 class Progress:
@@ -70,25 +69,8 @@ class ConsoleProgress(Progress):
 
     def table(self, frame: pandas.DataFrame) -> None:
         """Print a table of text with its index. Columns that do not fit into the width follow in further tables."""
-        from rich.box import SIMPLE_HEAD
-        from rich.markup import escape
-        from rich.table import Table
-
-        show = partial(printable, encoding=self.console.encoding)
-        frame = frame.map(show).rename(index=show, columns=show)
-        while len(frame.columns):
-            # Without a width, rich takes space from numbers before it breaks a title between its words.
-            widths = [max(map(len, [*name.split(), *frame[name]])) for name in frame]
-            used = accumulate((width + 2 for width in widths), initial=max(map(len, frame.index)) + 4)
-            fitting = max(1, sum(width <= self.console.width for width in used) - 1)
-            table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-            table.add_column(frame.index.name, no_wrap=True)
-            for name, width in zip(frame.columns[:fitting], widths, strict=False):
-                table.add_column(name, justify="right", width=width)
-            for label, *row in frame.iloc[:, :fitting].itertuples():
-                table.add_row(escape(label), *map(escape, row))
-            self.console.print(table)
-            frame = frame.iloc[:, fitting:]
+        titled = frame.rename_axis(index=None, columns=frame.index.name)
+        self.log(titled.to_string(line_width=max(self.console.width - 2, 1)))
 
 
 def report_nothing(done: int, total: int) -> None:
@@ -107,10 +89,6 @@ def printable(text: str, encoding: str) -> str:
     """Return the text with replacements for what the terminal's encoding lacks."""
     try:
         text.encode(encoding)
-    except LookupError:
-        return text
     except UnicodeEncodeError:
-        for sign, replacement in ASCII.items():
-            text = text.replace(sign, replacement)
-        return text.encode(encoding, "replace").decode(encoding)
+        return text.translate(ASCII).encode(encoding, "replace").decode(encoding)
     return text

@@ -24,13 +24,6 @@ GROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-#: Written to `clear_refs`, resets the highest resident set that the kernel remembers (proc(5)).
-RESET_PEAK = "5"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Operations
-
 
 def count_flops(function: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products of one call; a multiplication and an addition are two.
@@ -58,10 +51,6 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     return 2 * batch * heads * length * key[2] * (dim + value[3])
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
 def peak_memory(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int | None:
     """Bytes that one call needs at its peak beyond what was allocated before it: of the allocator on a GPU, of the
     resident set of the process on a CPU (None where the system does not tell: it takes Linux).
@@ -78,15 +67,15 @@ def peak_memory(function: Callable[[], object], device: torch.device, *, collect
         function()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    if device.type != "cpu" or not _can_reset_peak():
+    if device.type != "cpu" or not _reset_peak():
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # the C library would keep freed memory resident, and a second call would seem to need none
         trim(0)
-    before = _status_bytes("VmRSS")
-    CLEAR.write_text(RESET_PEAK, encoding="ascii")
+    before = _proc_bytes(STATUS, "VmRSS")
+    _reset_peak()
     function()
-    return max(0, _status_bytes("VmHWM") - before)
+    return max(0, _proc_bytes(STATUS, "VmHWM") - before)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -95,9 +84,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
-    known = [_left_of_group()]
-    with suppress(OSError, LookupError):
-        known.append(_status_bytes("MemAvailable", MEMORY))
+    known = (_left_of_group(), _proc_bytes(MEMORY, "MemAvailable") or None)
     return min((size for size in known if size is not None), default=None) if device.type == "cpu" else None
 
 
@@ -111,16 +98,18 @@ def _left_of_group() -> int | None:
     return None
 
 
-def _can_reset_peak() -> bool:
-    with suppress(OSError, LookupError):
-        CLEAR.write_text(RESET_PEAK, encoding="ascii")
-        return _status_bytes("VmHWM") > 0
+def _reset_peak() -> bool:
+    """Reset the highest resident set that the kernel remembers (proc(5)); return whether that is possible."""
+    with suppress(OSError):
+        CLEAR.write_text("5", encoding="ascii")
+        return _proc_bytes(STATUS, "VmHWM") > 0
     return False
 
 
-def _status_bytes(name: str, path: Path = STATUS) -> int:
-    """A line of /proc/self/status (or `path`) such as `VmRSS:  13884 kB`. Raises a LookupError where it is missing."""
-    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise LookupError(name)
+def _proc_bytes(path: Path, name: str) -> int:
+    """A line of /proc/self/status or /proc/meminfo such as `VmRSS:  13884 kB`; 0 where there is none."""
+    with suppress(OSError):
+        for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return 0

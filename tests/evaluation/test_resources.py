@@ -77,7 +77,7 @@ def test_peak_is_what_was_allocated_and_passed_back(megabytes: int) -> None:
 
 
 def test_peak_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_can_reset_peak", lambda: False)
+    monkeypatch.setattr(resources, "_reset_peak", lambda: False)
     assert peak_memory(lambda: None, CPU) is None
 
 
