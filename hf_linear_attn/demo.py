@@ -44,11 +44,11 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
 
     config = config or DemoConfig()
     source, name = resolve_model(config.model)
-    data, speed = config.data, replace(config.speed, layer=config.speed.layer or not config.quick)
+    data, lengths = config.data, config.speed.lengths
     if data.task is None and data.dataset is None:
         data = replace(data, dataset=PYTHON_DOCUMENTATION)
-    length = config.length or (max(speed.lengths) if speed.lengths else None)
-    options = replace(config, model=source, name=config.name or name, data=data, speed=speed, length=length)
+    length = config.length or (max(lengths) if lengths else None)
+    options = replace(config, model=source, name=config.name or name, data=data, length=length)
     try:
         return run_evaluate(options, console=console, tool="hf-linear-attn demo")
     except OSError as error:

@@ -429,7 +429,6 @@ def _joined_settings(evaluator: Evaluator, earlier: Mapping[str, Any], config: E
         length=config.length or earlier["length"],
         seeds=tuple(dict.fromkeys([*earlier["seeds"], *(config.seeds or ())])),
         backward=settings.backward or earlier["backward"],
-        layer=settings.layer or earlier["layer"],
         throughput_batch_size=config.speed.batch_size or earlier["throughput_batch_size"],
         dtype=config.speed.dtype or earlier["dtype"],
     )

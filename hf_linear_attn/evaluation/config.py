@@ -123,7 +123,6 @@ class SpeedConfig:
         None, "precision of the timed models; quality is that of the model as loaded (default: as loaded)"
     )
     backward: bool = option(False, "also time forward and backward together, as in training")
-    layer: bool = option(False, "also time the attention of one layer by itself")
     seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)")
 
     def __post_init__(self) -> None:
@@ -282,7 +281,6 @@ class Settings:
     throughput_batch_size: int  # sequences at once where throughput is timed (1: it is not)
     dtype: str  # of the timed models
     backward: bool  # whether to time forward and backward together
-    layer: bool  # whether to time one layer
 
 
 def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Settings:
@@ -330,5 +328,4 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
         throughput_batch_size=config.speed.batch_size or THROUGHPUT_BATCH_SIZE,
         dtype=config.speed.dtype or dtype,
         backward=config.speed.backward,
-        layer=config.speed.layer,
     )

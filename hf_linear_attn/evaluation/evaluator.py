@@ -27,24 +27,20 @@ from ..utils.files import atomic_write
 from ..utils.models import shared_copy
 from .config import Settings
 from .inputs import EvaluationInputs
-from .metrics import QualityMetric, Score, fidelity_metric, value
+from .metrics import QualityMetric, Score, Values, fidelity_metric, value
 from .models import CheckpointGroup, ExactModel, patched_like, seed_options
 from .progress import Progress
 from .records import LEARNED_FOLDER, Record, Records
 from .speed import (
     DECODING,
     FORWARD,
-    LAYER,
     PREFILL,
     TRAINING,
     WITHOUT_ATTENTION,
-    Forecast,
-    Values,
-    forecast,
     measure_decoding,
-    measure_layer,
     measure_passes,
     possible_lengths,
+    reason_to_skip,
     timing_options,
     without_attention,
 )
@@ -56,6 +52,7 @@ EXACT_LABEL, NO_ATTENTION = "exact", "none"
 USUAL_LENGTHS = (512, 2048, 8192)
 
 Loader = Callable[[], PreTrainedModel]
+Measure = Callable[..., dict[str, Values]]
 
 
 @dataclass
@@ -238,17 +235,12 @@ def measure_speed(evaluator: Evaluator) -> None:
     lengths, note = possible_lengths(exact.model, settings.lengths)
     evaluator.notes += [note] if note else []
     sweep = _SpeedSweep(evaluator, exact)
-    single = sweep.passes(FORWARD, lengths)
-    sweep.throughput(FORWARD, single)
+    sweep.passes(FORWARD, lengths)
     if settings.backward:
-        sweep.throughput(TRAINING, sweep.passes(TRAINING, lengths))
+        sweep.passes(TRAINING, lengths)
     if exact.kind == "decoder":
-        sweep.passes(PREFILL, lengths)
+        sweep.passes(PREFILL, lengths, throughput=False)
         sweep.decoding(lengths)
-    if settings.layer:
-        options: dict[str, Any] = {"seconds": settings.seconds / 2, "seed": settings.seed}
-        labels = [EXACT_LABEL, *settings.attentions]
-        sweep.run(LAYER, labels, settings.lengths, partial(measure_layer, baseline=EXACT_LABEL, **options))
 
 
 class _SpeedSweep:
@@ -260,47 +252,75 @@ class _SpeedSweep:
 
     def __init__(self, evaluator: Evaluator, exact: ExactModel) -> None:
         self.evaluator, self.exact, self.settings = evaluator, exact, evaluator.settings
+        model, tokens = exact.model, evaluator.inputs.tokens
+        self.common: dict[str, Any] = {"tokens": tokens, "baseline": EXACT_LABEL, "seconds": self.settings.seconds}
         self.models: dict[str, tuple[str, dict[str, Any], Loader]] = {}  # label -> mechanism, its options, the model
-        model, longest = exact.model, max(self.settings.lengths)
         self.models[EXACT_LABEL] = (EXACT, {"implementation": exact.implementation}, lambda: model)
+        sized = partial(timing_options, limit=longest_input(model), longest=max(self.settings.lengths))
         for name in self.settings.attentions:
             entry = ATTENTIONS.get(name)
-            seeded = seed_options(entry, self.settings.seed)
-            options = timing_options(entry, seeded, longest_input(model), longest)
+            options = sized(entry, seed_options(entry, self.settings.seed))
             identity = {key: item for key, item in options.items() if key != "seed"}
             patched = cache(partial(patch_model, shared_copy(model), name, **options))
             self.models[name] = (name, identity, patched)
         for group in evaluator.groups:
             # Time depends on what is patched and not on weights: we patch a copy of the exact model.
-            layers = group.resized(longest)
+            layers = {
+                index: {**layer, "options": sized(ATTENTIONS.get(layer["attention"]), layer["options"])}
+                for index, layer in group.layers.items()
+            }
             identity = {"layers": replace(group, layers=layers).identity}
             self.models[group.label] = (group.attention, identity, cache(partial(patched_like, layers, model)))
         self.models[WITHOUT_ATTENTION] = (NO_ATTENTION, {}, cache(lambda: without_attention(model)))
 
-    def run(
+    def passes(self, measurement: str, lengths: Sequence[int], *, throughput: bool = True) -> None:
+        """Time one pass of the whole model, of one sequence, and of several at a few of the lengths.
+
+        Operations are counted for one sequence: a batch has so many times as many, and a prefill as many as a forward
+        pass.
+        """
+        measure = partial(measure_passes, **self.common, measurement=measurement, memory=True)
+        single = self._run(measurement, lengths, partial(measure, flops=measurement != PREFILL))
+        if throughput:
+            self._throughput(measurement, measure, single)
+
+    def decoding(self, contexts: Sequence[int]) -> None:
+        """Time one more token after each context, of one sequence and of several."""
+        measure = partial(measure_decoding, **{**self.common, "seconds": self.settings.seconds / 4})
+        self._throughput(DECODING, measure, self._run(DECODING, contexts, measure))
+
+    def _throughput(self, measurement: str, measure: Measure, single: Mapping[int, Mapping[str, Record]]) -> None:
+        size = self.settings.throughput_batch_size
+        if size > 1:
+            lengths = lengths_to_show(list(single), self.settings.length)
+            self._run(measurement, lengths, partial(measure, batch_size=size), batch_size=size, single=single)
+
+    def _run(
         self,
         measurement: str,
-        labels: Sequence[str],
         lengths: Sequence[int],
-        measure: Callable[..., dict[str, Values]],
+        measure: Measure,
         *,
         batch_size: int = 1,
-        predict: Callable[[int], Forecast] | None = None,
+        single: Mapping[int, Mapping[str, Record]] | None = None,
     ) -> dict[int, dict[str, Record]]:
-        """Measure at each length, which is predicted from the last one unless `predict` does so."""
+        """Measure at each length, unless the last one, or what `single` has of one sequence, predicts too much."""
         done: dict[int, dict[str, Record]] = {}
         records, device = self.evaluator.records, self.exact.model.device
         name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
+        labels = [label for label in self.models if measurement != DECODING or label != WITHOUT_ATTENTION]
         for index, length in enumerate(lengths):
+            parts = {"length": length, "batch_size": batch_size}
             conditions = {
-                label: self.exact.conditions(attention, measurement, length=length, batch_size=batch_size, options=part)
-                for label, (attention, part, _) in self.models.items()
+                label: self.exact.conditions(attention, measurement, **parts, options=options)
+                for label, (attention, options, _) in self.models.items()
                 if label in labels
             }
             missing = [label for label in labels if records.known(conditions[label]) is None]
             if missing:
-                expected = predict(length) if predict else self._longer(done, length) if done else None
-                reason = expected and expected.reason_to_skip(self.settings.seconds, device)
+                reason = self._reason_to_skip(done, length) if single is None else None
+                if single is not None:
+                    reason = reason_to_skip(single[length], batch_size, self.settings.seconds, device)
                 if not reason:
                     self.evaluator.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
                     beside = [label for label in labels if label in (*missing, EXACT_LABEL, WITHOUT_ATTENTION)]
@@ -320,52 +340,13 @@ class _SpeedSweep:
             done[length] = {label: record for label, record in latest.items() if record is not None}
         return done
 
-    def _longer(self, done: Mapping[int, Mapping[str, Record]], length: int) -> Forecast:
+    def _reason_to_skip(self, done: Mapping[int, Mapping[str, Record]], length: int) -> str | None:
         """The time of exact attention grows with the square, and its memory too where all weights are in memory."""
-        last = max(done)
-        growth = length / last
-        quadratic = {EXACT_LABEL: growth**2}
-        memory = quadratic if self.exact.implementation == "eager" else {}
-        return forecast(done[last], lambda label: quadratic.get(label, growth), lambda label: memory.get(label, growth))
-
-    def passes(
-        self, measurement: str, lengths: Sequence[int], batch_size: int = 1, **options: Any
-    ) -> dict[int, dict[str, Record]]:
-        """Time one pass of the whole model. Operations are counted for one sequence only: a batch has so many times as
-        many, and a prefill as many as a forward pass."""
-        measure = partial(
-            measure_passes,
-            tokens=self.evaluator.inputs.tokens,
-            baseline=EXACT_LABEL,
-            seconds=self.settings.seconds,
-            measurement=measurement,
-            batch_size=batch_size,
-            memory=True,
-            flops=batch_size == 1 and measurement != PREFILL,
-        )
-        return self.run(measurement, list(self.models), lengths, measure, batch_size=batch_size, **options)
-
-    def throughput(self, measurement: str, single: Mapping[int, Mapping[str, Record]]) -> None:
-        """Time several sequences at once, at a few of the lengths where one sequence was timed."""
-        size = self.settings.throughput_batch_size
-        if size > 1:
-            lengths = lengths_to_show(list(single), self.settings.length)
-            predict = lambda length: forecast(single[length], lambda label: size, lambda label: size)  # noqa: E731
-            self.passes(measurement, lengths, size, predict=predict)
-
-    def decoding(self, contexts: Sequence[int]) -> None:
-        """Time one more token after each context, of one sequence and of several."""
-        size, labels = self.settings.throughput_batch_size, [name for name in self.models if name != WITHOUT_ATTENTION]
-        options: dict[str, Any] = {"tokens": self.evaluator.inputs.tokens, "seconds": self.settings.seconds / 4}
-        measure = partial(measure_decoding, baseline=EXACT_LABEL, **options)
-        single = self.run(DECODING, labels, contexts, measure)
-
-        def predict(context: int) -> Forecast:
-            return Forecast(0.0, size * sum(record.value("cache_bytes") or 0 for record in single[context].values()))
-
-        if size > 1:
-            contexts = lengths_to_show(list(single), self.settings.length)
-            self.run(DECODING, labels, contexts, partial(measure, batch_size=size), batch_size=size, predict=predict)
+        if not done:
+            return None
+        growth, eager = length / max(done), self.exact.implementation == "eager"
+        options = {"quadratic_time": [EXACT_LABEL], "quadratic_memory": [EXACT_LABEL] if eager else []}
+        return reason_to_skip(done[max(done)], growth, self.settings.seconds, self.exact.model.device, **options)
 
 
 def lengths_to_show(lengths: Sequence[int], own: int | None = None) -> list[int]:

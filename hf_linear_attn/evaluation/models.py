@@ -280,16 +280,6 @@ class CheckpointGroup:
         folders = [one.folder for one in self.checkpoints]
         return {"label": self.label, "identity": self.identity, "layers": dict(self.layers), "folders": folders}
 
-    def resized(self, longest: int) -> dict[str, Any]:
-        """Return the layers for inputs of `longest` tokens, where a mechanism is built for a largest length."""
-        layers = {}
-        for index, layer in self.layers.items():
-            options = dict(layer["options"])
-            if isinstance(options.get("max_length"), int):
-                options["max_length"] = max(options["max_length"], longest)
-            layers[index] = {**layer, "options": options}
-        return layers
-
 
 def find_checkpoints(
     folders: Sequence[str], auto_class: Any, exact_config: Any, device: Any, *, exact: bool

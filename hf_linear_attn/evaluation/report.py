@@ -12,7 +12,7 @@ from ..utils.formatting import fixed, format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
-from .speed import DECODING, FORWARD, LAYER, PREFILL, TRAINING
+from .speed import DECODING, FORWARD, PREFILL, TRAINING
 
 if TYPE_CHECKING:
     import pandas
@@ -27,7 +27,6 @@ SPEED_TABLES = (
     ("Prefill: the prompt, batch 1", PREFILL, "seconds"),
     ("Whole model, forward and backward, batch 1", TRAINING, "seconds"),
     ("One new token after a context", DECODING, "seconds"),
-    ("The attention of one layer by itself, batch 1", LAYER, "seconds"),
     ("Throughput", FORWARD, "tokens_per_second"),
     ("Training throughput", TRAINING, "tokens_per_second"),
     ("Decoding", DECODING, "tokens_per_second"),

@@ -1,4 +1,4 @@
-"""Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding, one layer."""
+"""Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..integration.context import SUBMODULE
-from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..integration.discovery import longest_input
 from ..integration.inputs import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
-from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..registry import AttentionEntry
 from ..utils.formatting import format_bytes
 from ..utils.models import shared_copy
 from ..utils.timing import Timing, time_interleaved
+from .metrics import Values, value
 from .records import Record
 from .resources import count_flops, free_memory, peak_memory
 from .streaming import cache_bytes
@@ -39,8 +37,6 @@ MEMORY_SHARE = 0.8
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
 
-Values = list[dict[str, Any]]
-
 Pass = Callable[[Mapping[str, Tensor]], object]
 """Runs a model once on inputs."""
 
@@ -51,7 +47,7 @@ def without_attention(model: PreTrainedModel) -> PreTrainedModel:
     Its time is that of the rest of the model, and its quality is the floor that attention must exceed.
     """
     AttentionInterface.register(NO_ATTENTION_IMPLEMENTATION, _own_value)
-    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, _no_mask)
+    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, lambda *args, **kwargs: None)
     copied = shared_copy(model)
     copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
     return copied
@@ -62,10 +58,6 @@ def _own_value(
 ) -> tuple[Tensor, None]:
     own = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return own.transpose(1, 2).contiguous(), None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def timing_options(
@@ -87,17 +79,8 @@ def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[li
     if not accepts_longer_inputs(model):
         possible = [length for length in lengths if length <= limit] or [limit]
         return possible, f"The model takes {limit:,} positions; longer inputs were not timed."
-    if has_position_table(model):
-        beyond = (
-            f"The model has {limit:,} positions. Beyond them its position numbers start again from zero, which does "
-        )
-        return list(lengths), f"{beyond}not change the time; no quality was measured there."
-    beyond = f"The model was trained on up to {limit:,} positions. Its rotary positions continue beyond them, "
-    return list(lengths), f"{beyond}where no quality was measured."
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Passes of a whole model
+    beyond = "start again from zero" if has_position_table(model) else "continue"
+    return list(lengths), f"Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."
 
 
 def _accepted(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
@@ -126,7 +109,7 @@ def training_pass(model: PreTrainedModel) -> Pass:
     return lambda inputs: model(**inputs, **extra)[0].float().square().mean().backward()
 
 
-FORWARD, PREFILL, TRAINING, LAYER, DECODING = "forward", "prefill", "forward+backward", "layer", "decoding"
+FORWARD, PREFILL, TRAINING, DECODING = "forward", "prefill", "forward+backward", "decoding"
 
 PASSES: dict[str, Callable[[PreTrainedModel], Pass]] = {
     FORWARD: forward_pass,
@@ -163,11 +146,9 @@ def measure_passes(
             gc.collect()
             for name, call in calls.items():
                 if memory:
-                    values[name].append(
-                        {"metric": "peak_memory", "value": peak_memory(call, device, collect=False), "unit": "bytes"}
-                    )
+                    values[name].append(value("peak_memory", peak_memory(call, device, collect=False), unit="bytes"))
                 if flops:
-                    values[name].append({"metric": "flops", "value": count_flops(call), "unit": "FLOP"})
+                    values[name].append(value("flops", count_flops(call), unit="FLOP"))
         finally:
             if backward:
                 for model in models.values():
@@ -175,50 +156,14 @@ def measure_passes(
     return values
 
 
-def timing_values(timing: Timing, tokens: int | None = None) -> Values:
+def timing_values(timing: Timing, tokens: int) -> Values:
     """Return the values of a timed call that processes `tokens` tokens."""
     columns = asdict(timing)
-    values = [{"metric": "seconds", "value": columns.pop("median"), "unit": "s", **columns}]
-    if tokens is not None:
-        values.append({"metric": "tokens_per_second", "value": tokens / timing.median, "unit": "tokens/s"})
-    return values
-
-
-@torch.inference_mode()
-def measure_layer(
-    models: Mapping[str, PreTrainedModel], length: int, *, baseline: str, seconds: float, seed: int
-) -> dict[str, Values]:
-    """Time the attention of the first layer by itself on random q, k, v (batch 1), without projections.
-
-    The model `baseline` is the exact one. Returns name -> values, as `timing_values` gives them.
-    """
-    exact = models[baseline]
-    layer = self_attention(exact)[0]
-    shape = attention_shape(layer, 0, longest_input(exact))
-    function = ALL_ATTENTION_FUNCTIONS[exact.config._attn_implementation]
-    scaling = float(getattr(layer.module, "scaling", None) or shape.head_dim**-0.5)
-    dtype = next(exact.parameters()).dtype
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_heads(heads: int, width: int) -> Tensor:
-        return torch.randn(1, heads, length, width, generator=generator).to(exact.device, dtype)
-
-    query = random_heads(shape.num_heads, shape.head_dim)
-    key = random_heads(shape.num_key_value_heads, shape.head_dim)
-    value = random_heads(shape.num_key_value_heads, shape.value_dim)
-    calls: dict[str, Callable[[], object]] = {
-        baseline: lambda: function(layer.module, query, key, value, None, dropout=0.0, scaling=scaling)
-    }
-    for name, model in models.items():
-        mechanism: LinearAttention | None = getattr(self_attention(model)[0].module, SUBMODULE, None)
-        if mechanism is not None:
-            calls[name] = partial(mechanism, AttentionInputs(query, key, value, scaling, shape.causal))
-    timings = time_interleaved(calls, baseline=baseline, seconds=seconds, device=exact.device)
-    return {name: timing_values(timing) for name, timing in timings.items()}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Decoding
+    seconds = columns.pop("median")
+    return [
+        value("seconds", seconds, unit="s", **columns),
+        value("tokens_per_second", tokens / seconds, unit="tokens/s"),
+    ]
 
 
 @torch.inference_mode()
@@ -262,7 +207,7 @@ def measure_decoding(
     options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}
     timings = time_interleaved(steps, baseline=baseline, seconds=seconds, device=device, **options)
     return {
-        name: [*timing_values(timing, batch_size), {"metric": "cache_bytes", "value": sizes[name], "unit": "bytes"}]
+        name: [*timing_values(timing, batch_size), value("cache_bytes", sizes[name], unit="bytes")]
         for name, timing in timings.items()
     }
 
@@ -282,30 +227,33 @@ def _decoding_step(
     return step
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What a measurement would take
+def reason_to_skip(
+    rows: Mapping[str, Record],
+    growth: float,
+    seconds: float,
+    device: torch.device,
+    *,
+    quadratic_time: Sequence[str] = (),
+    quadratic_memory: Sequence[str] = (),
+) -> str | None:
+    """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
 
+    Args:
+        rows: The known measurement of each model. A new one takes a warm-up and three rounds of all models, the memory
+            of the model that needs most, and the caches of all.
+        growth: By how much time and memory grow.
+        seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
+        device: Whose free memory counts.
+        quadratic_time, quadratic_memory: Models for which they grow with the square.
+    """
 
-class Forecast(NamedTuple):
-    """What the measurement of one length would take."""
+    def expected(name: str, metric: str, quadratic: Sequence[str] = ()) -> float:
+        return (rows[name].value(metric) or 0.0) * growth ** (2 if name in quadratic else 1)
 
-    seconds: float  # of a warm-up and three rounds of all models
-    bytes: float | None  # of the model that needs most; None if unknown
-
-    def reason_to_skip(self, seconds: float, device: torch.device) -> str | None:
-        """Return why there is not enough memory, or time where `seconds` are meant for one length; or None."""
-        free = free_memory(device)
-        if self.bytes is not None and free is not None and self.bytes > MEMORY_SHARE * free:
-            return f"it would need about {format_bytes(self.bytes)}, and {format_bytes(free)} are free"
-        too_long = self.seconds > max(15 * seconds, LONGEST_WAIT)
-        return f"it would take about {self.seconds:.0f} s" if too_long else None
-
-
-def forecast(
-    rows: Mapping[str, Record], time_growth: Callable[[str], float], memory_growth: Callable[[str], float]
-) -> Forecast:
-    """Predict a measurement from a smaller one of each model, and the factors by which its time and memory grow."""
-    memory = {name: record.value("peak_memory") for name, record in rows.items()}
-    needed = [used * memory_growth(name) for name, used in memory.items() if used]
-    seconds = 4 * sum((record.value("seconds") or 0.0) * time_growth(name) for name, record in rows.items())
-    return Forecast(seconds, max(needed, default=None))
+    needed = max(expected(name, "peak_memory", quadratic_memory) for name in rows)
+    needed += sum(expected(name, "cache_bytes") for name in rows)
+    free = free_memory(device)
+    if free is not None and needed > MEMORY_SHARE * free:
+        return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
+    duration = 4 * sum(expected(name, "seconds", quadratic_time) for name in rows)
+    return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None

@@ -16,7 +16,6 @@ from hf_linear_attn.evaluation.speed import (
     cache_bytes,
     fill_cache,
     measure_decoding,
-    measure_layer,
     measure_passes,
     timing_options,
     without_attention,
@@ -133,16 +132,6 @@ def test_only_mechanisms_with_a_largest_length_get_one() -> None:
     assert timing_options(other, {"seed": 1}, 512, 8192) == {"seed": 1}
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_a_layer_is_timed_by_itself(kind: str) -> None:
-    model = tiny_model(kind).eval()
-    models = {"exact": model, "elu": hla.patch_model(shared_copy(model), "elu")}
-    rows = measure_layer(models, 2 * MAX_LENGTH, baseline="exact", seconds=0.01, seed=0)
-    assert list(rows) == ["exact", "elu"]
-    assert all(value(values, "seconds")["rounds"] >= 3 for values in rows.values())
-    assert value(rows["exact"], "seconds")["speedup"] == 1.0
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Decoding
 
@@ -194,20 +183,25 @@ def test_decoding() -> None:
 # What a measurement would take
 
 
-def measured(seconds: float, memory: float | None = None) -> Any:
-    return SimpleNamespace(value={"seconds": seconds, "peak_memory": memory}.get)
+def measured(seconds: float, memory: float | None = None, cache: float | None = None) -> Any:
+    return SimpleNamespace(value={"seconds": seconds, "peak_memory": memory, "cache_bytes": cache}.get)
 
 
 def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At twice the length: 4 (2 · 4 + 1 · 2) s, and 2² · 100 bytes of the larger model, or two caches of 2 · 75."""
     rows: dict[str, Any] = {"exact": measured(2.0, 100), "elu": measured(1.0)}
-    expected = speed.forecast(rows, lambda name: 4 if name == "exact" else 2, lambda name: 3)
-    assert expected == speed.Forecast(40.0, 300)
-    assert speed.forecast({"exact": measured(1.0)}, lambda name: 1, lambda name: 1).bytes is None
+    caches: dict[str, Any] = {name: measured(0.0, cache=75) for name in rows}
     device = torch.device("cpu")
-    for free, skipped in ((1000, False), (None, False), (300, True)):
-        monkeypatch.setattr(speed, "free_memory", lambda device, free=free: free)
-        assert bool(expected.reason_to_skip(1.0, device)) is skipped
+
+    def reason(rows: dict[str, Any], free: int | None, seconds: float = 10.0) -> str | None:
+        monkeypatch.setattr(speed, "free_memory", lambda device: free)
+        options = {"quadratic_time": ["exact"], "quadratic_memory": ["exact"]}
+        return speed.reason_to_skip(rows, 2, seconds, device, **({} if rows is caches else options))
+
+    assert reason(rows, 501) is None
+    assert reason(rows, 499) == "it would need about 400 B, and 499 B are free"
+    assert (reason(caches, 376), reason(caches, 374)) == (None, "it would need about 300 B, and 374 B are free")
+    assert reason(rows, None, 0.0) is None
     monkeypatch.setattr(speed, "LONGEST_WAIT", 1.0)
-    monkeypatch.setattr(speed, "free_memory", lambda device: None)
-    assert expected.reason_to_skip(1.0, device) == "it would take about 40 s"
-    assert expected.reason_to_skip(3.0, device) is None
+    assert reason(rows, None, 1.0) == "it would take about 40 s"
+    assert reason(rows, None, 3.0) is None
