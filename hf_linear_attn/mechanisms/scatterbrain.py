@@ -11,7 +11,7 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape
 from ..feature_maps.options import Options, option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE
-from ..ops import banded, buckets, windowed
+from ..ops import buckets, windowed
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import WindowedCall
 from ..ops.kernelized import dense_weights
@@ -108,11 +108,8 @@ class ScatterbrainAttention(LinearAttention):
             mask=mask,
             state=state,
         )
-        hashing, after = self._hashing(), None
-        if causal:
-            accumulator, after = windowed.causal_accumulator(call, normalise=hashing is None)
-        else:
-            accumulator = banded.banded_accumulator(call, normalise=hashing is None)
+        hashing = self._hashing()
+        accumulator, after = windowed.accumulate(call, normalise=hashing is None)
         if hashing is None:
             return accumulator.values, after
         if query.shape[2] == 0:

@@ -19,13 +19,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import banded, gated, kernelized, windowed
+from . import gated, kernelized
 from .common import State
 from .fla_backend import FlaBackend
 from .fused import AttentionCall, GatedCall, KernelizedCall
 from .native.backend import NativeBackend
 from .triton.backend import TritonBackend
 from .window_step import is_decoding_step, windowed_step
+from .windowed import windowed
 
 #: Environment variable with the name of the backend to start with, instead of `auto`.
 BACKEND_VARIABLE = "HF_LINEAR_ATTN_BACKEND"
@@ -44,7 +45,7 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """The forms of `ops.kernelized`, `ops.windowed`, `ops.banded` and `ops.gated`: every call on every device."""
+    """The forms of `ops.kernelized`, `ops.windowed` and `ops.gated`: every call on every device."""
 
     name = "torch"
 
@@ -56,11 +57,7 @@ class TorchBackend:
             return gated.gated_causal(call)
         if isinstance(call, KernelizedCall):
             return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
-        if not call.causal:
-            return banded.windowed_bidirectional(call), None
-        if is_decoding_step(call.query, call.mask, call.state):
-            return windowed_step(call)
-        return windowed.windowed_causal(call)
+        return (windowed_step if is_decoding_step(call.query, call.mask, call.state) else windowed)(call)
 
 
 #: All backends, the fastest first. Backends behind `torch`, which supports every call, are used by name only.

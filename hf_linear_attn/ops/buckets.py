@@ -179,7 +179,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     Time O(L·rounds·capacity·(m·d + e)) and a sort; gathered keys, values and features are bounded by `GATHER_ELEMENTS`.
 
     Args:
-        base: The accumulator `[B, H, L, …]` of the band (`ops.windowed` or `ops.banded`).
+        base: The accumulator `[B, H, L, …]` of the band (`ops.windowed`).
         call: The call of the band; its feature maps must return a log scale, and its state that of the buckets too.
         hashing: Directions and capacity of the buckets.
 

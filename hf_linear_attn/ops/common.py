@@ -58,6 +58,56 @@ class Features(NamedTuple):
     values: Tensor
     log_scale: Tensor | None = None
 
+    def at(self, index: slice) -> Features:
+        """Return the features of part of the first dimension."""
+        return Features(self.values[index], None if self.log_scale is None else self.log_scale[index])
+
+
+class KeySums(NamedTuple):
+    """The sums over some keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]` and `[…]` (or None)."""
+
+    total: Tensor
+    log_scale: Tensor | None
+
+    @staticmethod
+    def of(keys: Features, value: Tensor, *, signed: bool = False) -> KeySums:
+        """Sum keys `[…, l, m]` with values `[v, 1]` `[…, l, e + 1]`; `signed`: with a gradient through the scale."""
+        values, log_scale = keys
+        if log_scale is None:
+            return KeySums(values.transpose(-1, -2) @ value, None)
+        top = (log_scale if signed else log_scale.detach()).amax(dim=-1)
+        values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
+        return KeySums(values.transpose(-1, -2) @ value, top)
+
+    @staticmethod
+    def from_state(state: State) -> KeySums:
+        """Read the entries `kv`, `k_sum` and `log_scale` of a state."""
+        return KeySums(torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state.get("log_scale"))
+
+    @staticmethod
+    def stack(parts: list[KeySums], dim: int = 0) -> KeySums:
+        """Join sums along a new dimension."""
+        scales = [part.log_scale for part in parts if part.log_scale is not None]
+        return KeySums(torch.stack([part.total for part in parts], dim), torch.stack(scales, dim) if scales else None)
+
+    def at(self, index: int) -> KeySums:
+        """Return one entry of the first dimension."""
+        return KeySums(self.total[index], None if self.log_scale is None else self.log_scale[index])
+
+    def plus(self, other: KeySums) -> KeySums:
+        """Add two sums, relative to the larger of their scales."""
+        if self.log_scale is None or other.log_scale is None:
+            return KeySums(self.total + other.total, None)
+        top = torch.maximum(self.log_scale, other.log_scale)
+        floor = finite_or_zero(top)
+        decay, other_decay = ((scale - floor).exp()[..., None, None] for scale in (self.log_scale, other.log_scale))
+        return KeySums(self.total * decay + other.total * other_decay, top)
+
+    def state(self) -> State:
+        """Return the entries of a state."""
+        entries = {"kv": self.total[..., :-1], "k_sum": self.total[..., -1]}
+        return entries if self.log_scale is None else {**entries, "log_scale": self.log_scale}
+
 
 FeatureFunction = Callable[[Tensor, int], Features]
 """Maps a block of queries or keys `[B, H, l, d]`, which begins at position `start` of the sequence, to its features."""

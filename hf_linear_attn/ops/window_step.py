@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import State, compute_dtype, divide, mask_tokens
+from .common import Features, State, compute_dtype, divide, mask_tokens
 from .fused import WindowedCall
 from .kernelized import masked_key_features, merge_keys
 from .sinks import first_tokens
-from .windowed import FAR, FLOOR
+from .windowed import Columns, row_weights
 
 
 def is_decoding_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
@@ -39,7 +39,7 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
-    far: State = {name: state[name] for name in FAR if name in state}
+    far: State = {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
     far = merge_keys(far, older, mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
@@ -49,21 +49,18 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     full = query.device.type == "cpu" and not torch.compiler.is_compiling() and bool(near.all())
     if not full:
         near_key, near_value = mask_tokens(near_key, near), mask_tokens(near_value, near)
-    rows = (query.to(dtype) * call.scaling).reshape(batch, groups, heads // groups, -1)
-    logits = rows @ near_key.transpose(-1, -2)
+    grouped = (batch, groups, heads // groups, -1)
+    logits = (query.to(dtype) * call.scaling).reshape(grouped) @ near_key.transpose(-1, -2)
     if not full:
         logits = logits.masked_fill(~near[:, None, None, :], float("-inf"))
     values, scale = call.query_features(query.to(dtype), 0)
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
-    features = (values * mix).reshape(batch, groups, heads // groups, -1)
-    top = logits.amax(dim=-1, keepdim=True)
-    far_value, far_weight = features @ far["kv"], features @ far["k_sum"].unsqueeze(-1)
-    if scale is not None:  # everything is relative to the row's largest exponent, which then has no gradient
-        far_scale = scale.reshape(batch, groups, -1, 1) + far["log_scale"][:, :, None, None]
-        top = torch.maximum(top.detach(), far_scale.detach()).clamp_min(FLOOR)
-        decay = torch.exp(far_scale - top)
-        far_value, far_weight = far_value * decay, far_weight * decay
-    exact = torch.exp(logits - top)
-    total = exact.sum(dim=-1, keepdim=True) + far_weight
-    out = divide(exact @ near_value + far_value, total.squeeze(-1))
+    features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
+    far_scale = None if scale is None else far["log_scale"].unsqueeze(-1)
+    (exact,), top = row_weights(features, [Columns(logits)], far_scale)
+    far_value, far_weight = features.values @ far["kv"], (features.values @ far["k_sum"].unsqueeze(-1)).squeeze(-1)
+    if features.log_scale is not None and far_scale is not None:
+        decay = torch.exp(features.log_scale + far_scale - top)
+        far_value, far_weight = far_value * decay.unsqueeze(-1), far_weight * decay
+    out = divide(exact @ near_value + far_value, exact.sum(dim=-1) + far_weight)
     return out.view(batch, heads, 1, -1).to(value.dtype), {**far, **ring, **first}

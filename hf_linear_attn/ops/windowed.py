@@ -1,4 +1,4 @@
-"""Exact softmax inside a window, kernelized attention outside it, one normaliser: causal form and explicit weights.
+"""Exact softmax inside a window, kernelized attention outside it, one normaliser: the fast forms and explicit weights.
 
     w_ij = exp(τ q_i·k_j - c_i)                 for j inside the window of i
     w_ij = exp(g) φ(q_i)·φ(k_j) · exp(s_ij)     for every other visible j
@@ -10,28 +10,45 @@ for other maps it is 0, and `c_i` is the maximum over the window: the kernelized
 strongest token of the window.
 
 Shapes as in `ops.kernelized`; log_mix `[H]`, or row by row `[B | 1, H, L | 1]`; the window is the last `window` tokens
-(causal, the token itself included) or the tokens at a distance below `window` (bidirectional: `ops.banded`). Sinks
-(`ops.sinks`) count as inside of every window.
+(causal, the token itself included) or the tokens at a distance below `window` (bidirectional). Sinks (`ops.sinks`)
+count as inside of every window.
+
+The sequence is split into blocks of c tokens. The window of a block lies within itself and the `reach` blocks before
+it (bidirectional: and after it), its neighbours. Everything farther comes from running sums over blocks, which are
+added up from the beginning (and from the end) and never subtracted, so that no digits cancel.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import FeatureFunction, Features, State, compute_dtype, divide, group_heads, mask_tokens
+from .common import (
+    FeatureFunction,
+    Features,
+    KeySums,
+    State,
+    compute_dtype,
+    divide,
+    exponential,
+    group_heads,
+    mask_tokens,
+)
 from .fused import WindowedCall
-from .kernelized import masked_key_features, merge_keys, read_state
-from .sinks import Sinks, first_tokens, take_tokens
+from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 
-#: Entries of a state that belong to the kernelized part.
-FAR = ("kv", "k_sum", "log_scale")
+#: Smallest and largest block: those of narrower windows have the smallest one.
+MIN_BLOCK, MAX_BLOCK = 32, 64
 
-#: Number of queries that the causal form handles at once.
-CAUSAL_CHUNK = 64
+#: Elements of one c x c matrix of weights over all heads and blocks that are handled at once (2 MB in float32).
+GROUP_ELEMENTS = 1 << 19
+
+#: Smallest number of blocks handled at once: the features of the neighbours of a group are computed again.
+MIN_GROUP = 4
 
 #: Added to the logits of padding, as one more column of q and k: their exponentials are exactly zero.
 BLOCKED = -1e30
@@ -65,16 +82,10 @@ def make_query_rows(
     block = query.to(compute_dtype(query))
     values, log_scale = query_features(block, start)
     values = values * log_mix.to(block.dtype).exp().unsqueeze(-1)
-    grouped_scale = None if log_scale is None else group_heads(log_scale.unsqueeze(-1), groups).squeeze(-1)
     return QueryRows(
         group_heads(functional.pad(block * scaling, (0, 1), value=1.0), groups),
-        Features(group_heads(values, groups), grouped_scale),
+        Features(group_heads(values, groups), None if log_scale is None else log_scale.unflatten(1, (groups, -1))),
     )
-
-
-def slice_rows(log_mix: Tensor, start: int, stop: int) -> Tensor:
-    """Return the part of `[B | 1, H, L | 1]` that belongs to rows `start … stop - 1`."""
-    return log_mix if log_mix.shape[2] == 1 else log_mix[:, :, start:stop]
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -82,88 +93,46 @@ def with_ones(value: Tensor) -> Tensor:
     return functional.pad(value, (0, 1), value=1.0)
 
 
-def blocked_keys(key: Tensor, valid: Tensor) -> Tensor:
-    """Return `[k, 0]`, or `[k, BLOCKED]` where `valid [B | 1, S]` is False: times `[q, 1]` it is the masked logit."""
-    bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)
-    return torch.cat([key, bias[:, None, :, None].expand(*key.shape[:3], 1)], dim=-1)
-
-
 def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
-    """Add tokens of zeros before and after those of `[B, H, L, d]`."""
+    """Add tokens of zeros before and after those of `[B, H, L, d]`; a negative number removes tokens."""
     return functional.pad(tensor, (0, 0, before, after))
 
 
-def row_product(rows: Tensor, keys: Tensor) -> Tensor:
-    """Multiply `[B, G, R, n, m] x [B, G, p, m] -> [B, G, R, n, p]` without repeating the keys over R."""
-    folded = rows.reshape(rows.shape[0], rows.shape[1], -1, rows.shape[-1])
-    return (folded @ keys.transpose(-1, -2)).view(*rows.shape[:-1], keys.shape[2])
+class Columns(NamedTuple):
+    """Some keys of every row: logits `[…, n, p]`, `-inf` outside of the window, the keys' features `[…, p, m]`, and 1
+    where the feature map gives the weight, 0 elsewhere `[…, n, p]` (None: nowhere).
 
-
-def _value_product(weights: Tensor, value: Tensor) -> Tensor:
-    return row_product(weights, value.transpose(-1, -2))
-
-
-def _linear_weights(rows: Features, keys: Features, top: Tensor) -> Tensor:
-    """`φ(q)·φ(k) exp(s_q + s_k - top)` `[B, G, R, n, p]`, top `[B, G, R, n]`.
-
-    The exponent is at most 0 wherever the weight is used; the clamp keeps the others from overflowing.
+    Selecting by arithmetic takes a CPU a fifth of the time of where and masked_fill. It is safe, as everything is
+    finite.
     """
-    weights = row_product(rows.values, keys.values)
-    if rows.log_scale is None or keys.log_scale is None:
-        return weights
-    gap = (rows.log_scale - top).unsqueeze(-1) + keys.log_scale[:, :, None, None, :]
-    return weights * gap.clamp(max=0.0).exp()
+
+    logits: Tensor
+    keys: Features | None = None
+    outside: Tensor | None = None
 
 
-def _largest_scale(keys: Features, used: Tensor) -> Tensor:
-    """Largest log scale of the keys that each row uses: used `[…, n, p]` -> `[B, G, 1, n]`, `-inf` where none."""
-    assert keys.log_scale is not None
-    scales = keys.log_scale.detach()[:, :, None, None, :]
-    return scales.masked_fill(~used, float("-inf")).amax(dim=-1)
-
-
-def _chunk_inside(sinks: Sinks | None, start: int, size: int, window: int, device: torch.device) -> Tensor:
-    """Which keys of a chunk have exact weights, `[B | 1, 1, 1, n, window + n (+ sinks)]`."""
-    row = torch.arange(size, device=device).unsqueeze(-1)
-    column = torch.arange(size + window, device=device)
-    inside = ((column > row) & (column <= row + window)).unsqueeze(0)
-    if sinks is not None:
-        outside = sinks.outside(row.squeeze(-1) + start, window, True)
-        inside = torch.cat([inside.expand(outside.shape[0], -1, -1), outside], dim=-1)
-    return inside[:, None, None]
-
-
-def _causal_chunk(
-    rows: QueryRows, key: Tensor, value: Tensor, older: Features, inside: Tensor, state: State | None
-) -> Accumulator:
-    """One chunk of n queries against keys `[k, bias]` and values `[v, 1]`: `window + n` that end with their own, and
-    the sinks.
-
-    older: features of the first n of these keys; row i has key j <= i of them outside its window.
-    """
-    size = rows.query.shape[3]
-    left = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-    logits = row_product(rows.query, key).masked_fill(~inside, float("-inf"))
-    top = logits.amax(dim=-1)  # with a log scale everything is relative to it, so that it has no gradient
-    query_scale = rows.features.log_scale
-    if query_scale is not None:
-        top = top.detach()
-        scale = _largest_scale(older, left)
-        if state is not None:
-            scale = torch.maximum(scale, state["log_scale"][:, :, None, None])
-        top = torch.maximum(top, query_scale.detach() + scale)
+def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+    """Return the weights of all columns and the stabilisers c `[…, n]`; far_scale: the log scale of all other keys."""
+    top = reduce(torch.maximum, (part.logits.amax(dim=-1) for part in columns))
+    if rows.log_scale is not None:  # everything is relative to the row's largest exponent, which then has no gradient
+        scales = [] if far_scale is None else [far_scale]
+        for part in columns:
+            if part.outside is not None and part.keys is not None and part.keys.log_scale is not None:
+                scale = part.keys.log_scale.detach().unsqueeze(-2)
+                scales.append(scale.masked_fill(part.outside == 0, float("-inf")).amax(dim=-1))
+        top = reduce(torch.maximum, (rows.log_scale.detach() + scale.detach() for scale in scales), top.detach())
     top = top.clamp_min(FLOOR)
-    exact = torch.exp(logits - top.unsqueeze(-1))
-    near = _linear_weights(rows.features, older, top).masked_fill(~left, 0.0)
-    total = _value_product(exact[..., :size] + near, value[:, :, :size])
-    total = total + _value_product(exact[..., size:], value[:, :, size:])
-    if state is not None:
-        past, past_sum = read_state(rows.features.values, state)
-        far = torch.cat([past, past_sum.unsqueeze(-1)], dim=-1)
-        if query_scale is not None:
-            far = far * torch.exp(query_scale + state["log_scale"][:, :, None, None] - top).unsqueeze(-1)
-        total = total + far
-    return Accumulator(total, top)
+    weights = []
+    for part in columns:
+        weight = exponential(part.logits - top.unsqueeze(-1))
+        if part.outside is not None and part.keys is not None:
+            estimate = (rows.values @ part.keys.values.transpose(-1, -2)) * part.outside
+            if rows.log_scale is not None and part.keys.log_scale is not None:
+                gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
+                estimate = estimate * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
+            weight = weight + estimate
+        weights.append(weight)
+    return weights, top
 
 
 class Tokens(NamedTuple):
@@ -223,67 +192,238 @@ def make_ring(tokens: Tokens, length: int) -> State:
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in ring.items()}
 
 
-def causal_accumulator(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State | None]:
-    """Compute the causal form before normalisation, `[B, H, L, …]`, and the state after it.
+class _Blocks(NamedTuple):
+    """n blocks of keys, the blocks first (slices of them then need no copy for a batched product): `[k, 0]`, or
+    `[k, BLOCKED]` at padding, `[n, B, G, c, d + 1]`, `[v, 1]`, features, and the sums of each block."""
 
-    With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`, divided chunk by chunk. At
-    padding all of it is zero. The state holds what `first_tokens` returns, too.
+    key: Tensor
+    value: Tensor
+    features: Features
+    sums: KeySums
+
+    def columns(self, rows: QueryRows, shift: int, part: _Part) -> Columns:
+        """Return the blocks from `shift` on as columns of as many blocks of rows."""
+        now = slice(shift, shift + rows.query.shape[0])
+        logits = rows.query @ self.key[now].transpose(-1, -2)
+        logits = logits if part.bias is None else logits + part.bias
+        return Columns(logits, None if part.outside is None else self.features.at(now), part.outside)
+
+
+class _Part(NamedTuple):
+    """For a block of rows and one of its neighbours: 0 in the window and `-inf` elsewhere (None: all of it is in the
+    window), and 1 for the keys that a row sees outside of its window, 0 elsewhere (None: there are none). `[R·c, c]`.
     """
-    query, key, value, window, state = call.query, call.key, call.value, call.window, call.state
-    dtype = compute_dtype(query)
-    batch, heads, length, _ = query.shape
-    if length == 0:
-        empty = value.new_zeros(batch, heads, 0, value.shape[-1])
-        return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), state
-    groups = key.shape[1]
-    tokens = gather_tokens(query, key, value, call.log_mixing_weights(), window, call.mask, state)
-    sinks, first = first_tokens(call)
-    is_far = tokens.valid
+
+    bias: Tensor | None
+    outside: Tensor | None
+
+
+def _neighbours(call: WindowedCall, size: int, reach: int) -> list[_Part]:
+    """Return the geometry of a block of rows and its neighbours, the first of them `reach` blocks before it."""
+    parts = []
+    dtype, index = compute_dtype(call.query), torch.arange(size, device=call.query.device)
+    repeats, least = call.query.shape[1] // call.key.shape[1], 0 if call.causal else 1 - call.window
+    for blocks in range(reach, -1 if call.causal else -reach - 1, -1):
+        distance = (index.unsqueeze(-1) - index + blocks * size).repeat(repeats, 1)
+        inside = (distance >= least) & (distance < call.window)
+        outside = ~inside if not call.causal else distance >= call.window
+        bias = torch.zeros(inside.shape, dtype=dtype, device=inside.device).masked_fill(~inside, float("-inf"))
+        nearest, farthest = blocks * size - size + 1, blocks * size + size - 1
+        whole = nearest >= least and farthest < call.window
+        some = farthest >= call.window or (not call.causal and nearest < least)
+        parts.append(_Part(None if whole else bias, outside.to(dtype) if some else None))
+    return parts
+
+
+class _KeyBlocks:
+    """Keys and values, padded to whole blocks; features and sums of blocks are computed where they are needed.
+
+    Args:
+        call: The call, with its tokens in the order of `gather_tokens`.
+        valid: `[B | 1, S]`, False for padding.
+        far: `[B | 1, S]`, False for padding too, and for keys that no row sees outside of its window.
+        size: c.
+        before: Tokens of padding in front.
+        after: Tokens of padding at the end.
+    """
+
+    def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, size: int, before: int, after: int) -> None:
+        self.size, self.before = size, before
+        self.dtype, self.key_features = compute_dtype(call.key), call.key_features
+        self.key, self.value = pad_tokens(call.key, before, after), pad_tokens(call.value, before, after)
+        self.valid, self.far = (functional.pad(real, (before, after), value=False) for real in (valid, far))
+        self.masked = call.mask is not None or call.state is not None  # other padding is zero already
+
+    def blocks(self, start: int, stop: int, featured: int | None = None) -> _Blocks:
+        """Return blocks `start … stop - 1`, with features and sums for the first `featured` of them."""
+        tokens = slice(start * self.size, stop * self.size)
+        valid = self.valid[:, tokens]
+        select = valid if self.masked else None
+        key = mask_tokens(self.key[:, :, tokens].to(self.dtype), select)
+        value = self._split(with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)))
+        bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)[:, None, :, None].expand(*key.shape[:3], 1)
+        featured = stop - start if featured is None else featured
+        values, log_scale = self.key_features(key[:, :, : featured * self.size], start * self.size - self.before)
+        # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
+        far = self.far[:, tokens][:, : featured * self.size]
+        values = self._split(values * far.to(values.dtype)[:, None, :, None])
+        if log_scale is not None:
+            log_scale = self._split(mask_tokens(log_scale, far, float("-inf")))
+        features = Features(values, log_scale)
+        sums = KeySums.of(features, value[:featured])
+        return _Blocks(self._split(torch.cat([key, bias], dim=-1)), value, features, sums)
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(2, (-1, self.size)).movedim(2, 0).contiguous()
+
+
+def _running(blocks: KeySums, start: KeySums, order: range) -> list[KeySums]:
+    """Return the running sums: `start`, then with block after block of `order` added."""
+    running = [start]
+    for index in order:
+        running.append(running[-1].plus(blocks.at(index)))
+    return running
+
+
+def _block_rows(rows: QueryRows, count: int) -> QueryRows:
+    """QueryRows `[B, G, R, n·c, …]` as blocks `[n, B, G, R·c, …]`."""
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(3, (count, -1)).movedim(3, 0).flatten(3, 4).contiguous()
+
+    scale = rows.features.log_scale
+    return QueryRows(split(rows.query), Features(split(rows.features.values), None if scale is None else split(scale)))
+
+
+def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall) -> tuple[Columns, Tensor]:
+    """Return the sinks as columns of blocks of rows, which begin at row `first`, and their values `[v, 1]`."""
+    count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
+    size = rows.query.shape[3] // repeats
+    numbers = torch.arange(first, first + count * size, device=sinks.key.device)
+    outside = sinks.outside(numbers, call.window, call.causal).unflatten(1, (count, size)).movedim(1, 0)
+    key = functional.pad(sinks.key.to(rows.query.dtype), (0, 1))
+    hidden = ~outside.repeat(1, 1, repeats, 1).unsqueeze(2)
+    logits = (rows.query @ key.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    return Columns(logits), with_ones(sinks.value.to(rows.query.dtype))
+
+
+def _attend(
+    rows: QueryRows, keys: _Blocks, far: KeySums, parts: list[_Part], sinks: tuple[Columns, Tensor] | None
+) -> Accumulator:
+    """Attend from n blocks of rows to their neighbours, to the far sums `[n, B, G, m, e + 1]` and to the sinks."""
+    features = rows.features
+    columns = [keys.columns(rows, shift, part) for shift, part in enumerate(parts)]
+    values = [keys.value[shift : shift + rows.query.shape[0]] for shift in range(len(parts))]
     if sinks is not None:
-        is_far = is_far & (torch.arange(-window, length, device=key.device) > sinks.position[:, -1:])
-        sink_key, sink_value = functional.pad(sinks.key.to(dtype), (0, 1)), with_ones(sinks.value.to(dtype))
-    far: State | None = None if state is None else {name: state[name] for name in FAR if name in state}
-    values, scales = [], []
-    for start in range(0, length, CAUSAL_CHUNK):
-        size = min(CAUSAL_CHUNK, length - start)
-        near = slice(start, start + size + window)
-        valid = tokens.valid[:, near]
-        near_key = mask_tokens(tokens.key[:, :, near].to(dtype), valid)
-        near_value = mask_tokens(tokens.value[:, :, near].to(dtype), valid)
-        mix = slice_rows(tokens.log_mix, start, start + size)
-        block = tokens.query[:, :, start : start + size]
-        rows = make_query_rows(block, call.query_features, start, groups, call.scaling, mix)
-        older_keys = near_key[:, :, :size], start - window, is_far[:, start : start + size]
-        older = masked_key_features(call.key_features, *older_keys, dtype)
-        exact_key, exact_value = blocked_keys(near_key, valid), with_ones(near_value)
+        columns, values = [*columns, sinks[0]], [*values, sinks[1]]
+    far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
+    weights, top = row_weights(features, columns, far_scale)
+    total = features.values @ far.total
+    if features.log_scale is not None and far_scale is not None:
+        total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
+    for weight, value in zip(weights, values, strict=True):
+        total = total + weight @ value
+    return Accumulator(total, top)
+
+
+def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State | None]:
+    """Compute either form before normalisation, `[B, H, L, …]`, and the state after it (causal).
+
+    With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`. In the causal form all of
+    it is zero at padding, and the state holds what `first_tokens` returns, too. In the bidirectional form sinks are
+    keys only: `attend_from_sinks` replaces the outputs of their own queries.
+    """
+    batch, heads, length, _ = call.query.shape
+    groups, window, dtype = call.key.shape[1], call.window, compute_dtype(call.query)
+    if length == 0:
+        empty = call.value.new_zeros(batch, heads, 0, call.value.shape[-1])
+        return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), call.state
+    log_mix = call.log_mixing_weights()
+    tokens: Tokens | None = None
+    first: State = {}
+    older = 0
+    if call.causal:
+        tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
+        sinks, first = first_tokens(call)
+        query, valid, log_mix, older = tokens.query, tokens.valid, tokens.log_mix, window
+        position = torch.arange(-window, length, device=query.device)
+        far = valid & (position < length - window)  # the others stay in the ring
         if sinks is not None:
-            exact_key, exact_value = torch.cat([exact_key, sink_key], 2), torch.cat([exact_value, sink_value], 2)
-        inside = _chunk_inside(sinks, start, size, window, key.device)
-        chunk = _causal_chunk(rows, exact_key, exact_value, older, inside, far)
-        out = chunk.normalised().to(value.dtype) if normalise else chunk.values
-        values.append(out.flatten(1, 2))
-        scales.append(chunk.log_scale.flatten(1, 2))
-        far = merge_keys(far, older, near_value[:, :, :size])
-    joined, scale = torch.cat(values, dim=2), torch.cat(scales, dim=2)
+            far = far & (position > sinks.position[:, -1:])
+        inputs = call._replace(key=tokens.key, value=tokens.value)
+    else:
+        sinks, inputs, query = end_tokens(call), call, mask_tokens(call.query, call.mask)
+        valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask
+        far = valid if sinks is None else valid.expand(batch, -1).scatter(1, sinks.position, False)
+    size = min(max(window, MIN_BLOCK), MAX_BLOCK, length if call.state is None else max(length, MIN_BLOCK))
+    count, reach = -(-length // size), -(-window // size)
+    reach = reach if call.state is not None else min(reach, count)
+    ahead = 0 if call.causal else reach
+    padding = count * size - length
+    keys = _KeyBlocks(inputs, valid, far, size, reach * size - older, padding + ahead * size)
+    query = pad_tokens(query, 0, padding)
+    log_mix = log_mix if log_mix.shape[2] == 1 else functional.pad(log_mix, (0, padding))
+    parts = _neighbours(call, size, reach)
+    step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
+    step = count if torch.compiler.is_compiling() else min(step, count)
+    # Without a state there is no key before the first token: block 0 is empty.
+    carried = keys.blocks(0, 1).sums.at(0) if call.state is None else KeySums.from_state(call.state)
+    starts = range(0, count, step)
+    later_sums = [carried] * len(starts) if call.causal else _later_sums(keys, starts, count, reach, carried)
+    values: list[Tensor] = []
+    scales: list[Tensor] = []
+    for start, later in zip(starts, later_sums, strict=True):
+        now = min(step, count - start)
+        blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
+        before = _running(blocks.sums, carried, range(now))
+        carried = before[-1]
+        if not call.causal:
+            behind = _running(blocks.sums, later, range(now + 2 * reach - 1, 2 * reach, -1))[::-1]
+            before = [first_part.plus(second) for first_part, second in zip(before, behind, strict=False)]
+        span = slice(start * size, (start + now) * size)
+        mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
+        rows = make_query_rows(query[:, :, span], call.query_features, span.start, groups, call.scaling, mix)
+        rows = _block_rows(rows, now)
+        sink_columns = None if sinks is None else _sink_columns(sinks, rows, span.start, call)
+        part = _attend(rows, blocks, KeySums.stack(before[:now]), parts, sink_columns)
+        out = part.normalised().to(call.value.dtype) if normalise else part.values
+        for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
+            by_head = blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3)  # [B, G, R, n, c, …]
+            joined.append(by_head.flatten(3, 4).flatten(1, 2))
+    out, scale = (torch.cat(joined, dim=2)[:, :, :length] for joined in (values, scales))
+    if tokens is None:
+        return Accumulator(out, scale[..., 0]), None
     if tokens.query_index is not None:
-        joined = mask_tokens(take_tokens(joined, tokens.query_index), call.mask)
-        scale = mask_tokens(take_tokens(scale.unsqueeze(-1), tokens.query_index).squeeze(-1), call.mask)
-    return Accumulator(joined, scale), {**(far or {}), **make_ring(tokens, length), **first}
+        out, scale = (mask_tokens(take_tokens(x, tokens.query_index), call.mask) for x in (out, scale))
+    after = carried.plus(blocks.sums.at(now)).state()
+    return Accumulator(out, scale[..., 0]), {**after, **make_ring(tokens, length), **first}
 
 
-def windowed_causal(call: WindowedCall) -> tuple[Tensor, State | None]:
-    """Compute the causal form, continued from `call.state`.
+def _later_sums(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KeySums) -> list[KeySums]:
+    """Return, for each group of blocks, the sums of all keys after the neighbours of its last block."""
+    later = [nothing]
+    for start in reversed(starts[1:]):
+        now = min(starts.step, count - start)
+        blocks = keys.blocks(start + 2 * reach, start + now + 2 * reach)
+        later.append(_running(blocks.sums, later[-1], range(now))[-1])
+    return later[::-1]
 
-    The kernelized part is causal attention over keys delayed by `window` tokens, so the state consists of `kv`, `k_sum`
-    (`log_scale`), a ring of the last `window` keys and values: `ring_key [B, G, w, d]`, `ring_value [B, G, w, e]`,
-    `ring_mask [B, w]`, the sinks and the number of tokens. Windows count real tokens: padding anywhere changes nothing.
-    Time O(L·(window + chunk + m)·d); temporaries O(chunk·(window + m)).
+
+def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
+    """Compute either form; the causal one is continued from `call.state`.
+
+    The kernelized part of the causal form is attention over keys delayed by `window` tokens, so the state consists of
+    `kv`, `k_sum` (`log_scale`), a ring of the last `window` keys and values: `ring_key [B, G, w, d]`,
+    `ring_value [B, G, w, e]`, `ring_mask [B, w]`, the sinks and the number of tokens. Its windows count real tokens:
+    padding anywhere changes nothing. Time O(L·(window + m)·d); temporaries O(group·(window + m)) for a group of blocks,
+    and (bidirectional) the sums at each group's end.
 
     Returns:
-        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
+        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token (causal).
     """
-    accumulator, state = causal_accumulator(call, normalise=True)
-    return accumulator.values, state
+    accumulator, state = accumulate(call, normalise=True)
+    out = accumulator.values
+    return (out, state) if call.causal else (attend_from_sinks(out, call, end_tokens(call)), None)
 
 
 def inside_window(mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
@@ -321,21 +461,17 @@ def dense_windowed_weights(
         scaling: τ.
         log_mix: `[H]` or `[B | 1, H, L | 1]`.
     """
-    batch, groups, heads, size, keys = key.shape[0], key.shape[1], query.shape[1], query.shape[2], key.shape[2]
-
-    def grouped(flags: Tensor) -> Tensor:
-        return flags.expand(batch, heads, size, keys).unflatten(1, (groups, -1))
-
+    batch, groups = key.shape[:2]
     log_mix = log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
-    rows = make_query_rows(query, query_features, 0, groups, scaling, log_mix)
-    exact, linear = grouped(inside & allowed), grouped(~inside & allowed)
-    block = key.to(rows.query.dtype)
-    features = key_features(block, 0)
-    logits = row_product(rows.query, functional.pad(block, (0, 1))).masked_fill(~exact, float("-inf"))
-    top = logits.amax(dim=-1) if keys else logits.new_zeros(logits.shape[:-1])
-    if rows.features.log_scale is not None:
-        top = torch.maximum(top.detach(), rows.features.log_scale.detach() + _largest_scale(features, linear))
-    top = top.clamp_min(FLOOR)
-    estimate = _linear_weights(rows.features, features, top).masked_fill(~linear, 0.0)
-    weights = torch.exp(logits - top.unsqueeze(-1)) + estimate
-    return divide(weights, weights.sum(dim=-1)).flatten(1, 2)
+    rows = _block_rows(make_query_rows(query, query_features, 0, groups, scaling, log_mix), 1)
+    if not key.shape[2]:
+        return rows.query.new_zeros(*query.shape[:3], 0)
+    key = mask_tokens(key.to(rows.query.dtype), allowed.any(dim=2).any(dim=1).expand(batch, -1))
+    exact, outside = (
+        flags.expand(batch, query.shape[1], -1, -1).unflatten(1, (groups, -1)).flatten(2, 3)
+        for flags in (inside & allowed, ~inside & allowed)
+    )
+    logits = (rows.query @ functional.pad(key, (0, 1)).transpose(-1, -2)).masked_fill(~exact, float("-inf"))
+    columns = Columns(logits, key_features(key, 0), outside.to(key.dtype))
+    weights = row_weights(rows.features, [columns])[0][0].view(*query.shape[:3], -1)
+    return divide(weights, weights.sum(dim=-1))

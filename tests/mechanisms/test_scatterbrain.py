@@ -7,7 +7,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
-from hf_linear_attn.ops import banded, buckets, windowed
+from hf_linear_attn.ops import buckets, windowed
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
 from tests.reference import naive
@@ -20,10 +20,10 @@ kinds = pytest.mark.parametrize("options", OPTIONS, ids=["band", "hashed"])
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(windowed, "CAUSAL_CHUNK", 8)
-    monkeypatch.setattr(banded, "MIN_BLOCK", 4)
-    monkeypatch.setattr(banded, "MIN_GROUP", 2)
-    monkeypatch.setattr(banded, "GROUP_ELEMENTS", 1)
+    monkeypatch.setattr(windowed, "MIN_BLOCK", 4)
+    monkeypatch.setattr(windowed, "MAX_BLOCK", 8)
+    monkeypatch.setattr(windowed, "MIN_GROUP", 2)
+    monkeypatch.setattr(windowed, "GROUP_ELEMENTS", 1)
     monkeypatch.setattr(buckets, "GATHER_ELEMENTS", 2000)
 
 
@@ -143,7 +143,7 @@ def test_the_estimate_is_unbiased(causal):
     for seed in range(150):
         maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
         call = WindowedCall(q, k, v, *maps, *settings)
-        band = windowed.causal_accumulator(call)[0] if causal else banded.banded_accumulator(call)
+        band, _ = windowed.accumulate(call)
         total, _ = buckets.add_buckets(band, call, hashing)
         draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))
     stacked = torch.stack(draws)

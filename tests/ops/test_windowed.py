@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_linear_attn.ops import banded, windowed
+from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
 from tests.ops.test_kernelized import SCALING, full_features
@@ -26,7 +26,7 @@ def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None,
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
     size = built.num_features
     call = WindowedCall(q, k, v, *maps(built), None, size, causal, window, SCALING, log_mix, mask, state, sinks=sinks)
-    return windowed.windowed_causal(call) if causal else (banded.windowed_bidirectional(call), None)
+    return windowed.windowed(call)
 
 
 def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None, sinks=0):

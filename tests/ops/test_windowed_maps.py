@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_linear_attn.ops import banded, windowed
+from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.helpers import assert_close, feature_map, padding_mask, qkv
@@ -16,15 +16,15 @@ MAPS = ("hedgehog", "favor+")
 def attend(causal, q, k, v, features, *, mask=None, state=None, **settings):
     """The output of the fast form, and the state of the causal one."""
     call = WindowedCall(q, k, v, *features, None, 0, causal, **settings, mask=mask, state=state)
-    return windowed.windowed_causal(call) if causal else (banded.windowed_bidirectional(call), None)
+    return windowed.windowed(call)
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(windowed, "CAUSAL_CHUNK", 8)
-    monkeypatch.setattr(banded, "MIN_BLOCK", 4)
-    monkeypatch.setattr(banded, "MIN_GROUP", 2)
-    monkeypatch.setattr(banded, "GROUP_ELEMENTS", 1)
+    monkeypatch.setattr(windowed, "MIN_BLOCK", 4)
+    monkeypatch.setattr(windowed, "MAX_BLOCK", 8)
+    monkeypatch.setattr(windowed, "MIN_GROUP", 2)
+    monkeypatch.setattr(windowed, "GROUP_ELEMENTS", 1)
 
 
 class Case:
