@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
-from .integration.models import configs_of
+from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
 from .utils.gguf import split_source
@@ -58,7 +58,7 @@ def save_checkpoint(
         with progress_bars_on_terminals():
             model.save_pretrained(temporary)
         _copy_companions(source, temporary, revision)
-        if any(hasattr(part, EXTENDED_FROM) for part in configs_of(model)):
+        if any(hasattr(part, EXTENDED_FROM) for part in all_configs(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
         # The folder may have been filled in the meantime.
         check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)

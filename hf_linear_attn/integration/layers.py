@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from transformers import PreTrainedModel
 
 from ..config import LayerConfig, LinearAttentionConfig
+from ..feature_maps.base import AttentionShape
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
@@ -24,23 +24,12 @@ from .context import (
     layer_context,
 )
 from .discovery import AttentionLayer, attention_shape, find_attention, foreign_attention, self_attention
-from .models import configs_of
+
+Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
+"""The layers to patch and their mechanisms, by index among the self-attention layers of the model."""
 
 
-@dataclass(frozen=True)
-class PlannedLayer:
-    """One layer to patch, by its index among the self-attention layers of the model."""
-
-    index: int
-    layer: AttentionLayer
-    config: LayerConfig
-
-
-#: A layer with the mechanism that was built for it.
-BuiltLayer = tuple[PlannedLayer, LinearAttention]
-
-
-def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[PlannedLayer]:
+def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
     """Choose the layers to patch and check that they can be; nothing is built or changed yet.
 
     Raises:
@@ -48,7 +37,8 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
         NotImplementedError: The architecture, a layer, or its direction cannot be served.
     """
     layers = self_attention(model)
-    planned, skipped = [], []
+    planned: Plan = {}
+    skipped = []
     for index, (layer, layer_config) in enumerate(
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
     ):
@@ -74,7 +64,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
             raise NotImplementedError(
                 f"{entry.name!r} cannot be {direction}, and layer {index} ({layer.name}) is.{alternative}"
             )
-        planned.append(PlannedLayer(index, layer, layer_config))
+        planned[index] = layer, layer_config
     if not planned:
         reason = " Every layer is 'softmax'."
         if skipped:
@@ -84,7 +74,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    foreign = foreign_attention(model, {id(item.layer.config) for item in planned})
+    foreign = foreign_attention(model, {id(layer.config) for layer, _ in planned.values()})
     if foreign:
         raise NotImplementedError(
             f"{type(model).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
@@ -94,9 +84,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> list[P
     return planned
 
 
-def build_mechanisms(
-    model: PreTrainedModel, planned: Sequence[PlannedLayer], max_length: int | None
-) -> list[BuiltLayer]:
+def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:
     """Build the mechanism of every planned layer, on the device and in the dtype of the layer.
 
     Args:
@@ -104,10 +92,13 @@ def build_mechanisms(
         planned: The layers to patch.
         max_length: The longest input of the model in tokens, or None.
     """
-    built = [(item, _build(model, item, max_length)) for item in planned]
+    built = {
+        index: _build(model, layer, config, attention_shape(layer, index, max_length))
+        for index, (layer, config) in planned.items()
+    }
     # Mechanisms that share parameters across layers take those of the first layer of their kind.
     owners: dict[tuple[type, str, int], LinearAttention] = {}
-    for _, outer in built:
+    for outer in built.values():
         mechanism = outer.mechanism if isinstance(outer, HeadMixture) else outer
         key = (type(mechanism), repr(mechanism.options), mechanism.shape.num_key_value_heads)
         owner = owners.setdefault(key, mechanism)
@@ -116,31 +107,28 @@ def build_mechanisms(
     return built
 
 
-def _build(model: PreTrainedModel, item: PlannedLayer, max_length: int | None) -> LinearAttention:
-    entry = ATTENTIONS.get(item.config.attention)
-    shape = attention_shape(item.layer, item.index, max_length)
-    options = build_options(entry, dict(item.config.options))
-    exact_heads = item.config.exact_heads
+def _build(
+    model: PreTrainedModel, layer: AttentionLayer, config: LayerConfig, shape: AttentionShape
+) -> LinearAttention:
+    entry = ATTENTIONS.get(config.attention)
+    options = build_options(entry, dict(config.options))
     mechanism: LinearAttention = (
-        HeadMixture(shape, entry, options, exact_heads) if exact_heads else entry.build(shape, options)
+        HeadMixture(shape, entry, options, config.exact_heads) if config.exact_heads else entry.build(shape, options)
     )
-    weights = [tensor for tensor in item.layer.module.parameters() if tensor.is_floating_point()]
+    weights = [tensor for tensor in layer.module.parameters() if tensor.is_floating_point()]
     # Quantised weights have one byte an element: the mechanism takes the dtype of the others.
-    like = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters(), None))
-    if like is not None and like.device.type != "meta":
-        mechanism.to(device=like.device)
-    if like is not None and like.dtype.itemsize > 1:
-        mechanism.to(dtype=like.dtype)
+    like = next((tensor for tensor in weights if tensor.dtype.itemsize > 1), next(model.parameters()))
+    device = None if like.device.type == "meta" else like.device
+    mechanism.to(device=device, dtype=like.dtype if like.dtype.itemsize > 1 else None)
     return mechanism.train(model.training)
 
 
-def install_layers(model: PreTrainedModel, built: Sequence[BuiltLayer]) -> None:
+def install_layers(model: PreTrainedModel, planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
     """Put mechanisms, contexts and hooks into a model that owns its configs.
 
     There are only assignments here: nothing can fail half-way.
     """
-    mechanisms = {id(item.layer.module): mechanism for item, mechanism in built}
-    config_ids = {id(item.layer.config) for item, _ in built}
+    config_ids = {id(layer.config) for layer, _ in planned.values()}
     # Every module that reads one of these configs goes through our function from now on, exact ones too.
     layers = [layer for layer in find_attention(model) if id(layer.config) in config_ids]
     add_model_hooks(model, [layer for layer in layers if not layer.cross])
@@ -148,38 +136,28 @@ def install_layers(model: PreTrainedModel, built: Sequence[BuiltLayer]) -> None:
         implementation = layer.config._attn_implementation or "eager"
         context = LayerContext(layer.name, implementation, causal=None if layer.cross else layer.causal)
         setattr(layer.module, LAYER_CONTEXT, context)
-        if id(layer.module) in mechanisms:
-            layer.module.add_module(SUBMODULE, mechanisms[id(layer.module)])
         if not layer.cross:
             layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
-    for config in configs_of(model):
-        if id(config) in config_ids:
-            config._attn_implementation_internal = IMPLEMENTATION
+    for layer in layers:
+        layer.config._attn_implementation_internal = IMPLEMENTATION
     # The saved form names every patched layer by its index, with all of its options written out.
-    saved = {
-        str(item.index): LayerConfig(item.config.attention, asdict(made.options), item.config.exact_heads)
-        for item, made in built
-    }
+    saved = {}
+    for index, (layer, config) in planned.items():
+        layer.module.add_module(SUBMODULE, mechanisms[index])
+        saved[str(index)] = LayerConfig(config.attention, asdict(mechanisms[index].options), config.exact_heads)
     setattr(model.config, CONFIG_FIELD, LinearAttentionConfig(None, saved).to_dict())
     setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
 
 
 def remove_layers(model: PreTrainedModel) -> None:
     """Take out what `install_layers` has put in."""
-    implementations: dict[int, str] = {}
     for module in model.modules():
         remove_hooks(module, before_attention)
         context = layer_context(module)
-        if context is None:
-            continue
-        implementations[id(getattr(module, "config", None))] = context.exact_implementation
-        if hasattr(module, SUBMODULE):
-            delattr(module, SUBMODULE)
-        delattr(module, LAYER_CONTEXT)
-    any_implementation = next(iter(implementations.values()))
-    for config in configs_of(model):
-        if config._attn_implementation == IMPLEMENTATION:
-            config._attn_implementation_internal = implementations.get(id(config), any_implementation)
+        if context is not None:
+            module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
+            if hasattr(module, SUBMODULE):
+                delattr(module, SUBMODULE)
+            delattr(module, LAYER_CONTEXT)
     for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
-        if name in vars(model.config):
-            delattr(model.config, name)
+        vars(model.config).pop(name, None)

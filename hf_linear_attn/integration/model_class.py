@@ -222,12 +222,13 @@ def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: Po
         NotImplementedError: The architecture, a layer, or its direction cannot be served.
     """
     longest, positions = longest_input(model), positions or PositionChange()
-    built = build_mechanisms(model, plan_layers(model, config), longest and longest + positions.added)
+    planned = plan_layers(model, config)
+    mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
     classes = auto_map(model)
     # From here on there are only assignments, which cannot fail half-way.
     own_configs(model)
     positions.apply(model, record=True)
-    install_layers(model, built)
+    install_layers(model, planned, mechanisms)
     vars(model.config).pop(WEIGHTS_FIELD, None)
     if classes:
         model.config.auto_map = classes

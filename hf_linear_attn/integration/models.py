@@ -60,19 +60,9 @@ def own_configs(model: nn.Module) -> None:
                 setattr(module, name, copy.deepcopy(value, memo))
 
 
-def configs_of(model: nn.Module) -> list[PretrainedConfig]:
-    """Return every config that is an attribute of one of the model's modules, once each."""
-    configs = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, PretrainedConfig):
-                configs[id(value)] = value
-    return list(configs.values())
-
-
 def all_configs(model: nn.Module) -> Iterator[PretrainedConfig]:
-    """Iterate over the configs of `configs_of` and the configs nested in them."""
-    queue: list[PretrainedConfig] = configs_of(model)
+    """Iterate over every config that is an attribute of one of the model's modules, or of such a config, once each."""
+    queue = [value for part in model.modules() for value in vars(part).values() if isinstance(value, PretrainedConfig)]
     seen = set()
     while queue:
         config = queue.pop()

@@ -1,8 +1,8 @@
 """Longer inputs for models that look their positions up in a learned table: BERT, RoBERTa, GPT-2, OPT, BART, …
 
 A table `[reserved + L, D]` holds a vector for each of L positions, behind rows that stand for no position (padding).
-What else depends on L in a model (buffers, mostly) is found by building it twice without memory, with the present and
-with the new limit in its config, and comparing the shapes: what this module does not know how to resize is refused.
+What else depends on L in a model is found by building it twice, with the present and with the new limit in its config
+and without memory for its parameters: buffers are taken from there, and other parameters of another shape are refused.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -38,38 +38,12 @@ def _tile(table: Tensor, length: int) -> Tensor:
 
 def _interpolate(table: Tensor, length: int) -> Tensor:
     """Row i lies at i·(L - 1)/(N - 1) of the old table, between its two neighbours; the ends stay."""
-    position = torch.linspace(0, table.shape[0] - 1, length, dtype=torch.float64, device=table.device)
-    below = position.floor().clamp(max=max(table.shape[0] - 2, 0)).long()
-    above = (below + 1).clamp(max=table.shape[0] - 1)
-    fraction = (position - below).to(table.dtype)[:, None]
-    return torch.lerp(table[below], table[above], fraction)
+    columns = table.T[None].double()
+    return nn.functional.interpolate(columns, length, mode="linear", align_corners=True)[0].T.to(table.dtype)
 
 
 #: `how` -> (old positions `[L, D]`, N) -> `[N, D]`.
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _interpolate}
-
-
-def _causal_mask(old: Tensor, shape: torch.Size) -> Tensor | None:
-    """A causal mask `[…, L, L]`, all of the past or a window of it; None if the buffer is something else."""
-    if old.dim() < 2 or old.dtype != torch.bool or old.is_meta:
-        return torch.empty(shape, dtype=old.dtype, device=old.device) if old.is_meta else None
-
-    def mask(length: int) -> Tensor:
-        position = torch.arange(length, device=old.device)
-        distance = position[:, None] - position
-        # Which tokens the last one sees, by distance; what is farther is treated as the farthest of them.
-        visible = old.reshape(-1, old.shape[-1])[-1].flip(0)
-        return visible[distance.clamp(0, len(visible) - 1)] & (distance >= 0)
-
-    return mask(shape[-1]).expand(shape).clone() if bool((old == mask(old.shape[-1])).all()) else None
-
-
-#: Buffers that grow with the positions, by name: (buffer, new shape) -> new buffer, or None if it is not known.
-BUFFERS: dict[str, Callable[[Tensor, torch.Size], Tensor | None]] = {
-    "position_ids": lambda old, shape: torch.arange(shape[-1], dtype=old.dtype, device=old.device).expand(shape),
-    "token_type_ids": lambda old, shape: old.new_zeros(shape),
-    "bias": _causal_mask,
-}
 
 
 def extend_positions(
@@ -269,49 +243,36 @@ def _resize(lengths: Mapping[PositionTable, int], method: Callable[[Tensor, int]
         if (id(owner), name) in done:  # All that depends on the field was resized with its first table.
             continue
         done.add((id(owner), name))
-        present = getattr(owner.config, name)
-        added = length - table.limit
+        present, added = getattr(owner.config, name), length - table.limit
         change.limits.append((owner, name, present, present + added, table.limit))
-        for path, shape in _dependent(owner, name, present + added).items():
+        before, after = _twin_tensors(owner, name, present), _twin_tensors(owner, name, present + added)
+        for path, twin in after.items():
+            if path in before and before[path].shape == twin.shape:
+                continue
             module_path, _, tensor_name = path.rpartition(".")
-            tensor = _resized(owner, path, shape, added, method)
-            change.tensors.append((owner.get_submodule(module_path), tensor_name, tensor))
+            module = owner.get_submodule(module_path)
+            old: Tensor = getattr(module, tensor_name)
+            if twin.is_meta and isinstance(module, nn.Embedding) and len(twin) == len(old) + added:
+                reserved = _reserved(module)
+                new = torch.cat([old[:reserved], method(old[reserved:], len(old) - reserved + added)])
+            elif not twin.is_meta and (old.is_meta or torch.equal(before[path].to(old), old)):
+                new = twin.to(old)
+            else:
+                raise NotImplementedError(
+                    f"The positions of {base_class(type(owner)).__name__} cannot be extended: {path} (of shape "
+                    f"{tuple(old.shape)}) depends on their number too, in a way that is not known."
+                )
+            change.tensors.append((module, tensor_name, new))
     return change
 
 
-def _resized(
-    owner: PreTrainedModel, path: str, shape: torch.Size, added: int, method: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """Return one tensor at its new shape."""
-    module_path, _, name = path.rpartition(".")
-    module = owner.get_submodule(module_path)
-    old: Tensor = getattr(module, name)
-    new = None
-    if isinstance(module, nn.Embedding) and name == "weight" and shape[0] == old.shape[0] + added:
-        reserved = _reserved(module)
-        new = torch.cat([old[:reserved], method(old[reserved:], old.shape[0] - reserved + added)])
-    elif name in BUFFERS and isinstance(old, Tensor):
-        new = BUFFERS[name](old, shape)
-    if new is None or new.shape != shape:
-        raise NotImplementedError(
-            f"The positions of {base_class(type(owner)).__name__} cannot be extended: {path} (of shape "
-            f"{tuple(old.shape)}) depends on their number too, in a way that is not known."
-        )
-    return new
-
-
-def _dependent(owner: PreTrainedModel, name: str, value: int) -> dict[str, torch.Size]:
-    """Return the parameters and buffers whose shape changes with a field of the config, with their new shapes."""
-
-    def shapes(limit: int) -> dict[str, torch.Size]:
-        config = copy.deepcopy(owner.config)
-        setattr(config, name, limit)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            twin: nn.Module = base_class(type(owner))(config)
-        return {path: tensor.shape for path, tensor in chain(twin.named_parameters(), twin.named_buffers())}
-
-    before = shapes(getattr(owner.config, name))
-    return {path: shape for path, shape in shapes(value).items() if before.get(path) != shape}
+def _twin_tensors(owner: PreTrainedModel, name: str, limit: int) -> dict[str, Tensor]:
+    """Return the parameters, without memory, and the buffers of the model built anew with this limit in its config."""
+    config = copy.deepcopy(owner.config)
+    setattr(config, name, limit)
+    with torch.device("cpu"), init_empty_weights(include_buffers=False), torch.random.fork_rng(devices=[]):
+        twin: nn.Module = base_class(type(owner))(config)
+    return {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
 
 
 def _offset(module: nn.Module) -> int:
