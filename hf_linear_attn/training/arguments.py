@@ -38,8 +38,6 @@ class FinetuningConfig(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("", self, "learned_lr")
-        if self.data_seed is None:
-            self.data_seed = self.seed
 
 
 @dataclass

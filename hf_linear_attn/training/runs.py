@@ -394,7 +394,7 @@ def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]
         "step": state.global_step,
         "seconds": runtime,
         "tokens": state.num_input_tokens_seen,
-        "best_step": state.best_global_step or getattr(trainer, "best_step", None),
+        "best_step": state.best_global_step,
         "evaluations": [[step, metrics] for step, metrics in evaluations.items()],
     }
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -80,8 +78,7 @@ class FinetuningTrainer(Trainer):
     def __init__(
         self, model: PreTrainedModel | nn.Module | None = None, args: FinetuningConfig | None = None, **kwargs: Any
     ) -> None:
-        if args is None:
-            args = self.config_class()
+        args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(
                 f"args of a {type(self).__name__} must be a {self.config_class.__name__}, got a {type(args).__name__}."
@@ -89,22 +86,22 @@ class FinetuningTrainer(Trainer):
         super().__init__(model, args, **kwargs)
         check_sharding(self.accelerator)
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
-        self._loss_shifts_labels = _predicts_next_token(self.model)
+        # Transformers recognises fewer classes as causal language models (GPT2LMHeadModel is not among them).
+        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self._loss_shifts_labels = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self.data_collator = SeededCollator(self.data_collator, args.seed)
         self._sampler: EpochSampler | None = None
         self._skeleton: Any = None
         self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
         self._in_training_step = False
-        self._evaluation_totals: Tensor | None = None
-        self._last_logged_step = self._last_saved_step = 0
-        interruption = next(
-            (item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)), None
-        )
-        if interruption is None:
-            interruption = InterruptionCallback()
-            self.add_callback(interruption)
-        self._interruption = interruption
+        self._evaluation_totals: list[Tensor] = []
+        self._last_logged_step = 0
+        if not self._interruption_callbacks():
+            self.add_callback(InterruptionCallback())
+
+    def _interruption_callbacks(self) -> list[InterruptionCallback]:
+        return [item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)]
 
     # ---------------------------------------------------------------------------------------------- the loss
 
@@ -194,29 +191,21 @@ class FinetuningTrainer(Trainer):
     def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
         losses, counts = row_losses(logits, labels, self._loss_shifts_labels)
         losses, counts = self.accelerator.gather_for_metrics((losses, counts))
-        totals = torch.stack([losses.double().sum(), counts.sum().double()]).cpu()
-        self._evaluation_totals = totals if self._evaluation_totals is None else self._evaluation_totals + totals
+        self._evaluation_totals.append(torch.stack([losses.double().sum(), counts.sum().double()]).cpu())
 
-    def evaluation_loop(
-        self,
-        dataloader: torch.utils.data.DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.
 
         The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
         """
-        self._evaluation_totals = None
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if self._evaluation_totals is not None:
-            loss, count = self._evaluation_totals.tolist()
+        self._evaluation_totals = []
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._evaluation_totals:
+            loss, count = torch.stack(self._evaluation_totals).sum(0).tolist()
             if not count:
                 raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
-            output.metrics[f"{metric_key_prefix}_loss"] = loss / count
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / count
         return output
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
@@ -225,40 +214,41 @@ class FinetuningTrainer(Trainer):
 
     # ---------------------------------------------------------------------------------------------- optimizer, data
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer of `args.optim`: weight decay on matrices only, and `learned_lr` for learned parts.
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters with weight decay: matrices only.
 
         Vectors (biases and the weights of norms, whatever a model calls them) are not decayed; neither are the learned
         parts of a mechanism, whose initial value is not zero.
+        """
+        return [name for name, value in model.named_parameters() if value.dim() >= 2 and not _is_learned(name)]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer of `args.optim`, with `learned_lr` for the learned parts of mechanisms.
 
         Raises:
             ValueError: No parameter requires a gradient.
         """
-        model = self.model if model is None else model
         if self.optimizer is not None:
             return self.optimizer
-        optimizer_class, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-            self.args, cast(PreTrainedModel, model)
-        )
-        if {"params", "model", "optimizer_dict"} & options.keys() or not isinstance(optimizer_class, type):
-            return super().create_optimizer(model)  # an optimizer that chooses its parameters itself
-        groups = parameter_groups(model, self.args)
-        if not groups:
-            raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient.")
-        self.optimizer = optimizer_class(groups, **options)
-        return self.optimizer
+        parameters = dict((self.model if model is None else model).named_parameters())
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise ValueError(f"{type(self.model).__name__} has no parameter that requires a gradient.")
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        learned = [value for name, value in parameters.items() if _is_learned(name) and value.requires_grad]
+        if learned and self.args.learned_lr is not None:
+            moved = set(map(id, learned))
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+            optimizer.add_param_group({"params": learned, "lr": self.args.learned_lr, "weight_decay": 0.0})
+        return optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        sampler = super()._get_train_sampler(dataset)
-        lengths = getattr(sampler, "lengths", None)
-        if sampler is None or not (isinstance(sampler, torch.utils.data.RandomSampler) or lengths is not None):
-            return sampler
-        if self.args.train_sampling_strategy not in ("random", "group_by_length"):
+        sampler: Any = super()._get_train_sampler(train_dataset)
+        if sampler is None or self.args.train_sampling_strategy not in ("random", "group_by_length"):
             return sampler
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(self.args.world_size, 1)
-        assert self.args.data_seed is not None  # The config sets it.
-        self._sampler = EpochSampler(len(dataset), self.args.data_seed, lengths, rows)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._sampler = EpochSampler(len(sampler), seed, getattr(sampler, "lengths", None), rows)
         return self._sampler
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -298,12 +288,15 @@ class FinetuningTrainer(Trainer):
         if not self.is_fsdp_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         name_layers(self.accelerator, self.model)
+        position = {id(parameter): index for index, parameter in enumerate(self.model.parameters())}
+        groups = self.create_optimizer().param_groups
+        positions = [[position[id(parameter)] for parameter in group["params"]] for group in groups]
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         # accelerate finds the shard of a parameter by its address, which empty shards do not have: the optimizer of a
         # model that has been sharded before would get others.
-        assert self.optimizer is not None
-        for group, expected in zip(self.optimizer.param_groups, parameter_groups(self.model, self.args), strict=True):
-            group["params"] = expected["params"]
+        shards = list(self.model.parameters())
+        for group, expected in zip(self.create_optimizer().param_groups, positions, strict=True):
+            group["params"] = [shards[index] for index in expected]
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -333,20 +326,18 @@ class FinetuningTrainer(Trainer):
                 raise ValueError(f"There is no checkpoint to resume from in {str(folder)!r}.")
         if resume_from_checkpoint:
             _check_processes(Path(str(resume_from_checkpoint)), self.args.world_size)
-        self._last_logged_step = 0
-        self._loss_parts.clear()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
+            if not self._is_sharded():
                 # accelerate wraps the forward pass of the model itself in mixed precision, for good.
                 self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
-            self._interruption.restore_handlers()
+            for callback in self._interruption_callbacks():
+                callback.restore_handlers()
 
     @property
     def _output_folder(self) -> Path:
-        assert self.args.output_dir is not None  # TrainingArguments sets it.
-        return Path(self.args.output_dir)
+        return Path(str(self.args.output_dir))
 
     def last_checkpoint(self) -> str | None:
         """Return the folder of the last checkpoint in `output_dir`, or None."""
@@ -356,52 +347,41 @@ class FinetuningTrainer(Trainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         result = super()._init_training_state(*args, **kwargs)
         self._last_logged_step = self.state.global_step
-        if self.state.best_global_step and self.state.best_model_checkpoint is None:
-            # The output folder may have been moved since the checkpoint was written.
-            best = self._output_folder / f"checkpoint-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = str(best) if best.is_dir() else None
+        self._loss_parts.clear()
+        best = self._output_folder / f"checkpoint-{self.state.best_global_step}"
+        if self.state.best_model_checkpoint is None and best.is_dir():
+            # The output folder has been moved since the checkpoint was written.
+            self.state.best_model_checkpoint = str(best)
         return result
 
-    def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        requested, step = self.control.should_save, self.state.global_step
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        if requested and not self.control.should_save and self._last_saved_step != step:
-            # save_strategy="best" withdraws a callback's request in a step whose evaluation is not the best.
-            self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # save_strategy="best" withdraws a callback's request to save in a step whose evaluation is not the best.
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run_folder = Path(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        partial = run_folder / f".{name}.part"
-        if self.args.should_save:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        partial = folder / f".{name}.part"
         self._partial_folder = partial
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._partial_folder = None
-        best = run_folder / f"checkpoint-{self.state.best_global_step}"
-        if self.state.best_global_step and (best.is_dir() or best.name == name):
-            self.state.best_model_checkpoint = str(best)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder / name)  # and not where it was written
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self.state.save_to_json(str(partial / name / "trainer_state.json"))
-            replace_folder(run_folder / name, partial / name)
-            shutil.rmtree(partial, ignore_errors=True)
+            replace_folder(folder / name, partial / name)
+            partial.rmdir()
             rotate_checkpoints(
-                output_dir=str(run_folder),
+                output_dir=str(folder),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
-        self._last_saved_step = self.state.global_step
         if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(run_folder / name))
+            super()._push_from_checkpoint(str(folder / name))
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._partial_folder is None else str(self._partial_folder)
@@ -411,11 +391,13 @@ class FinetuningTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        learned = {} if self.is_fsdp_enabled or self.is_deepspeed_enabled else _outside_adapters(self.model)
-        if learned and self.args.should_save:
-            folder = Path(output_dir) if output_dir else self._output_folder
-            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in learned.items()}
-            save_file(tensors, str(folder / LEARNED_FILE))
+        if hasattr(self.model, "peft_config") and self.args.should_save and not self._is_sharded():
+            learned = {  # PEFT saves what it has been told to save, and its adapters.
+                name: parameter.detach().cpu().contiguous()
+                for name, parameter in self.model.named_parameters()
+                if _is_learned(name) and parameter.requires_grad and "modules_to_save" not in name
+            }
+            save_file(learned, str((Path(output_dir) if output_dir else self._output_folder) / LEARNED_FILE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -493,13 +475,12 @@ class DistillationTrainer(FinetuningTrainer):
         target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
         rows, classes = select_targets(outputs.logits, labels, shift)
-        parts, weights = {}, {}
+        parts = {}
         if config.task_weight:
-            parts["task"], weights["task"] = task_loss(rows, classes), config.task_weight
+            parts["task"] = task_loss(rows, classes)
         if config.logits_weight:
             target_rows, _ = select_targets(target.logits, labels, shift)
             parts["logits"] = logits_loss(rows, target_rows, config.temperature)
-            weights["logits"] = config.logits_weight
         if with_hidden:
             if outputs.hidden_states is None or target.hidden_states is None:
                 raise NotImplementedError(
@@ -508,7 +489,7 @@ class DistillationTrainer(FinetuningTrainer):
             errors = hidden_loss(outputs.hidden_states, target.hidden_states, inputs.get("attention_mask"))
             # Weighted by row, so that the sum does not depend on how the rows are spread over processes.
             parts["hidden"] = (errors * count_targets(labels, shift)).sum()
-            weights["hidden"] = config.hidden_weight
+        weights = {"task": config.task_weight, "logits": config.logits_weight, "hidden": config.hidden_weight}
         return parts, weights, outputs
 
     @torch.no_grad()
@@ -551,7 +532,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         ValueError: The model is not patched, or none of its mechanisms has anything to learn.
 
     Attributes:
-        best_step: The step whose parameters the model has after training; None without evaluations.
+        objective: The losses of the layers.
     """
 
     config_class = AttentionTransferConfig
@@ -566,31 +547,21 @@ class AttentionTransferTrainer(FinetuningTrainer):
         config = self.args
         steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
         self._shards = self._is_sharded()
-        self.objective: AttentionTransferLoss = AttentionTransferLoss(
-            self.model,
-            config.loss,
-            steps,
-            whole_model=self._shards,
-        )
+        self.objective = AttentionTransferLoss(self.model, config.loss, steps, whole_model=self._shards)
         # From here on the trainer sees to the shards itself.
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
-        self._best: tuple[float, int, dict[str, Tensor]] | None = None
+        self._best_parameters: dict[str, Tensor] = {}
         if self.eval_dataset is not None and config.eval_strategy == "no":
             raise ValueError("There is an eval_dataset, and eval_strategy is 'no'. Set eval_strategy='steps'.")
 
-    @property
-    def best_step(self) -> int | None:
-        return None if self._best is None else self._best[1]
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `FinetuningTrainer.train` does. After a FloatingPointError the parameters are restored."""
-        self._best = None
+        self._best_parameters = {}
         # A resumed run has the evaluation of its start in the checkpoint.
         self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
         with self.objective.training():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
-            if self._best is not None:
-                _copy_parameters(self.model, self._best[2])
+            _copy_parameters(self.model, self._best_parameters)
         return output
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -640,13 +611,17 @@ class AttentionTransferTrainer(FinetuningTrainer):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super()._evaluate(*args, **kwargs)
-        loss, step = metrics["eval_loss"], self.state.global_step
-        if self._best is None or loss < self._best[0]:
-            self._best = (loss, step, {name: value.clone() for name, value in self.learned_state_dict().items()})
+        state, loss = self.state, metrics["eval_loss"]
+        if state.best_metric is None or loss < state.best_metric:
+            state.best_metric, state.best_global_step = loss, state.global_step
+            self._best_parameters = {name: value.clone() for name, value in self.learned_state_dict().items()}
         patience = self.args.patience
-        if patience is not None and step - self._best[1] >= patience * self.state.eval_steps:
+        if patience is not None and state.global_step - state.best_global_step >= patience * state.eval_steps:
             self.control.should_training_stop = True
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return self.state.best_global_step == self.state.global_step or self.control.should_save
 
     def learned_state_dict(self) -> dict[str, Tensor]:
         """Return the learned parts by the names of their parameters."""
@@ -663,49 +638,20 @@ class AttentionTransferTrainer(FinetuningTrainer):
             return
         folder = Path(output_dir) if output_dir else self._output_folder
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.cpu().contiguous() for name, value in state.items()}
-        metadata = {}
-        if self._best is not None:
-            tensors |= {BEST_PREFIX + name: value.cpu() for name, value in self._best[2].items()}
-            metadata = {"best_loss": repr(self._best[0]), "best_step": str(self._best[1])}
-        save_file(tensors, str(folder / LEARNED_FILE), metadata)
+        best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
+        tensors = {name: value.cpu().contiguous() for name, value in (state | best).items()}
+        save_file(tensors, str(folder / LEARNED_FILE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        path = str(Path(resume_from_checkpoint) / LEARNED_FILE)
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        best = {
-            name.removeprefix(BEST_PREFIX): value for name, value in tensors.items() if name.startswith(BEST_PREFIX)
-        }
-        current = {name: value for name, value in tensors.items() if not name.startswith(BEST_PREFIX)}
-        _copy_parameters(self.model, current)
-        if best:
-            self._best = (float(metadata["best_loss"]), int(metadata["best_step"]), best)
+        tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
+        best = [name for name in tensors if name.startswith(BEST_PREFIX)]
+        self._best_parameters = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in best}
+        _copy_parameters(self.model, tensors)
 
 
-def parameter_groups(model: nn.Module, config: FinetuningConfig) -> list[dict[str, Any]]:
-    """Return groups of the trainable parameters, with learning rate and weight decay (see
-    `FinetuningTrainer.create_optimizer`)."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            learned = f".{SUBMODULE}." in f".{name}"
-            groups.setdefault((learned, parameter.dim() >= 2 and not learned), []).append(parameter)
-    return [
-        {
-            "params": parameters,
-            "lr": (config.learned_lr or config.learning_rate) if learned else config.learning_rate,
-            "weight_decay": config.weight_decay if decayed else 0.0,
-        }
-        for (learned, decayed), parameters in groups.items()
-    ]
-
-
-def _predicts_next_token(model: Any) -> bool:
-    """Whether the loss of a model is that of a causal language model: token i predicts the label of token i + 1."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+def _is_learned(name: str) -> bool:
+    """Whether a parameter of this name belongs to a mechanism."""
+    return f".{SUBMODULE}." in f".{name}"
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -714,17 +660,6 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-
-
-def _outside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the learned parts of a model with PEFT adapters that PEFT does not save with these."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if f".{SUBMODULE}." in f".{name}" and parameter.requires_grad and "modules_to_save" not in name
-    }
 
 
 def _copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:

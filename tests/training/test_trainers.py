@@ -362,7 +362,7 @@ def test_the_trainer_does_what_transfer_attention_does(tmp_path: Path) -> None:
     trainer.train()
     assert logged(trainer) == pytest.approx(expected.losses, rel=1e-5)
     assert logged(trainer, "eval_loss") == pytest.approx([loss for _, loss in expected.evaluations], rel=1e-5)
-    assert trainer.best_step == expected.best_step
+    assert trainer.state.best_global_step == expected.best_step
     for name, value in other.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
 
@@ -374,8 +374,8 @@ def test_the_best_step_of_a_transfer_remains_and_patience_ends_it(tmp_path: Path
     trainer.train()
     assert trainer.state.global_step < 60
     scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
-    assert trainer.best_step == min(scores, key=lambda step: scores[step])
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(scores[trainer.best_step], rel=1e-5)
+    assert trainer.state.best_global_step == min(scores, key=lambda step: scores[step])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(scores[trainer.state.best_global_step], rel=1e-5)
 
 
 def test_a_transfer_changes_learned_parts_only_and_saves_only_them(tmp_path: Path) -> None:
