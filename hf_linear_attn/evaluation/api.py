@@ -28,13 +28,12 @@ from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
 from . import models
 from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
-from .evaluator import EXACT_LABEL, Evaluator, measure_speed
+from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pairs, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
 from .progress import ConsoleProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
-from .speed import WITHOUT_ATTENTION
 
 #: A folder with one of these holds a result of `evaluate`.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
@@ -306,9 +305,6 @@ def _run(
     used, left_out = _current_records(records, first)
     if left_out:
         first.notes.append(f"{left_out} records of another device or other versions are not shown. Measure them again.")
-    mechanisms = [*first.settings.attentions, *(group["label"] for group in groups if group["layers"])]
-    baselines = [group["label"] for group in groups if not group["layers"]]
-    table = records.to_frame()
     info = {
         "tool": tool,
         "created": utc_now(),
@@ -321,14 +317,12 @@ def _run(
         "environment": surroundings,
         "backend": first.exact.device["backend"],
         "scores": [asdict(score) for evaluator in evaluators for score in evaluator.scores],
-        "labels": [EXACT_LABEL, *baselines, *mechanisms, WITHOUT_ATTENTION],
-        "mechanisms": mechanisms,
-        "checkpoints": groups,
+        "checkpoints": {group["label"]: group["folders"] for group in groups},
         "notes": first.notes,
         "records": sorted(used),
         "runs": len(records.runs),
     }
-    return Evaluation(table[table["id"].isin(used)].reset_index(drop=True), json_safe(info), records)
+    return Evaluation(records.to_frame(used), json_safe(info), records)
 
 
 def _current_records(records: Records, evaluator: Evaluator) -> tuple[set[str], int]:

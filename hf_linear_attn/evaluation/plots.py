@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
-from ..utils.formatting import fixed, format_bytes, format_rate, format_seconds
+from ..utils.formatting import fixed, format_bytes, format_seconds
 from .evaluator import EXACT_LABEL
 from .metrics import Score
 from .speed import DECODING, FORWARD, WITHOUT_ATTENTION
@@ -55,11 +56,13 @@ CAPTIONS = {
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
     "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
     "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
-    "throughput": "Tokens per second with several sequences at once. Higher is better.",
 }
 
-#: Plots by length -> title, measurement, metric, column and unit of each of their panels.
-CURVES: dict[str, list[tuple[str, str, str, str, Callable[[float], str]]]] = {
+Panel = tuple[str, str, str, str, Callable[[float], str]]
+"""Title, measurement, metric, column and unit."""
+
+#: Plots by length, with their panels.
+CURVES: dict[str, list[Panel]] = {
     "time": [
         ("Time", FORWARD, "seconds", "value", format_seconds),
         ("Times as fast as exact", FORWARD, "seconds", "speedup", "{:g}×".format),
@@ -69,7 +72,6 @@ CURVES: dict[str, list[tuple[str, str, str, str, Callable[[float], str]]]] = {
         ("Time of a new token", DECODING, "seconds", "value", format_seconds),
         ("Cache of one sequence", DECODING, "cache_bytes", "value", format_bytes),
     ],
-    "throughput": [("Tokens per second", FORWARD, "tokens_per_second", "value", format_rate)],
 }
 
 
@@ -82,24 +84,16 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
     require_packages("matplotlib", extra="demo", purpose="A report")
     import matplotlib
 
-    names = ["quality_vs_speed"] if evaluation.lengths(FORWARD) else []
-    names += ["quality", *(name for name in CURVES if _has_data(evaluation, name))]
-    names += ["fidelity"] if len(evaluation.select("fidelity", "output_error")) else []
-    drawings = {"quality_vs_speed": _quality_vs_speed, "quality": _quality, "fidelity": _fidelity}
+    drawings: dict[str, Callable[[Evaluation], Any]] = {"quality": _quality}
+    if evaluation.lengths(FORWARD):
+        drawings["quality_vs_speed"] = _quality_vs_speed
+    if len(evaluation.select("fidelity", "output_error")):
+        drawings["fidelity"] = _fidelity
+    for name, panels in CURVES.items():
+        if all(evaluation.select(panel[1], panel[2])["value"].notna().any() for panel in panels):
+            drawings[name] = partial(_curves, panels=panels)
     with matplotlib.rc_context(STYLE):
-        figures = {
-            name: drawings[name](evaluation) if name in drawings else _curves(evaluation, name)
-            for name in CAPTIONS
-            if name in names
-        }
-        return {name: png(figure) for name, figure in figures.items()}
-
-
-def _has_data(evaluation: Evaluation, name: str) -> bool:
-    if name == "throughput":  # of decoders, decoding says more
-        size = evaluation.throughput_batch_size
-        return size > 1 and bool(evaluation.lengths(FORWARD, size)) and not evaluation.lengths(DECODING)
-    return all(evaluation.select(panel[1], panel[2])["value"].notna().any() for panel in CURVES[name])
+        return {name: png(drawings[name](evaluation)) for name in CAPTIONS if name in drawings}
 
 
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -185,9 +179,7 @@ def _score_bars(evaluation: Evaluation, axes: Any, score: Score, labels: Sequenc
 
 def _fidelity(evaluation: Evaluation) -> Any:
     """A map of the output error: mechanisms by layers."""
-    rows = evaluation.select("fidelity", "output_error")
-    trained = set(rows.loc[rows["state"] != "untrained", "label"])
-    rows = rows[rows["layer"].notna() & ((rows["state"] != "untrained") | ~rows["label"].isin(trained))]
+    rows = evaluation.select("fidelity", "output_error", before=False)
     table = rows.pivot_table(index="label", columns="layer", values="value", aggfunc="mean", sort=False)
     table = table.reindex([label for label in evaluation.labels if label in table.index])
     figure, axes = new_figure(0.36 * len(table) + 1.6)
@@ -202,12 +194,11 @@ def _fidelity(evaluation: Evaluation) -> Any:
     return figure
 
 
-def _curves(evaluation: Evaluation, name: str) -> Any:
+def _curves(evaluation: Evaluation, panels: Sequence[Panel]) -> Any:
     """Panels with a line per row of the summary by length, on logarithmic axes."""
-    figure, grid = new_figure(4.1, columns=len(CURVES[name]), squeeze=False)
-    size = evaluation.throughput_batch_size if name == "throughput" else 1
-    for axes, (title, measurement, metric, column, unit) in zip(grid[0], CURVES[name], strict=True):
-        rows = evaluation.select(measurement, metric, batch_size=size)
+    figure, grid = new_figure(4.1, columns=len(panels), squeeze=False)
+    for axes, (title, measurement, metric, column, unit) in zip(grid[0], panels, strict=True):
+        rows = evaluation.select(measurement, metric, batch_size=1)
         rows = rows[rows[column] > 0].sort_values("length")
         for label in evaluation.labels:
             part, style = rows[rows["label"] == label], _style(evaluation, label)
@@ -221,7 +212,7 @@ def _curves(evaluation: Evaluation, name: str) -> Any:
         axes.set_xticks(ticks, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in ticks])
         axes.minorticks_off()
         axes.set_xlabel("tokens of context" if measurement == DECODING else "tokens")
-        axes.set_title(title + (f", {size} sequences at once" if size > 1 else ""))
+        axes.set_title(title)
         _logarithmic(axes, list(rows[column]), unit)
     _legend(figure, grid[0, 0], 3)
     return figure

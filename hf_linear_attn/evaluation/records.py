@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,7 @@ CONDITION_COLUMNS = (
 #: Columns of the table that exist even where no value has them.
 COLUMNS = (
     *(*CONDITION_COLUMNS, "metric", "value", "unit"),
-    *("p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
+    *("stderr", "p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
 )
 
 Values = Sequence[Mapping[str, Any]]
@@ -90,14 +90,9 @@ class Conditions:
 
     @property
     def id(self) -> str:
-        """16 hexadecimal digits that identify the conditions."""
-        return conditions_id(self.to_dict())
-
-
-def conditions_id(conditions: Mapping[str, Any]) -> str:
-    """Return the beginning of the SHA-256 of the conditions' canonical JSON."""
-    text = json.dumps(json_safe(conditions), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """16 hexadecimal digits that identify the conditions: the beginning of the SHA-256 of their canonical JSON."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -113,12 +108,9 @@ class Record:
     group: str | None = None  # the same for what was timed side by side
     seconds: float | None = None  # how long the measurement took
 
-    def value(self, metric: str, **columns: Any) -> float | None:
-        """Return the value of a metric with these columns, or None if it was not measured or is not defined."""
-        for row in self.values:
-            if row["metric"] == metric and all(row.get(name) == value for name, value in columns.items()):
-                return row["value"]
-        return None
+    def value(self, metric: str) -> float | None:
+        """Return the first value of a metric, or None if it was not measured or is not defined."""
+        return next((row["value"] for row in self.values if row["metric"] == metric), None)
 
 
 @dataclass(frozen=True)
@@ -132,6 +124,9 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
 
 
+KINDS: dict[str, type[Run | Record]] = {"run": Run, "record": Record}
+
+
 class Records:
     """All records of a file.
 
@@ -140,8 +135,8 @@ class Records:
         remeasure: Whether `measure` repeats (once in this run) what the file holds already.
 
     Raises:
-        ValueError: A line is damaged or has another format version; file and line are named. An incomplete last line,
-            which a killed process leaves, is ignored and later overwritten.
+        ValueError: A line is damaged or has another format version. An incomplete last line, which a killed process
+            leaves, is ignored and later overwritten.
         OSError: The file cannot be read.
     """
 
@@ -200,8 +195,8 @@ class Records:
         run, rows = self._run.run, json_safe(list(values))
         record = Record(conditions.id, conditions.to_dict(), rows, utc_now(), run, label, group, seconds)
         if self.path is not None:
-            lines = [] if run in self.runs else [_line("run", self._run)]
-            JsonLinesFile(self.path).append(*lines, _line("record", record))
+            lines = [] if run in self.runs else [_line(self._run)]
+            JsonLinesFile(self.path).append(*lines, _line(record))
         self.runs[run] = self._run
         self._records.setdefault(record.id, []).append(record)
         return record
@@ -220,60 +215,44 @@ class Records:
     def save(self, path: Path) -> None:
         """Write all runs and records to a file, in place of what it held."""
         path.unlink(missing_ok=True)
-        runs = (_line("run", run) for run in self.runs.values())
-        JsonLinesFile(path).append(*runs, *(_line("record", record) for record in self))
+        JsonLinesFile(path).append(*map(_line, (*self.runs.values(), *self)))
 
     def _read(self, path: Path) -> None:
         for number, line in enumerate(JsonLinesFile(path).read(), start=1):
-            location = f"{str(path)!r}, line {number}"
-            _check_line(line, location)
+            location, version = f"{str(path)!r}, line {number}", line.get("format_version")
+            if version != FORMAT_VERSION:
+                raise ValueError(
+                    f"{location} has format version {version!r}; hf-linear-attn reads version {FORMAT_VERSION}. Choose "
+                    "another folder, or use the release that wrote it."
+                )
             try:
-                self._read_line(line, location)
+                kind = KINDS[line["kind"]]
+                item = kind(**{field.name: line[field.name] for field in fields(kind)})
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{location} is damaged ({error!r}). Remove or repair the line.") from error
+            if isinstance(item, Run):
+                self.runs[item.run] = item
+            else:
+                self._records.setdefault(item.id, []).append(item)
         for records in self._records.values():
             records.sort(key=lambda record: record.time)  # files may have been concatenated by hand
 
-    def _read_line(self, line: dict[str, Any], location: str) -> None:
-        if line["kind"] == "run":
-            self.runs[line["run"]] = Run(**{item.name: line[item.name] for item in fields(Run)})
-            return
-        record = Record(**{item.name: line[item.name] for item in fields(Record)})
-        expected = conditions_id(record.conditions)
-        if expected != record.id:
-            raise ValueError(f"{location}: the conditions were changed: their id is {expected}, not {record.id}.")
-        if record.run not in self.runs:
-            raise ValueError(f"{location}: the run {record.run!r} is not in the file above it. Repair the file.")
-        self._records.setdefault(record.id, []).append(record)
+    def to_frame(self, ids: Collection[str] | None = None) -> pandas.DataFrame:
+        """Return a tidy table: one row per value of the newest record of each conditions, with these conditions.
 
-    def to_frame(self) -> pandas.DataFrame:
-        """Return a tidy table: one row per value of the newest record of each conditions, with these conditions."""
+        With `ids`, it has these conditions only.
+        """
         import pandas
 
-        frame = pandas.DataFrame([row for records in self._records.values() for row in _rows(records[-1])])
-        extra = [name for name in frame.columns if name not in COLUMNS]
-        return frame.reindex(columns=[*COLUMNS, *extra])
+        rows: list[dict[str, Any]] = []
+        for record in (records[-1] for records in self._records.values()):
+            if ids is None or record.id in ids:
+                known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
+                common = {name: known.get(name) for name in CONDITION_COLUMNS}
+                rows += [{**common, **value} for value in record.values]
+        frame = pandas.DataFrame(rows)
+        return frame.reindex(columns=[*COLUMNS, *frame.columns.difference(COLUMNS, sort=False)])
 
 
-def _rows(record: Record) -> Iterator[dict[str, Any]]:
-    known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
-    common = {name: known.get(name) for name in CONDITION_COLUMNS}
-    for value in record.values:
-        yield {**common, **value}
-
-
-def _line(kind: str, item: Run | Record) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, "kind": kind, **asdict(item)}
-
-
-def _check_line(line: Mapping[str, Any], location: str) -> None:
-    version = line.get("format_version")
-    if version is None:
-        raise ValueError(f"{location} is no record of an evaluation. Remove the line, or choose another folder.")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{location} has format version {version!r}; this version of hf-linear-attn reads {FORMAT_VERSION}. Choose "
-            "another folder, or use the version that wrote it."
-        )
-    if line.get("kind") not in ("run", "record"):
-        raise ValueError(f"{location} has the unknown kind {line.get('kind')!r}. Remove or repair the line.")
+def _line(item: Run | Record) -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "kind": type(item).__name__.lower(), **asdict(item)}

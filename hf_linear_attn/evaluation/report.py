@@ -46,7 +46,7 @@ NOTE = (
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:
-    """Write `report.html`, `report.md` and the plots; return the path of the page.
+    """Write `report.html`, `report.md` and the plots; return the path of the page, which loads nothing.
 
     Everything is made before anything is written. Plots of an earlier report that this one does not have are removed.
 
@@ -55,21 +55,7 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
     """
     require_packages("matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
     plots = draw_plots(evaluation)
-    page, text = render_page(evaluation, plots), render_markdown(evaluation)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in plots.items():
-        atomic_write(folder / f"{name}.png", content)
-    atomic_write(folder / MARKDOWN, text)
-    atomic_write(folder / PAGE, page)
-    for name in CAPTIONS:
-        if name not in plots:
-            (folder / f"{name}.png").unlink(missing_ok=True)
-    return folder / PAGE
-
-
-def render_page(evaluation: Evaluation, plots: dict[str, bytes]) -> str:
-    """Return the page. It loads nothing: plots and style are within it."""
-    return page_template("report.html").render(
+    page = page_template("report.html").render(
         evaluation=evaluation,
         info=evaluation.info,
         lead=lead(evaluation),
@@ -79,6 +65,13 @@ def render_page(evaluation: Evaluation, plots: dict[str, bytes]) -> str:
         method=method(evaluation),
         note=NOTE,
     )
+    files = {MARKDOWN: render_markdown(evaluation), PAGE: page}
+    files |= {f"{name}.png": content for name, content in plots.items()}
+    for name, content in files.items():
+        atomic_write(folder / name, content)
+    for name in CAPTIONS.keys() - plots.keys():
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    return folder / PAGE
 
 
 def page_template(name: str) -> Any:
@@ -98,19 +91,20 @@ def page_template(name: str) -> Any:
 
 
 def render_markdown(evaluation: Evaluation) -> str:
-    """Return the summary, the conclusions and how it was measured as Markdown."""
-    parts = [f"# Linear attention in {evaluation.info['model']['name']}", lead(evaluation)]
-    parts.append(evaluation.summary().to_markdown())
-    parts.append("\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()))
-    parts.append("\n".join(f"- {line}" for line in evaluation.warnings()))
-    for title, frame in speed_tables(evaluation).items():
-        parts += [f"## {title}", frame.to_markdown()]
-    parts += [
+    """Return the summary, the conclusions, the tables and how it was measured as Markdown."""
+    tables = [f"## {title}\n\n{frame.to_markdown()}" for title, frame in speed_tables(evaluation).items()]
+    parts = [
+        f"# Linear attention in {evaluation.info['model']['name']}",
+        lead(evaluation),
+        evaluation.summary().to_markdown(),
+        "\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()),
+        *evaluation.warnings(),
+        *tables,
         "## How it was measured",
         NOTE,
         "\n".join(f"- {name}: {text}" for name, text in method(evaluation).items()),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def lead(evaluation: Evaluation) -> str:
@@ -119,39 +113,32 @@ def lead(evaluation: Evaluation) -> str:
     created = evaluation.info["created"].replace("T", " at ").replace("Z", " UTC")
     quick = ", in the quick setting" if evaluation.info["quick"] else ""
     return (
-        f"{model['class']}, {_count(model['layers'], 'layer')} of {_count(model['heads'], 'head')}, "
-        f"{model['parameters']:,} parameters. Measured on {created} on {hardware['device']} ({hardware['cpu']}, "
-        f"{_count(hardware['threads'], 'thread')}){quick}."
+        f"{model['class']}, {model['layers']} layers of {model['heads']} heads, {model['parameters']:,} parameters. "
+        f"Measured on {created} on {hardware['device']} ({hardware['cpu']}, threads: {hardware['threads']}){quick}."
     )
 
 
 def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
     """Return a table for each measurement: values by length as text, times with their speedup."""
-    tables, size = {}, evaluation.throughput_batch_size
-    for title, measurement, metric in SPEED_TABLES:
-        batched = metric == "tokens_per_second"
-        frame = _by_length(evaluation, measurement, metric, size if batched else 1)
-        if len(frame) and not (batched and size == 1):
-            tables[f"{title}: {size} sequences at once, tokens per second" if batched else title] = frame
-    return tables
-
-
-def _by_length(evaluation: Evaluation, measurement: str, metric: str, batch_size: int) -> pandas.DataFrame:
     import pandas
 
-    rows: dict[str, dict[str, str]] = {}
-    for label in evaluation.labels:
-        for length in evaluation.lengths(measurement, batch_size):
-            text = evaluation.text(label, measurement, metric, length, batch_size)
-            speedup = evaluation.speedup(label, length, measurement) if metric == "seconds" else None
-            text += "" if speedup is None or label == EXACT_LABEL else f" ({speedup:.2f}×)"
-            if text != "–":
-                rows.setdefault(label, {})[f"{length:,}"] = text
-        if label in rows and (measurement, metric) == (FORWARD, "seconds"):
-            rows[label]["faster from"] = evaluation.crossover_text(label)
-    frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–")
-    frame.index.name = "tokens"
-    return frame
+    tables = {}
+    for title, measurement, metric in SPEED_TABLES:
+        size = evaluation.throughput_batch_size if metric == "tokens_per_second" else 1
+        rows: dict[str, dict[str, str]] = {}
+        for label in evaluation.labels if metric != "tokens_per_second" or size > 1 else ():
+            for length in evaluation.lengths(measurement, size):
+                text = evaluation.text(label, measurement, metric, length, size)
+                if metric == "seconds" and label != EXACT_LABEL:
+                    text += f" ({evaluation.text(label, measurement, 'speedup', length)})"
+                if not text.startswith("–"):
+                    rows.setdefault(label, {})[f"{length:,}"] = text
+            if label in rows and (measurement, metric) == (FORWARD, "seconds"):
+                rows[label]["faster from"] = evaluation.crossover_text(label)
+        if rows:
+            frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–").rename_axis("tokens")
+            tables[title if size == 1 else f"{title}: {size} sequences at once, tokens per second"] = frame
+    return tables
 
 
 def method(evaluation: Evaluation) -> dict[str, str]:
@@ -160,27 +147,23 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
     lines = {"data": f"{data['source']}; {inputs_text(data['held_out'])}"}
     for entry in info["tasks"]:
-        lines[f"data of {entry['task']}"] = (
-            f"{entry['source']}, model {entry['model']}; {inputs_text(entry['held_out'])}"
-        )
+        source = f"{entry['source']}, model {entry['model']}"
+        lines[f"data of {entry['task']}"] = f"{source}; {inputs_text(entry['held_out'])}"
     if "sentence_pairs" in data:
         lines["sentence pairs"] = data["sentence_pairs"]
-    windows = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
-    if windows is not None:
-        longest = evaluation.value("perplexity", "longest_input", label=EXACT_LABEL) or 0
+    tokens = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
+    if tokens is not None:
         lines["perplexity"] = (
-            f"{windows:,.0f} predicted tokens in windows of at most {longest:,.0f}, {settings['stride']:,} apart; each "
-            "token is counted once"
+            f"{tokens:,.0f} predicted tokens in windows of at most {evaluation.longest_quality_input():,}, "
+            f"{settings['stride']:,} apart; each token is counted once"
         )
     if settings["steps"]:
-        seeds = ", ".join(map(str, settings["seeds"]))
         lines["attention transfer"] = (
-            f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {seeds}. It trains the mechanisms' own "
-            "parameters only; training all weights afterwards (hf-linear-attn convert) is not part of these numbers"
+            f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {settings['seeds']}. It trains the "
+            "mechanisms' own parameters only; hf-linear-attn convert can train all weights afterwards"
         )
     lines["fidelity"] = f"{inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
-    for group in info["checkpoints"]:
-        lines[group["label"]] = ", ".join(group["folders"])
+    lines |= {label: ", ".join(folders) for label, folders in info["checkpoints"].items()}
     lines["times"] = (
         f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
         f"{info['backend']}; exact attention is {info['model']['attention']}"
@@ -189,12 +172,8 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     noise = [f"{score.title} ± {fixed(one.stderr, score.digits)}" for score, one in exact if one and one.stderr]
     if noise:
         lines["standard errors of the exact model"] = ", ".join(noise)
-    lines["machine"] = f"{hardware['cpu']}, {_count(hardware['threads'], 'thread')}, {hardware['platform']}"
+    lines["machine"] = f"{hardware['cpu']}, threads: {hardware['threads']}, {hardware['platform']}"
     lines["versions"] = ", ".join(f"{name} {version}" for name, version in info["environment"]["versions"].items())
-    lines["records"] = f"{len(info['records'])} measurements in records.jsonl, {_count(info['runs'], 'run')}"
+    lines["records"] = f"{len(info['records'])} measurements in records.jsonl, runs: {info['runs']}"
     lines["duration"] = f"{format_seconds(info['seconds'])} for the last run"
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.evaluation.records import COLUMNS, FORMAT_VERSION, Conditions, Records, conditions_id
+from hf_linear_attn.evaluation.records import COLUMNS, FORMAT_VERSION, Conditions, Records
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:
@@ -34,7 +34,9 @@ def started(path: Path | None, **options: Any) -> Records:
 
 def test_ids_depend_on_every_part_and_on_no_order() -> None:
     first = conditions()
-    assert first.id == conditions().id == conditions_id(dict(reversed(first.to_dict().items())))
+    options = {"num_features": 4, "seed": 0}
+    assert first.id == conditions().id
+    assert conditions(options=options).id == conditions(options=dict(reversed(options.items()))).id
     others = [
         conditions(65),
         conditions(attention="favor+"),
@@ -111,15 +113,10 @@ def test_two_writers_of_one_file(tmp_path: Path) -> None:
         (lambda lines: [lines[0], "{not json", *lines[1:]], "line 2 is not JSON"),
         (lambda lines: ["", *lines], "line 1 is not JSON"),
         (lambda lines: ["[1]", *lines], "line 1 is not a JSON object"),
-        (lambda lines: ["{}", *lines], "line 1 is no record of an evaluation"),
-        (lambda lines: [*lines, '{"format_version": 99}'], "line 4 has format version 99; this version"),
-        (lambda lines: [*lines, '{"format_version": 2, "kind": "song"}'], "line 4 has the unknown kind 'song'"),
+        (lambda lines: ["{}", *lines], "line 1 has format version None"),
+        (lambda lines: [*lines, '{"format_version": 99}'], "line 4 has format version 99; hf-linear-attn reads"),
+        (lambda lines: [*lines, '{"format_version": 2, "kind": "song"}'], "line 4 is damaged.*song"),
         (lambda lines: [*lines, '{"format_version": 2, "kind": "run"}'], "line 4 is damaged"),
-        (
-            lambda lines: [lines[0], lines[1].replace('"length": 1', '"length": 7')],
-            "line 2: the conditions were changed",
-        ),
-        (lambda lines: lines[1:], "line 1: the run .* is not in the file"),
     ],
 )
 def test_damage_is_reported_with_file_and_line(tmp_path: Path, change: Any, complaint: str) -> None:

@@ -26,10 +26,11 @@ def evaluation(
     """An evaluation with these scores by row; `more` are further metrics of the same measurement, by row."""
     records = Records()
     records.start_run("a test", {}, {})
+    states = {name: name for name in ("exact", "without attention")} | {CONVERTED: "converted", CONTROL: "tuned"}
     for label, value in values.items():
-        rows = [{"metric": score.metric, "value": value}]
+        rows = [{"metric": score.metric, "value": value}, {"metric": "longest_input", "value": longest}]
         rows += [{"metric": name, "value": part[label]} for name, part in more.items() if label in part]
-        conditions = Conditions("model", "", label, score.measurement, task=score.task)
+        conditions = Conditions("model", "", label, score.measurement, states.get(label, "untrained"), task=score.task)
         records.add(conditions, rows, label=label)
     for length, speedup in (speedups or {512: 2.0}).items():
         for label in values:
@@ -38,13 +39,9 @@ def evaluation(
             records.add(conditions, [{**time, "speedup": 1.0} if label == "exact" else time], label=label)
     info = {
         "scores": [asdict(score)],
-        "labels": list(values),
-        "mechanisms": [label for label in values if label not in ("exact", CONTROL, "without attention")],
-        "checkpoints": [{"label": label} for label in (CONVERTED, CONTROL)],
         "settings": {"length": 512, "dtype": "float32"},
         "model": {"dtype": "float32"},
         "environment": {"hardware": {"load_average_at_start": 0.0, "logical_cpus": 2}},
-        "data": {"held_out": {"longest": longest}},
         "notes": [],
     }
     return Evaluation(records.to_frame(), info, records)
@@ -80,13 +77,13 @@ def test_a_classifier_at_the_level_of_the_most_frequent_answer_judges_nothing() 
     assert "sst2 accuracy 0.660 (the exact model: 0.520), without a verdict" in result.conclusions()[0].sentence
     assert "always giving the most frequent answer (0.520)" in result.warnings()[0]
     better = evaluation(ACCURACY, {**values, "exact": 0.70}, most_frequent_answer={"exact": 0.52})
-    assert "94.3 % of the exact model (0.700)" in better.conclusions()[0].sentence
+    assert "94.3% of the exact model (0.700)" in better.conclusions()[0].sentence
 
 
 def test_a_converted_checkpoint_is_compared_with_an_equally_trained_model() -> None:
     values = {"exact": 0.70, CONTROL: 0.84, CONVERTED: 0.80, "without attention": 0.50}
     result = evaluation(ACCURACY, values)
-    assert "sst2 accuracy 0.800, 95.2 % of the equally trained exact model (0.840)" in result.conclusions()[0].sentence
+    assert "sst2 accuracy 0.800, 95.2% of the equally trained exact model (0.840)" in result.conclusions()[0].sentence
     assert result.summary()["sst2 accuracy kept"][CONVERTED] == "95.2%"
     del values[CONTROL]
     result = evaluation(ACCURACY, values)
