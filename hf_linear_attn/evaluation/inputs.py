@@ -31,8 +31,7 @@ class EvaluationInputs:
         fidelity: A part of the held-out data.
         test: Passages that are used for nothing but the reported values.
         documents: Token ids of held-out documents, for the perplexity.
-        labeled: Suffix of a validation set -> batches with labels.
-        halves: Batches with every second row of the validation sets, and with the others.
+        labeled: Suffix of a validation set (or name of a part) -> batches with labels.
         metrics: Names of the metrics of labelled data, the first of which decides.
         regression: Whether labels are scores.
         tokens: Token ids that inputs for timing are made from.
@@ -46,7 +45,6 @@ class EvaluationInputs:
     test: list[Batch] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     labeled: dict[str, list[Batch]] = field(default_factory=dict)
-    halves: tuple[list[Batch], ...] = ()
     metrics: tuple[str, ...] = ()
     regression: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -88,7 +86,9 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
     )
 
 
-def task_inputs(data: DataConfig, tokenizer: Any, config: Any, settings: Settings) -> EvaluationInputs:
+def task_inputs(
+    data: DataConfig, tokenizer: Any, config: Any, settings: Settings, *, parts: Sequence[str] = ()
+) -> EvaluationInputs:
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
     Args:
@@ -96,6 +96,7 @@ def task_inputs(data: DataConfig, tokenizer: Any, config: Any, settings: Setting
         tokenizer: The model's tokenizer.
         config: The model's config, whose labels must be those of the data.
         settings: Lengths and sizes.
+        parts: Names of equal parts that the validation rows are dealt out to, in place of the validation sets.
 
     Raises:
         ValueError: The model was trained with other labels, or there are too few rows.
@@ -122,12 +123,14 @@ def task_inputs(data: DataConfig, tokenizer: Any, config: Any, settings: Setting
     fidelity = evenly_spread(rows, settings.fidelity_sequences)
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
     lengths = {"train": train[count:], "held_out": rows, "fidelity": fidelity}
+    if parts:
+        labeled = {name: rows[start :: len(parts)] for start, name in enumerate(parts)}
+        lengths |= labeled
     return EvaluationInputs(
         train=batches(train[count:]),
         validation=batches(train[:count]),
         fidelity=batches(fidelity),
         labeled={suffix: batches(part, labels=True) for suffix, part in labeled.items()},
-        halves=tuple(batches(rows[start::2], labels=True) for start in (0, 1)),
         metrics=task.metric_names,
         regression=task.labels is None,
         tokens=[token for row in rows[:256] for token in row["input_ids"]],

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from ..data.task_data import read_documents
-from ..data.text import Text, pad_token, padded_batches, token_documents, token_passages
+from ..data.text import Text, cut_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..integration.inputs import has_position_table
 from ..patching import patch_model, patch_report
@@ -33,8 +32,8 @@ from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
-from .progress import ConsoleProgress
-from .records import RECORDS_FILE, Records
+from .progress import ConsoleProgress, Progress
+from .records import RECORDS_FILE, Conditions, Records
 from .speed import possible_lengths, timing_options
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ LEARNED = "learned.safetensors"
 #: A folder with one of these files holds a result of `plan`.
 RESULTS = (RECORDS_FILE, LEARNED)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 #: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
 TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
@@ -54,8 +53,8 @@ TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "t
 #: The measurement that chooses the layers of each kind of model.
 MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
 
-Progress = Callable[[str, int, int], None]
-"""Called with a description, the steps done, and all steps."""
+#: What the held-out data are for, half of them each.
+HALVES = ("choice", "verification")
 
 
 def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSearchResult:
@@ -71,15 +70,17 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         check_output(config.save_model, names, overwrite=overwrite, source=config.model, option="--save_model")
     run = _Run(config, budget)
     with open_output(folder, RESULTS, overwrite=overwrite), ConsoleProgress(console) as progress:
-        for line in run.description():
-            progress.log(line)
+        model, data = run.exact.facts(), run.facts()
+        progress.log(f"Model: {model['name']}, {model['class']}, {model['parameters']:,} parameters")
+        uses = {"transfer": "train", "choice": "choice", "verification": "verification"}
+        rows = [f"{inputs_text(data['data'][part])} for the {use}" for use, part in uses.items()]
+        progress.log(f"Data: {data['data']['source']}; {', '.join(rows)}")
+        progress.log(f"Records: {folder / RECORDS_FILE}; a run that is stopped continues with --resume")
         records, conditions = Records(folder / RECORDS_FILE), run.conditions("")
         resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
-        surroundings = environment(run.exact.model.device)
-        facts = {**surroundings, **run.facts(), "resumed": resumed}
-        records.start_run("hf-linear-attn plan", facts["settings"], surroundings)
-        on_progress = _stages(progress)
-        facts["transfer"] = run.transfer(records, on_progress)
+        facts = {**environment(run.exact.model.device), **data, "model": model, "resumed": resumed}
+        records.start_run("hf-linear-attn plan", facts["settings"], environment(run.exact.model.device))
+        facts["transfer"] = run.transfer(records, progress)
         result = search_layers(
             run.exact.model,
             run.patched,
@@ -92,7 +93,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
             timed=run.timed,
             records=records,
             conditions=conditions,
-            on_progress=on_progress,
+            progress=progress,
         )
         facts["seconds"] = time.perf_counter() - started
         _write(result, json_safe(facts), folder, progress)
@@ -111,27 +112,20 @@ class _Run:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
-        budget.check_measurement(MEASUREMENTS[kind])
+        budget.unit_of(MEASUREMENTS[kind])
         text = None if kind == "classifier" else read_documents(config.data, config.seed)
-        source = config.data.task or config.data.dataset or "the data"
-        model = load_exact(config.model, kind, device, task=source)
+        model = load_exact(config.model, kind, device, task=config.data.task or config.data.dataset or "the data")
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
-        self.inputs, self.metrics, (choice, verification) = self._read_rows() if text is None else self._read_text(text)
-        source = self.inputs.facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
-        self.data: dict[str, Any] = {"source": source, "sha256": self.inputs.hash, "train": self.inputs.facts["train"]}
-        self.data |= {"choice": choice, "verification": verification}
-        self.lengths = self._lengths(budget)
-        self._patch()
+        self.inputs, self.metrics = self._read_rows() if text is None else self._read_text(text)
+        self._patch(budget)
 
-    # ---------------------------------------------------------------------------------------------- data
-
-    def _read_text(self, text: Text) -> tuple[EvaluationInputs, list[QualityMetric], list[dict[str, int]]]:
+    def _read_text(self, text: Text) -> tuple[EvaluationInputs, list[QualityMetric]]:
         """The train part of a text is for the transfer, half of its held-out part each to choose and to verify."""
         tokenizer, settings, model = self.exact.tokenizer, self.settings, self.exact.model
-        inputs = text_inputs(text, tokenizer, settings)
-        size, metrics, facts = settings.batch_size, [], []
-        for half in split_halves(text.held_out):
+        inputs, size = text_inputs(text, tokenizer, settings), settings.batch_size
+        metrics = []
+        for name, half in zip(HALVES, split_halves(text.held_out), strict=True):
             if self.exact.kind == "decoder":
                 rows = token_documents(tokenizer, half, settings.perplexity_tokens)
                 windows: dict[str, Any] = {"context": settings.context, "stride": settings.stride, "batch_size": size}
@@ -139,70 +133,54 @@ class _Run:
             else:
                 rows = token_passages(tokenizer, half, settings.sequence_length, settings.test_sequences)
                 metrics.append(embedding_metric(model, padded_batches(rows, size, pad_token(tokenizer))))
-            facts.append(input_lengths(rows))
-        if not all(fact["tokens"] > 1 for fact in facts):
-            raise ValueError(f"{text.source!r} gives nothing to choose or to verify with. Give a longer text.")
-        return inputs, metrics, facts
+            inputs.facts[name] = input_lengths(rows)
+            if inputs.facts[name]["tokens"] < 2:
+                raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
+        return inputs, metrics
 
-    def _read_rows(self) -> tuple[EvaluationInputs, list[QualityMetric], list[dict[str, int]]]:
+    def _read_rows(self) -> tuple[EvaluationInputs, list[QualityMetric]]:
         """Training rows are for the transfer, every second validation row to choose, the others to verify."""
-        data, exact = self.config.data, self.exact
+        data, model = self.config.data, self.exact.model
         if self.config.quick and data.max_eval_samples is None:
             data = replace(data, max_eval_samples=256)
-        inputs = task_inputs(data, exact.tokenizer, exact.model.config, self.settings)
+        inputs = task_inputs(data, self.exact.tokenizer, model.config, self.settings, parts=HALVES)
         options: dict[str, Any] = {"regression": inputs.regression, "task": data.task or Path(str(data.dataset)).name}
-        metrics = [classification_metric(exact.model, {"": half}, inputs.metrics, **options) for half in inputs.halves]
-        facts = [
-            input_lengths([range(length) for batch in half for length in batch["attention_mask"].sum(dim=1).tolist()])
-            for half in inputs.halves
-        ]
-        return inputs, metrics, facts
+        halves = [{"": inputs.labeled[name]} for name in HALVES]
+        return inputs, [classification_metric(model, half, inputs.metrics, **options) for half in halves]
 
-    # ---------------------------------------------------------------------------------------------- models
-
-    def _lengths(self, budget: Budget) -> list[int]:
-        """The lengths to time that the model can take."""
+    def _patch(self, budget: Budget) -> None:
+        """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
+        attention, model, limit = self.config.attention, self.exact.model, longest_input(self.exact.model)
         lengths = self.config.speed.lengths
         if lengths is None:
             lengths = (1024,) if self.config.quick else (1024, 4096)
-        possible = possible_lengths(self.exact.model, lengths)[0]
-        wanted = [] if budget.length is None else [budget.length]
-        if wanted != possible_lengths(self.exact.model, wanted)[0]:
-            limit = longest_input(self.exact.model)
+        self.lengths = possible_lengths(model, lengths)[0]
+        if budget.length is not None and budget.length not in possible_lengths(model, [budget.length])[0]:
             raise ValueError(
                 f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
             )
-        return possible
-
-    def _patch(self) -> None:
-        """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
-        attention, model = self.config.attention, self.exact.model
         entry = ATTENTIONS.get(attention)
         options = {**seed_options(entry, self.config.seed), **self.config.options}
         try:
             self.patched = patch_model(shared_copy(model), attention, **options)
         except NotImplementedError as error:
             raise ValueError(f"{attention!r} cannot be planned on this model: {error}") from error
-        longest = max(self.lengths, default=0)
-        for_timing = timing_options(entry, options, longest_input(model), longest) if longest else options
-        same = for_timing == options
-        self.timed = self.patched if same else patch_model(shared_copy(model), attention, **for_timing)
+        longer = timing_options(entry, options, limit, max(self.lengths, default=1))
+        self.timed = self.patched if longer == options else patch_model(shared_copy(model), attention, **longer)
 
-    # ---------------------------------------------------------------------------------------------- measurements
-
-    def conditions(self, measurement: str) -> Any:
+    def conditions(self, measurement: str) -> Conditions:
         """What all measurements depend on."""
         settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
         parts = {"seed": self.config.seed, "options": self.config.options, "settings": settings}
         return self.exact.conditions(self.config.attention, measurement, **parts)
 
-    def transfer(self, records: Records, on_progress: Progress) -> dict[str, Any]:
+    def transfer(self, records: Records, progress: Progress) -> dict[str, Any]:
         """Train the learned parts of all layers, once; return what the report says of it.
 
         Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice
         of layers.
         """
-        path, settings = Path(self.config.output) / LEARNED, self.settings
+        path, settings, stage = Path(self.config.output) / LEARNED, self.settings, "steps of attention transfer"
         if not settings.steps or not learned_tensors(self.patched):
             return {}
         conditions = self.conditions("transfer")
@@ -211,54 +189,38 @@ class _Run:
             self.patched.load_state_dict(load_file(path), strict=False)
         else:
             records.remeasure = True  # What was measured belongs to parameters that are lost.
-            on_progress("steps of attention transfer", 0, settings.steps)
+            progress.status(stage, 0, settings.steps)
             values = train_attention(
                 self.patched,
                 self.inputs.train,
                 self.inputs.validation,
                 settings,
                 self.config.seed,
-                lambda step, total, loss: on_progress("steps of attention transfer", step, total),
+                lambda step, total, loss: progress.status(stage, step, total),
             )
             record = records.add(conditions, values)
             atomic_write(path, save(learned_tensors(self.patched), {"record": f"{record.run} {record.id}"}))
         names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
         return {name: record.value(metric) for name, metric in names.items()}
 
-    # ---------------------------------------------------------------------------------------------- report
-
-    def description(self) -> list[str]:
-        """What is about to be measured, as lines."""
-        model, data = self.exact.facts(), self.data
-        uses = {"transfer": data["train"], "choice": data["choice"], "verification": data["verification"]}
-        rows = [f"{inputs_text(facts)} for the {use}" for use, facts in uses.items()]
-        return [
-            f"Model: {model['name']}, {model['class']}, {model['layers']} layers, {model['parameters']:,} parameters",
-            f"Data: {data['source']}; {', '.join(rows)}",
-            f"Records: {Path(self.config.output) / RECORDS_FILE}; a run that is stopped continues with --resume",
-        ]
-
     def facts(self) -> dict[str, Any]:
         """What the report says of the run beside its result. Of paths it has the names only."""
-        entry, settings = ATTENTIONS.get(self.config.attention), asdict(self.config)
-        names = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
-        settings |= {"model": self.exact.name, "lengths": self.lengths}
-        settings |= {name: getattr(self.settings, name) for name in names}
-        for section, name in (
-            (settings, "output"),
-            (settings, "save_model"),
-            (settings["data"], "dataset"),
-            (settings["data"], "folder"),
-        ):
-            section[name] = section[name] and Path(section[name]).name
+        config, facts, entry = self.config, self.inputs.facts, ATTENTIONS.get(self.config.attention)
+        names = ("budget", "attention", "options", "search", "quick", "device", "threads", "seed")
+        measured = (*TRANSFER_SETTINGS, "test_sequences", "perplexity_tokens", "seconds")
+        settings = {name: getattr(config, name) for name in names} | {"lengths": self.lengths}
+        source = facts["source"] if config.data.dataset is None else Path(config.data.dataset).name
         parameters = patch_report(self.patched).parameters
         return {
             "format_version": FORMAT_VERSION,
             "created": utc_now(),
-            "settings": settings,
-            "model": self.exact.facts(),
+            "settings": settings | {name: getattr(self.settings, name) for name in measured},
             "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {parameters:,} parameters",
-            "data": self.data,
+            "data": {
+                "source": source,
+                "sha256": self.inputs.hash,
+                **{name: facts[name] for name in ("train", *HALVES)},
+            },
         }
 
     def save(self, result: LayerSearchResult, target: str) -> str:
@@ -297,17 +259,12 @@ def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Sett
     )
 
 
-def split_halves(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_halves(documents: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split into every second document and the others; a single document into its first and second half."""
     if len(documents) > 1:
-        return list(documents[::2]), list(documents[1::2])
-    middle = documents[0].find(" ", len(documents[0]) // 2)
-    middle = middle if middle > 0 else len(documents[0]) // 2
-    return [documents[0][:middle].strip()], [documents[0][middle:].strip()]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Files and terminal
+        return documents[::2], documents[1::2]
+    first, second = cut_text(documents[0], 0.5)
+    return [first], [second]
 
 
 def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progress: ConsoleProgress) -> None:
@@ -321,26 +278,6 @@ def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progr
     for sentence in result.summary():
         progress.log(f"• {sentence}")
     progress.log(f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}")
-
-
-def _stages(progress: ConsoleProgress) -> Progress:
-    """Return a function that shows the progress, and logs the size of each stage and its time left.
-
-    The first step of a stage does not count for the time left: it may compile kernels.
-    """
-    stage, start = "", 0.0
-
-    def on_progress(name: str, done: int, total: int) -> None:
-        nonlocal stage, start
-        progress.status(name, done, total)
-        if name != stage and done:
-            stage, start = name, time.perf_counter()
-        elif name == stage and start and done == min(4, total - 1):
-            left = (time.perf_counter() - start) / (done - 1) * (total - done)
-            progress.log(f"{total:,} {name}: about {timedelta(seconds=round(left))} left")
-            start = 0.0
-
-    return on_progress
 
 
 def _metadata(path: Path) -> dict[str, str]:

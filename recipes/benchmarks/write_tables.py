@@ -73,7 +73,7 @@ def demo_table(folder: Path = RESULTS / "demo-minilm") -> str:
 def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
     """Table, first finding and plot of the committed plan."""
     report = read_json(folder / "plan-report.json")
-    result = LayerSearchResult.from_dict(report["result"])
+    result = LayerSearchResult.from_dict({**report["result"], "budget": report["settings"]["budget"]})
     table = result.formatted_table().reset_index()
     settings = report["settings"]
     flags = [f"--attention {result.attention}"]
@@ -86,7 +86,7 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
             "",
             markdown_table(list(table.columns), table.to_numpy().tolist(), text_columns=None),
             "",
-            result.summary()[0],
+            report["summary"][0],
             "",
             f"![Perplexity and speed by the number of layers converted]({_link(folder / 'curve.png')})",
         ]
