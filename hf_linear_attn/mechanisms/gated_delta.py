@@ -14,6 +14,7 @@ from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..feature_maps.options import Options, option
 from ..ops import gated_delta as ops
 from ..ops.common import Features, State
+from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
@@ -78,16 +79,17 @@ class GatedDeltaAttention(LinearAttention):
             raise NotImplementedError(
                 "gated-delta forgets the past, and so has a direction. Use 'hedgehog' on encoders."
             )
-        return ops.delta_causal(
+        call = GatedCall(
             inputs.query,
             inputs.key,
             inputs.value,
             lambda x, start: self._queries(x, inputs.scaling),
             lambda x, start: self._keys(x, inputs.scaling),
-            num_features=self.feature_map.num_features,
+            self.feature_map.num_features,
             mask=inputs.mask,
             state=inputs.state,
         )
+        return ops.delta_causal(call)
 
     def _queries(self, query: Tensor, scaling: float) -> Features:
         return Features(functional.normalize(self.feature_map.query(query, scaling).values, dim=-1))

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens
+from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens, with_ones
 from .fused import WindowedCall
-from .windowed import Accumulator, QueryRows, make_query_rows, with_ones
+from .windowed import Accumulator, QueryRows, make_query_rows
 
 #: Elements of the gathered keys, values and features of one block of queries (16 MB in float32).
 GATHER_ELEMENTS = 1 << 22

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 #: Smallest value a normaliser may take. It is a floor, not an addend: a query whose keys are all masked gets 0/EPS = 0
 #: and every other query is left unchanged. In float32 the sums it guards are far larger (the largest feature of a key
@@ -90,9 +91,11 @@ class KeySums(NamedTuple):
         scales = [part.log_scale for part in parts if part.log_scale is not None]
         return KeySums(torch.stack([part.total for part in parts], dim), torch.stack(scales, dim) if scales else None)
 
-    def at(self, index: int) -> KeySums:
-        """Return one entry of the first dimension."""
-        return KeySums(self.total[index], None if self.log_scale is None else self.log_scale[index])
+    def at(self, index: int, dim: int = 0) -> KeySums:
+        """Return one entry of a dimension."""
+        return KeySums(
+            self.total.select(dim, index), None if self.log_scale is None else self.log_scale.select(dim, index)
+        )
 
     def plus(self, other: KeySums) -> KeySums:
         """Add two sums, relative to the larger of their scales."""
@@ -124,6 +127,21 @@ def block_length(batch: int, heads: int, width: int, length: int) -> int:
         return max(length, 1)
     tokens = BLOCK_ELEMENTS // max(batch * heads * width, 1)
     return max(tokens // BLOCK_QUANTUM, 1) * BLOCK_QUANTUM
+
+
+def token_blocks(
+    step: int, mask: Tensor | None, *tensors: Tensor
+) -> Iterator[tuple[int, int, Tensor | None, tuple[Tensor, ...]]]:
+    """Yield blocks of `step` tokens of `[B, H, L, d]`, in the dtype of features and zero at padding.
+
+    Yields:
+        The first position, the position after the last, the block's mask, and the block of each tensor.
+    """
+    length = tensors[0].shape[2]
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        part = None if mask is None else mask[:, start:stop]
+        yield start, stop, part, tuple(mask_tokens(x[:, :, start:stop].to(compute_dtype(x)), part) for x in tensors)
 
 
 class OutputBlocks:
@@ -190,6 +208,11 @@ def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tens
         return tensor
     shape = (mask.shape[0], 1, mask.shape[1]) + (1,) * (tensor.dim() - 3)
     return tensor.masked_fill(~mask.view(shape), value)
+
+
+def with_ones(value: Tensor) -> Tensor:
+    """Append a column of ones to `[…, e]`: one product then gives the numerator and the normaliser."""
+    return functional.pad(value, (0, 1), value=1.0)
 
 
 def finite_or_zero(log_scale: Tensor) -> Tensor:

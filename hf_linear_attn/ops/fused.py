@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -139,12 +141,9 @@ class GatedKeys(NamedTuple):
     log_scale: Tensor | None = None
 
 
-GatedKeyFunction = Callable[[Tensor, int], GatedKeys]
-"""Maps a block of keys `[B, G, l, d]`, which begins at position `start`, to features, decays and scales."""
-
-
-class KernelizedCall(NamedTuple):
-    """One call of kernelized attention (`ops.kernelized`).
+@dataclass
+class _Call:
+    """One call of attention.
 
     Args:
         query: `[B, H, L, d]`.
@@ -165,7 +164,7 @@ class KernelizedCall(NamedTuple):
     key: Tensor
     value: Tensor
     query_features: FeatureFunction
-    key_features: FeatureFunction
+    key_features: Callable[[Tensor, int], Any]
     fused: FusedMaps | None
     num_features: int
     causal: bool
@@ -175,8 +174,19 @@ class KernelizedCall(NamedTuple):
     return_state: bool = False
 
     def needs_grad(self) -> bool:
-        """Return whether a gradient is recorded for an input, the state or a map."""
-        return _needs_grad(self)
+        """Return whether a gradient is recorded for an input, the state, a map or a tensor of mixing weights."""
+        if not torch.is_grad_enabled():
+            return False
+        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()))
+        return any(value.requires_grad for value in values if isinstance(value, Tensor | FusedMap))
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields."""
+        return dataclasses.replace(self, **changes)
+
+
+class KernelizedCall(_Call):
+    """One call of kernelized attention (`ops.kernelized`)."""
 
 
 class StepMix(NamedTuple):
@@ -210,30 +220,19 @@ class QueryMix(NamedTuple):
     bound: float
 
 
-class WindowedCall(NamedTuple):
+@dataclass(kw_only=True)
+class WindowedCall(_Call):
     """One call of windowed attention: exact weights at distances below `window`, kernelized ones beyond
     (`ops.windowed`).
 
-    The fields are those of `KernelizedCall`; `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`.
-    Without gradients `log_mix` may be a formula: a `StepMix` for a step, a `QueryMix` for sequences. With `sinks` n,
-    the first n tokens of each row (causal), or the first n and the last n, have exact weights for every query
-    (`ops.sinks`).
+    `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`. Without gradients `log_mix` may be a formula: a
+    `StepMix` for a step, a `QueryMix` for sequences. With `sinks` n, the first n tokens of each row (causal), or the
+    first n and the last n, have exact weights for every query (`ops.sinks`).
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_features: FeatureFunction
-    key_features: FeatureFunction
-    fused: FusedMaps | None
-    num_features: int
-    causal: bool
     window: int
     scaling: float
     log_mix: Tensor | StepMix | QueryMix
-    mask: Tensor | None = None
-    state: State | None = None
-    return_state: bool = False
     sinks: int = 0
 
     def log_mixing_weights(self) -> Tensor:
@@ -241,41 +240,18 @@ class WindowedCall(NamedTuple):
         log_mix = self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.compute()
         return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
 
-    def needs_grad(self) -> bool:
-        """Return whether a gradient is recorded for an input, the state, a map or the mixing weights."""
-        return _needs_grad(self, *((self.log_mix,) if isinstance(self.log_mix, Tensor) else ()))
 
+@dataclass(kw_only=True)
+class GatedCall(_Call):
+    """One call of causal attention with a decaying state (`ops.gated`, `ops.gated_delta`).
 
-class GatedCall(NamedTuple):
-    """One call of causal attention with a decaying state (`ops.gated`); the fields are those of `KernelizedCall`.
-
-    There is no formula: keys come with their decays from `key_gates`, one per feature or one per head.
+    There is no formula: `key_features` returns keys with their decays (`GatedKeys`), one per feature or one per head.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_features: FeatureFunction
-    key_gates: GatedKeyFunction
-    num_features: int
-    per_feature: bool
-    signed: bool = False
-    mask: Tensor | None = None
-    state: State | None = None
-    return_state: bool = True
-    causal: bool = True
+    per_feature: bool = False
     fused: None = None
-
-    def needs_grad(self) -> bool:
-        """Return whether a gradient is recorded for an input or the state."""
-        return _needs_grad(self)
+    causal: bool = True
+    return_state: bool = True
 
 
 AttentionCall = KernelizedCall | WindowedCall | GatedCall
-
-
-def _needs_grad(call: AttentionCall, *more: Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    tensors = (call.query, call.key, call.value, *more, *(call.state or {}).values())
-    return any(tensor.requires_grad for tensor in tensors) or any(fused.requires_grad for fused in call.fused or ())

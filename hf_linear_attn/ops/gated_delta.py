@@ -18,14 +18,13 @@ Shapes as in `ops.kernelized`; padding neither decays nor writes. State: `kv [B,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from .common import FeatureFunction, State, block_length, compute_dtype, group_heads, mask_tokens
+from .common import KeySums, State, block_length, group_heads, mask_tokens, token_blocks, with_ones
+from .fused import GatedCall
 
 #: Tokens per chunk.
 CHUNK = 64
@@ -45,64 +44,36 @@ class DeltaKeys(NamedTuple):
     rate: Tensor
 
 
-DeltaKeyFunction = Callable[[Tensor, int], DeltaKeys]
-"""Maps a block of keys `[B, G, l, d]` that begins at position `start`."""
+def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
+    """Compute the gated delta rule, continued from `call.state`; `call.key_features` returns `DeltaKeys`.
 
-
-def delta_causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_features: FeatureFunction,
-    delta_keys: DeltaKeyFunction,
-    *,
-    num_features: int,
-    mask: Tensor | None = None,
-    state: State | None = None,
-) -> tuple[Tensor, State | None]:
-    """Compute the gated delta rule, continued from `state`. Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
-
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, L, d]`.
-        value: `[B, G, L, e]`.
-        query_features: The feature map of queries.
-        delta_keys: Unit keys, log α and β of a block of keys.
-        num_features: m.
-        mask: `[B, L]`, True for tokens.
-        state: The state before these tokens.
+    Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
 
     Returns:
-        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
+        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
     """
-    dtype = compute_dtype(query)
-    batch, heads, length, _ = query.shape
-    groups = key.shape[1]
-    step = block_length(batch, heads, max(num_features, value.shape[-1], CHUNK), length)
-    kv, level = None, None
-    if state is not None:
-        kv, level = torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state["level"]
-    outputs = []
-    for start in range(0, length, step):
-        now = slice(start, min(start + step, length))
-        part = None if mask is None else mask[:, now]
-        rows = group_heads(query_features(mask_tokens(query[:, :, now].to(dtype), part), start).values, groups)
-        keys = delta_keys(mask_tokens(key[:, :, now].to(dtype), part), start)
-        keys = DeltaKeys(*(mask_tokens(tensor, part) for tensor in keys))  # zero keys, log decays and rates at padding
-        values = functional.pad(mask_tokens(value[:, :, now].to(dtype), part), (0, 1), value=1.0)
-        if kv is None or level is None:
+    value, groups = call.value, call.key.shape[1]
+    batch, heads, length, _ = call.query.shape
+    step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
+    outputs, after = [value.new_zeros(batch, heads, 0, value.shape[-1])], call.state
+    for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
+        rows = group_heads(call.query_features(query, start).values, groups)
+        keys = DeltaKeys(*(mask_tokens(x, part) for x in call.key_features(key, start)))  # padding: no decay, no rate
+        values = with_ones(values)
+        if after is None:
             kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
             level = values.new_zeros(batch, groups)
+        else:
+            kv, level = KeySums.from_state(after).total, after["level"]
         for low in range(0, values.shape[2], CHUNK):
-            size = slice(low, min(low + CHUNK, values.shape[2]))
+            size = slice(low, low + CHUNK)
             chunk = DeltaKeys(*(tensor[:, :, size] for tensor in keys))
             out, kv = _chunk(rows[:, :, :, size], chunk, values[:, :, size], kv)
             levels = _levels(chunk, level)
             level = levels[..., -1]
             outputs.append(normalise(out, levels).flatten(1, 2).to(value.dtype))
-    if kv is None or level is None or not outputs:
-        return value.new_zeros(batch, heads, 0, value.shape[-1]), state
-    return torch.cat(outputs, dim=2), {"kv": kv[..., :-1], "k_sum": kv[..., -1], "level": level}
+        after = {**KeySums(kv, None).state(), "level": level}
+    return torch.cat(outputs, dim=2), after
 
 
 def normalise(numerator: Tensor, levels: Tensor) -> Tensor:

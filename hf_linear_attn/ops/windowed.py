@@ -37,6 +37,7 @@ from .common import (
     exponential,
     group_heads,
     mask_tokens,
+    with_ones,
 )
 from .fused import WindowedCall
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
@@ -86,11 +87,6 @@ def make_query_rows(
         group_heads(functional.pad(block * scaling, (0, 1), value=1.0), groups),
         Features(group_heads(values, groups), None if log_scale is None else log_scale.unflatten(1, (groups, -1))),
     )
-
-
-def with_ones(value: Tensor) -> Tensor:
-    """Append a column of ones to `[…, e]`: one product then gives the numerator and the normaliser."""
-    return functional.pad(value, (0, 1), value=1.0)
 
 
 def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
@@ -350,7 +346,7 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
         far = valid & (position < length - window)  # the others stay in the ring
         if sinks is not None:
             far = far & (position > sinks.position[:, -1:])
-        inputs = call._replace(key=tokens.key, value=tokens.value)
+        inputs = call.replace(key=tokens.key, value=tokens.value)
     else:
         sinks, inputs, query = end_tokens(call), call, mask_tokens(call.query, call.mask)
         valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask

@@ -138,11 +138,11 @@ def test_the_estimate_is_unbiased(causal):
     allowed = naive.visible(None, 1, 12, 12, causal)
     weights = torch.exp(0.4 * q @ naive.repeat_heads(k, 4).transpose(-1, -2)).masked_fill(~allowed, 0.0)
     exact = weights @ naive.repeat_heads(v, 4)
-    settings = (None, 24, causal, 3, 0.4, torch.zeros(4, dtype=torch.float64))
+    settings = {"window": 3, "scaling": 0.4, "log_mix": torch.zeros(4, dtype=torch.float64)}
     hashing, draws = module(**HASHED)._hashing(), []
     for seed in range(150):
         maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
-        call = WindowedCall(q, k, v, *maps, *settings)
+        call = WindowedCall(q, k, v, *maps, None, 24, causal, **settings)
         band, _ = windowed.accumulate(call)
         total, _ = buckets.add_buckets(band, call, hashing)
         draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))

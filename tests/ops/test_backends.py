@@ -43,7 +43,7 @@ def test_an_unknown_name_names_the_near_one():
 @pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
 def test_a_named_backend_never_gives_way_in_silence(call):
     with hla.use_backend("native"), pytest.raises(NotImplementedError, match=r"'native' cannot.*float64"):
-        backends.attend(call._replace(query=call.query.double(), key=call.key.double(), value=call.value.double()))
+        backends.attend(call.replace(query=call.query.double(), key=call.key.double(), value=call.value.double()))
 
 
 def test_a_third_partys_backend_is_requested_first(call, monkeypatch):
@@ -65,7 +65,7 @@ def test_a_third_partys_backend_is_requested_first(call, monkeypatch):
     with hla.use_backend("torch"):
         reference, _ = backends.attend(call)
     assert torch.equal(doubled, reference * 2)
-    assert backends.select_backend(call._replace(query=call.query[:, :, :5])).name != "doubling"
+    assert backends.select_backend(call.replace(query=call.query[:, :, :5])).name != "doubling"
 
 
 def test_the_environment_names_a_backend():

@@ -57,7 +57,7 @@ def test_gradients_flow_through_it():
 
 def test_what_it_refuses(monkeypatch):
     def call(name="elu", dtype=torch.bfloat16, causal=True, **changes):
-        return make_call(build(name, 2, 2, 8, 8), *inputs((1, 2, 2, 10), 8, 8, dtype), causal)._replace(**changes)
+        return make_call(build(name, 2, 2, 8, 8), *inputs((1, 2, 2, 10), 8, 8, dtype), causal).replace(**changes)
 
     backend = FlaBackend()
     assert backend.unsupported_reason(call()) == "the tensors are on cpu"

@@ -57,7 +57,8 @@ class Case:
             part = None if self.mask is None else self.mask[:, now]
             tensors = (tensor[:, :, now] for tensor in (q, k, v))
             maps = lambda x, start: Features(self.phi(x)), self.keys
-            out, state = gated.gated_causal(GatedCall(*tensors, *maps, 6, per_feature, signed, part, state))
+            call = GatedCall(*tensors, *maps, 6, signed, part, state, per_feature=per_feature)
+            out, state = gated.gated_causal(call)
             outs.append(out)
             start += size
         return torch.cat(outs, dim=2), state

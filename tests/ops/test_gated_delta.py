@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from hf_linear_attn.ops import gated_delta
 from hf_linear_attn.ops.common import Features
+from hf_linear_attn.ops.fused import GatedCall
 from tests.helpers import assert_close, padding_mask, qkv
 from tests.reference import naive
 
@@ -45,8 +46,8 @@ class Case:
             now = slice(start, start + size)
             part = None if self.mask is None else self.mask[:, now]
             tensors = (tensor[:, :, now] for tensor in (q, k, v))
-            settings = {"num_features": 6, "mask": part, "state": state}
-            out, state = gated_delta.delta_causal(*tensors, lambda x, _: Features(self.phi(x)), self.keys, **settings)
+            maps = lambda x, _: Features(self.phi(x)), self.keys
+            out, state = gated_delta.delta_causal(GatedCall(*tensors, *maps, 6, mask=part, state=state))
             outs.append(out)
             start += size
         return torch.cat(outs, dim=2), state

@@ -420,8 +420,8 @@ def test_what_it_refuses():
     refuses = NativeBackend().unsupported_reason
     assert refuses(call) is None
     assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
-    assert "fused form" in refuses(call._replace(fused=None))
-    assert "fused form" in refuses(call._replace(signed=True))
+    assert "fused form" in refuses(call.replace(fused=None))
+    assert "fused form" in refuses(call.replace(signed=True))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None
-    assert "carried state" in refuses(learning._replace(return_state=True))
+    assert "carried state" in refuses(learning.replace(return_state=True))

@@ -121,14 +121,14 @@ def test_what_the_kernels_leave_to_torch():
     backend = NativeBackend()
     assert "gradients" in backend.unsupported_reason(kernelized(tensors, squared))
     with torch.no_grad():
-        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, squared)._replace(causal=False))
-        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, squared)._replace(signed=True))
-        assert "decays per head" in backend.unsupported_reason(gated(tensors)._replace(per_feature=False))
+        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, squared).replace(causal=False))
+        assert "no fused form" in backend.unsupported_reason(kernelized(tensors, squared).replace(signed=True))
+        assert "decays per head" in backend.unsupported_reason(gated(tensors).replace(per_feature=False))
 
 
 @torch.no_grad()
 def test_a_map_that_gives_other_sizes_than_it_says_is_an_error():
-    call = kernelized(inputs((1, 2, 2, 5)), squared)._replace(num_features=8)
+    call = kernelized(inputs((1, 2, 2, 5)), squared).replace(num_features=8)
     with pytest.raises(
         ValueError, match=r"features of queries of the shape \[1, 2, 5, 9\].*\[1, 2, 5, 8\] and float32"
     ):

@@ -82,5 +82,5 @@ def test_windows_are_refused(monkeypatch):
 
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)
-    windowed = WindowedCall(*call[:8], window=3, scaling=1.0, log_mix=torch.zeros(2))
+    windowed = WindowedCall(**vars(call), window=3, scaling=1.0, log_mix=torch.zeros(2))
     assert TritonBackend().unsupported_reason(windowed) == "windows are not fused"

@@ -25,7 +25,8 @@ def maps(built):
 def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None, sinks=0):
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
     size = built.num_features
-    call = WindowedCall(q, k, v, *maps(built), None, size, causal, window, SCALING, log_mix, mask, state, sinks=sinks)
+    options = {"window": window, "scaling": SCALING, "log_mix": log_mix, "sinks": sinks}
+    call = WindowedCall(q, k, v, *maps(built), None, size, causal, mask=mask, state=state, **options)
     return windowed.windowed(call)
 
 

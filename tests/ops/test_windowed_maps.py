@@ -15,7 +15,7 @@ MAPS = ("hedgehog", "favor+")
 
 def attend(causal, q, k, v, features, *, mask=None, state=None, **settings):
     """The output of the fast form, and the state of the causal one."""
-    call = WindowedCall(q, k, v, *features, None, 0, causal, **settings, mask=mask, state=state)
+    call = WindowedCall(q, k, v, *features, None, 0, causal, mask=mask, state=state, **settings)
     return windowed.windowed(call)
 
 

@@ -223,7 +223,7 @@ def test_every_registered_map_that_has_a_formula():
         with torch.no_grad():
             expected = backends.TorchBackend().run(call)[0]
             assert_near(BACKEND.run(call)[0], expected, 1e-4)
-            output = call._replace(query_features=formulas[0], key_features=formulas[1])
+            output = call.replace(query_features=formulas[0], key_features=formulas[1])
             assert_near(backends.TorchBackend().run(output)[0], expected, 1e-5)
     assert actual >= 6
 
@@ -265,13 +265,13 @@ def test_what_it_refuses():
     refuses = BACKEND.unsupported_reason
     assert refuses(call) is None
     assert "float64" in refuses(make_call(feature_map, *inputs((1, 2, 2, 10), dtype=torch.float64), False))
-    assert "fused form" in refuses(call._replace(fused=None))
-    assert "fused form" in refuses(call._replace(signed=True))
+    assert "fused form" in refuses(call.replace(fused=None))
+    assert "fused form" in refuses(call.replace(signed=True))
     assert "features" in refuses(make_call(build("elu", 1, 1, 600, 6), *inputs((1, 1, 1, 2), 600), False))
     assert "numbers" in refuses(make_call(build("elu", 1, 1, 9, 300), *inputs((1, 1, 1, 2), 9, 300), False))
     learning = make_call(feature_map, *(tensor.requires_grad_() for tensor in inputs((1, 2, 2, 10))), True)
     assert refuses(learning) is None
-    assert "carried state" in refuses(learning._replace(return_state=True))
+    assert "carried state" in refuses(learning.replace(return_state=True))
 
 
 def test_by_name_through_the_interface():

@@ -120,7 +120,7 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         decay = None
         if isinstance(call, GatedCall):
             rows = mask_tokens(rows, mask)
-            values, decay, log_scale = call.key_gates(columns, start)
+            values, decay, log_scale = call.key_features(columns, start)
         else:
             values, log_scale = call.key_features(columns, start)
         query = readable(call.query_features(rows, start).values)  # a log scale would cancel
@@ -156,7 +156,7 @@ def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     query, key, value = readable(call.query), readable(call.key), readable(call.value)
     mask = None if call.mask is None else call.mask.contiguous()
     if query is not call.query or key is not call.key or value is not call.value or mask is not call.mask:
-        call = call._replace(query=query, key=key, value=value, mask=mask)
+        call = call.replace(query=query, key=key, value=value, mask=mask)
     if not call.needs_grad():
         return _forward(call, (query_map, key_map))
     tensors = (query_map.weight, query_map.bias, key_map.weight, key_map.bias)
@@ -211,7 +211,7 @@ class _Attention(torch.autograd.Function):
         normaliser = binding.empty(*query.shape[:3]) if call.causal else None
         out, _ = _forward(call, maps, normaliser)
         ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, call.mask)
-        ctx.call = call._replace(
+        ctx.call = call.replace(
             query=None, key=None, value=None, mask=None
         )  # saved tensors must not be referenced twice
         ctx.maps = tuple(kernel_map._replace(weight=None, bias=None) for kernel_map in maps)
@@ -224,7 +224,7 @@ class _Attention(torch.autograd.Function):
         gradient = readable(gradients[0])
         batch, heads = query.shape[:2]
         maps, weights_t = binding.restore_parameters(ctx.maps, tuple(parameters))
-        call = ctx.call._replace(query=query, key=key, value=value, mask=mask)
+        call = ctx.call.replace(query=query, key=key, value=value, mask=mask)
         filled = binding.arguments(call, maps, out, weights_t)
         to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
         filled.out_gradient = binding.strided(gradient)

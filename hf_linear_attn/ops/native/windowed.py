@@ -124,7 +124,7 @@ def _arguments(
     sinks: Sinks | None = None,
 ) -> Arguments:
     query, key, value = inputs
-    filled = binding.arguments(call._replace(query=query, key=key, value=value, mask=mask), maps, out, weights_t)
+    filled = binding.arguments(call.replace(query=query, key=key, value=value, mask=mask), maps, out, weights_t)
     filled.skip = address(skip)
     if mix is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(mix.shape, mix.stride(), strict=True))
@@ -171,7 +171,7 @@ class _Windowed(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             saved = sinks or (None, None, None)
             ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip, *saved)
-            ctx.call, ctx.offset = call._replace(query=None, key=None, value=None, mask=None, state=None), offset
+            ctx.call, ctx.offset = call.replace(query=None, key=None, value=None, mask=None, state=None), offset
             ctx.maps = tuple(kernel_map._replace(weight=None, bias=None) for kernel_map in maps)
         if call.causal:
             ctx.mark_non_differentiable(kv, k_sum)

@@ -23,7 +23,7 @@ def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call, with gradients where they are needed."""
     fused = call.fused
     assert fused is not None
-    call = call._replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
+    call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     if not call.needs_grad():
         with layout.on_device(call.query.device):
             result = (causal if call.causal else bidirectional)(call, _map_arguments(call), False)
@@ -49,18 +49,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        call = rest[4]._replace(query=query, key=key, value=value)
+        call = rest[4].replace(query=query, key=key, value=value)
         with layout.on_device(query.device):
             result = (causal if call.causal else bidirectional)(call, _map_arguments(call), True)
         ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.states, call.mask)
-        ctx.call = call._replace(query=None, key=None, value=None, mask=None)  # not referenced twice
+        ctx.call = call.replace(query=None, key=None, value=None, mask=None)  # not referenced twice
         return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, *parameters, out, normaliser, states, mask = ctx.saved_tensors
-        call = ctx.call._replace(query=query, key=key, value=value, mask=mask)
+        call = ctx.call.replace(query=query, key=key, value=value, mask=mask)
         if normaliser is None:  # there are no keys
             tensors = (query, key, value, *parameters)
             return *(None if x is None else torch.zeros_like(x) for x in tensors), None
