@@ -183,15 +183,10 @@ class LinearAttentionConfig:
         matches: list[tuple[int, list[int], LayerConfig]] = []  # precedence, layers, mechanism
         for key, layer in self.layers.items():
             if re.fullmatch(r"[+-]?\d+", key):
-                index = int(key)
-                if not -len(names) <= index < len(names):
-                    raise ValueError(
-                        f"Layer index {index} is out of range: the model has {len(names)} self-attention layers "
-                        f"(0 to {len(names) - 1}, or -{len(names)} to -1)."
-                    )
-                if index % len(names) in indices:
-                    raise ValueError(f"Layer {index % len(names)} is named twice (as {key!r} too).")
-                indices.add(index % len(names))
+                index = layer_number(int(key), len(names))
+                if index in indices:
+                    raise ValueError(f"Layer {index} is named twice (as {key!r} too).")
+                indices.add(index)
                 matches.append((2, [index], layer))
             elif key in names:
                 matches.append((1, [names.index(key)], layer))
@@ -296,6 +291,16 @@ def check_integers(values: Any, name: str, kind: str) -> list[int]:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"{name} must hold integers, got {index!r} ({type(index).__name__}).")
     return indices
+
+
+def layer_number(index: int, count: int) -> int:
+    """Return the index of a layer from the front; a ValueError if it is none of `count` self-attention layers."""
+    if not -count <= index < count:
+        raise ValueError(
+            f"Layer index {index} is out of range: the model has {count} self-attention layers "
+            f"(0 to {count - 1}, or -{count} to -1)."
+        )
+    return index % count
 
 
 def _saved_layer(saved: Mapping[str, Any]) -> LayerConfig:

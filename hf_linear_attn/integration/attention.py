@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from .context import (
     layer_context,
 )
 from .exact import attention_weights_requested, run_exact
-from .mask import full_mask_to_bool, linear_attention_mask
+from .mask import check_length, full_mask_to_bool, linear_attention_mask
 from .packing import document_numbers, documents_of, run_packed
 
 logger = logging.getLogger(__name__)
@@ -127,14 +126,18 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
         mask: Tensor | None = _check_full_mask(call, mechanism, layer)
         out = mechanism.dense_forward(*tensors, scaling=call.scaling, causal=call.causal, mask=mask)
     else:
-        mask = _mask_of_new_tokens(call.mask, layer, call.key)
+        mask, length = call.mask, call.key.shape[2]
+        if mask is not None:
+            start = 0 if layer is None else layer.tokens
+            check_length(mask, start, length)
+            mask = mask[:, start : start + length]
         state = None if layer is None else layer.state_for(call.query)
         if weights_requested and state is not None:
             raise NotImplementedError(
                 "output_attentions needs all keys, which a recurrent state has summed up. Pass use_cache=False."
             )
         if layer is not None and not call.causal:  # Some encoders create a cache, which they do not need.
-            layer.skip_tokens(call.key.shape[2])
+            layer.skip_tokens(length)
             layer = None
         inputs = AttentionInputs(
             *tensors, call.scaling, call.causal, mask, state, return_state=layer is not None, first_call=call.first_call
@@ -156,20 +159,22 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
 def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLayer | None) -> Tensor:
     """Return a full mask as booleans; raise where the mechanism or the cache cannot honour it."""
     assert call.mask is not None
-    if layer is not None and layer.tokens:
-        raise NotImplementedError(
-            "A 4D attention mask cannot be combined with a state that already holds tokens. Pass a 2D mask."
-        )
     mask = full_mask_to_bool(call.mask, call.label)
     if layer is not None:
-        raise NotImplementedError("A 4D attention mask cannot be used with a cache. Pass use_cache=False.")
+        raise NotImplementedError(
+            "A 4D attention mask cannot be used with a cache. Pass use_cache=False, or a 2D mask where a state holds "
+            "tokens already."
+        )
     if not getattr(mechanism, "dense_masks", False):
         raise NotImplementedError(
             f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
             "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
         )
     if not torch.compiler.is_compiling():
-        _warn_quadratic()
+        logger.warning_once(  # type: ignore[attr-defined]  (Transformers adds it to every logger.)
+            "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
+            "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
+        )
     return mask
 
 
@@ -186,20 +191,6 @@ def _replay_function(mechanism: Any, call: InterfaceCall) -> Callable[..., State
         return state_after
 
     return replay
-
-
-def _mask_of_new_tokens(mask: Tensor | None, layer: LinearStateLayer | None, key: Tensor) -> Tensor | None:
-    """Return the part of the padding mask that belongs to the new keys."""
-    if mask is None:
-        return None
-    start = 0 if layer is None else layer.tokens
-    stop = start + key.shape[2]
-    if mask.dim() != 2 or mask.shape[1] < stop:
-        raise ValueError(
-            f"The attention mask has shape {tuple(mask.shape)}; it must cover all {stop} tokens seen so far "
-            f"({start} in the cache and {key.shape[2]} new ones)."
-        )
-    return mask[:, start:stop]
 
 
 def _check_call(call: InterfaceCall, mechanism: Any) -> None:
@@ -224,14 +215,6 @@ def _check_call(call: InterfaceCall, mechanism: Any) -> None:
             f"attention was built for {shape.num_heads}, {shape.num_key_value_heads} and {shape.head_dim}. Give the "
             "layer 'softmax'."
         )
-
-
-@functools.cache  # once
-def _warn_quadratic() -> None:
-    logger.warning(
-        "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form of "
-        "linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from .cache import FILLED_CACHE, self_attention_cache
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
-from .packing import BOUNDARIES, PACKED_BATCH
+from .packing import BOUNDARIES, MASK_BOUNDARIES
 
 #: Transformers' arguments that describe a packed batch.
 BOUNDARY_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -98,7 +98,7 @@ def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
             convolves = any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in part.modules())
             if has_attention and not convolves:
                 continue
-            if not any(source_guards.mentions(type(inner), BOUNDARIES) for inner in part.modules()):
+            if not any(BOUNDARIES in source_guards.forward_source(type(inner)) for inner in part.modules()):
                 return f"{path} ({type(part).__name__})"
     return ""
 
@@ -107,8 +107,7 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
     """Return the boundaries `[n + 1]` that a layer received, as an argument or with its mask; or None."""
     boundaries = kwargs.get(BOUNDARIES)
     if boundaries is None and mask is not None:
-        batch = getattr(mask, PACKED_BATCH, None)
-        boundaries = None if batch is None else batch.boundaries
+        boundaries = getattr(mask, MASK_BOUNDARIES, None)
     if boundaries is not None and forward_context.runs:
         forward_context.runs[-1].layers_reached += 1
     return boundaries

@@ -11,7 +11,6 @@ values unchanged and leaves the layer in `forward_context`, where the attention 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,15 +27,6 @@ FILLED_CACHE = (
     "Packed documents (position_ids that begin again, or cu_seq_lens_q) cannot be combined with a cache that holds "
     "tokens: which document would be continued? Pass use_cache=False, or generate from padded rows."
 )
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The state of a layer before the tokens that are recorded."""
-
-    state: State | None = None
-    tokens: int = 0
-    in_graph: bool = False
 
 
 class LinearStateLayer(CacheLayerMixin):
@@ -67,9 +57,7 @@ class LinearStateLayer(CacheLayerMixin):
         self._packed = False
         #: Whether an autograd graph may refer to the state, which then must not be written over.
         self._in_graph = False
-        self._checkpoint = _Checkpoint()
-        self._record: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._replay: Replay | None = None
+        self._clear_record()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -116,7 +104,8 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self.record_past:
             if not self._record:
-                self._checkpoint = _Checkpoint(self.state, self.tokens, self._in_graph)
+                self._state_before, self._before_in_graph = self.state, self._in_graph
+            mask = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
             self._record.append((key, value, mask))
             self._replay = replay
         self.state, self._in_graph = state, in_graph
@@ -179,36 +168,36 @@ class LinearStateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last `-tokens_to_remove` tokens (a number <= 0, as in Transformers) from the record."""
         # Some versions of Transformers pass a tensor, to which later tokens would be added in place.
-        tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
-        count = -tokens_to_remove
-        if count == 0:
-            return self._clear_record()
+        count = -int(tokens_to_remove)
+        if count < 0:
+            raise ValueError(f"crop({-count}): pass the number of tokens to remove as a negative number.")
         recorded = sum(key.shape[2] for key, _, _ in self._record)
-        if count > recorded or self._replay is None:
+        if count > recorded:
             raise ValueError(
                 f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
                 "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
             )
-        before = self._checkpoint
-        state, tokens, in_graph = before.state, before.tokens, before.in_graph
-        state = None if state is None else dict(state)  # An ordinary dict: the replay does not write over its tensors.
-        remaining = recorded - count
-        # What was recorded without gradients is replayed without them, wherever `crop` is called.
-        has_gradient = any(key.requires_grad or value.requires_grad for key, value, _ in self._record)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
-            for key, value, mask in self._record:
-                size = min(remaining, key.shape[2])
-                if size:
-                    part = None if mask is None else mask[:, :size]
-                    state, in_graph = self._replay(key[:, :, :size], value[:, :, :size], part, state), False
-                remaining, tokens = remaining - size, tokens + size
-        self.state, self.tokens, self._in_graph = state, tokens, in_graph
+        if count:
+            self.tokens -= count
+            # An ordinary dict: the replay does not write over its tensors.
+            self.state = None if self._state_before is None else dict(self._state_before)
+            self._in_graph = self._before_in_graph
+            if remaining := recorded - count:
+                assert self._replay is not None
+                key, value = (torch.cat([entry[i] for entry in self._record], 2)[:, :, :remaining] for i in (0, 1))
+                mask = torch.cat([mask for _, _, mask in self._record], 1)[:, :remaining]
+                # What was recorded without gradients is replayed without them, wherever `crop` is called.
+                has_gradient = key.requires_grad or value.requires_grad
+                with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
+                    self.state, self._in_graph = self._replay(key, value, mask, self.state), False
         self._clear_record()
 
     def _clear_record(self) -> None:
-        self._record, self._checkpoint, self._replay = [], _Checkpoint(), None
+        #: Keys, values and masks since recording began, and the state before them.
+        self._record: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._state_before: State | None = None
+        self._before_in_graph = False
+        self._replay: Replay | None = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -235,11 +224,8 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
-        self._checkpoint = replace(self._checkpoint, state=mapped(self._checkpoint.state))
-        self._record = [
-            (function(key), function(value), None if mask is None else function(mask))
-            for key, value, mask in self._record
-        ]
+        self._state_before = mapped(self._state_before)
+        self._record = [(function(key), function(value), function(mask)) for key, value, mask in self._record]
 
 
 def self_attention_cache(values: Iterable[Any]) -> Cache | None:

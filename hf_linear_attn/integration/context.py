@@ -6,7 +6,7 @@ pass and is not among those arguments is in `ForwardContext`.
 
 Three marks on other objects remain, because nothing else reaches where they are read: the class of a patched model
 (`model_class`), by which `from_pretrained` and `generate` know it; `boundaries.ModelContext` on every model around
-patched layers, which its forward hooks read; and `packing.PackedBatch` on the mask, or the boundaries, of a packed
+patched layers, which its forward hooks read; and what `packing` puts on the mask, or the boundaries, of a packed
 batch. Gradient checkpointing calls the layers again when `ForwardContext` is gone: only what is an argument of the
 layer still arrives.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,7 @@ def is_patched(model: nn.Module) -> bool:
 # Weights that accelerate keeps elsewhere
 
 
-def in_memory(mechanism: nn.Module) -> AbstractContextManager[None]:
+def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
     """Context manager inside of which the mechanism and its feature map have their weights.
 
     accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward` only, and other methods of
@@ -166,19 +166,10 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():
         return nullcontext()
-    modules = (mechanism, *mechanism._modules.values())
-    offloaded = [module for module in modules if module is not None and ACCELERATE_HOOK in module.__dict__]
-    return _weights_loaded(offloaded) if offloaded else nullcontext()
-
-
-@contextmanager
-def _weights_loaded(modules: list[Any]) -> Iterator[None]:
-    loaded = []
-    try:
-        for module in modules:
-            getattr(module, ACCELERATE_HOOK).pre_forward(module)
-            loaded.append(module)
-        yield
-    finally:
-        for module in reversed(loaded):
-            getattr(module, ACCELERATE_HOOK).post_forward(module, None)
+    with ExitStack() as stack:
+        for module in (mechanism, *mechanism._modules.values()):
+            if module is not None and ACCELERATE_HOOK in module.__dict__:
+                hook: Any = getattr(module, ACCELERATE_HOOK)
+                hook.pre_forward(module)
+                stack.callback(hook.post_forward, module, None)
+        return stack.pop_all()

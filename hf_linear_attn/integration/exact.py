@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
-from ..config import check_integers
-from ..mechanisms.base import AttentionInputs, LinearAttention
+from ..config import check_integers, layer_number
+from ..mechanisms.base import AttentionInputs, LinearAttention, visible
 from ..mechanisms.softmax import softmax_weights
 from .context import InterfaceCall, attention_modules, layer_context
 from .discovery import self_attention
@@ -114,12 +114,8 @@ def exact_attention(model: Any, layers: Iterable[int] | None = None) -> Abstract
     if layers is None:
         return _running_exactly(list(attention_modules(model)), None)
     modules = [layer.module for layer in self_attention(model)]
-    count = len(modules)
-    indices = check_integers(layers, "layers", "layer")
-    for index in indices:
-        if not -count <= index < count:
-            raise ValueError(f"Layer index {index} is out of range: the model has {count} self-attention layers.")
-    return _running_exactly([modules[index] for index in sorted({index % count for index in indices})], None)
+    numbers = {layer_number(index, len(modules)) for index in check_integers(layers, "layers", "layer")}
+    return _running_exactly([modules[number] for number in sorted(numbers)], None)
 
 
 @contextmanager
@@ -193,9 +189,8 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
 
 def _visible_keys(call: InterfaceCall) -> Tensor:
     """Return which keys each query may see, `[B | 1, H | 1, L, S]`."""
-    mask, length, keys, device = call.mask, call.query.shape[2], call.key.shape[2], call.query.device
-    full = mask if mask is not None and mask.dim() == 4 else exact_mask(mask, length, keys, call.causal, device)
-    return torch.ones(1, 1, length, keys, dtype=torch.bool, device=device) if full is None else full_mask_to_bool(full)
+    allowed = visible(call.mask, call.query, call.key, call.causal)
+    return full_mask_to_bool(allowed)
 
 
 def attention_weights_requested(kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .context import ModelRun, forward_context
-from .packing import PACKED_BATCH, PackedBatch, document_numbers
+from .packing import MASK_BOUNDARIES, document_numbers
 
 MaskFunction = Callable[..., Any]
 """Whether a query sees a key: (batch, head, query, key), all indices, -> bool, as in Transformers."""
@@ -49,7 +49,7 @@ def _packed_mask(run: ModelRun, arguments: dict[str, Any]) -> Tensor:
     mask = _mask(**arguments)
     if mask is None:
         mask = torch.ones(run.shape, dtype=torch.bool, device=run.boundaries.device)
-    setattr(mask, PACKED_BATCH, PackedBatch(run.boundaries))
+    setattr(mask, MASK_BOUNDARIES, run.boundaries)
     return mask
 
 
@@ -79,7 +79,7 @@ def _mask(
             return None
         causal = mask_function is causal_mask_function
         if causal:
-            _check_length(attention_mask, kwargs.get("q_offset", 0), kwargs.get("q_length"))
+            check_length(attention_mask, kwargs.get("q_offset", 0), kwargs.get("q_length"))
         mask = attention_mask.to(torch.bool)[:, : kv_offset + kv_length]
         missing = kv_offset + kv_length - mask.shape[1]
         if missing > 0:
@@ -101,12 +101,12 @@ def _mask(
     )
 
 
-def _check_length(attention_mask: Tensor, seen: Any, new: Any) -> None:
+def check_length(mask: Tensor, seen: Any, new: Any) -> None:
     """Raise on a mask that leaves out the newest tokens: it would hide them. (Lengths may be tensors in a graph.)"""
-    if isinstance(seen, int) and isinstance(new, int) and attention_mask.shape[1] < seen + new:
+    if isinstance(seen, int) and isinstance(new, int) and (mask.dim() != 2 or mask.shape[1] < seen + new):
         raise ValueError(
-            f"The attention mask has shape {tuple(attention_mask.shape)}; it must cover all {seen + new} tokens "
-            f"seen so far ({seen} in the cache and {new} new ones)."
+            f"The attention mask has shape {tuple(mask.shape)}; it must cover all {seen + new} tokens seen so far "
+            f"({seen} in the cache and {new} new ones)."
         )
 
 

@@ -203,15 +203,13 @@ def _empty_instance(base: type) -> Any:
     return object.__new__(linear_attention_class(base))
 
 
+@functools.cache
 def linear_attention_class(cls: type) -> type:
     """Return the patched counterpart of a model class; a class that is patched already is returned as it is."""
-    return _linear_attention_class(base_class(cls))
-
-
-@functools.cache
-def _linear_attention_class(base: type) -> type:
-    attributes = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (LinearAttentionModelMixin, base), {**attributes, ORIGINAL_CLASS: base})
+    if hasattr(cls, ORIGINAL_CLASS):
+        return cls
+    attributes = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (LinearAttentionModelMixin, cls), {**attributes, ORIGINAL_CLASS: cls})
 
 
 def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: PositionChange | None = None) -> None:
@@ -274,7 +272,7 @@ def complete_checkpoint(folder: Path) -> None:
 
 def check_index(folder: Path) -> None:
     """Raise a ValueError where the index of a sharded checkpoint names a file outside of its folder."""
-    for path in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
+    for path in sorted(folder.glob("*.index.json")):
         try:
             names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:

@@ -11,7 +11,7 @@ back: no mechanism needs to know.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 
 #: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
 BOUNDARIES = "cu_seq_lens_q"
-#: Name of the attribute of a mask, or of a tensor of boundaries, that is its `PackedBatch`.
-PACKED_BATCH = "_linear_attention_packed_batch"
+#: Attribute of a mask: the boundaries of the packed batch that it belongs to.
+MASK_BOUNDARIES = "_linear_attention_boundaries"
+#: Attribute of a padding mask, or else of the boundaries: the `Documents` that the first layer has made of them.
+DOCUMENTS = "_linear_attention_documents"
 
 #: Documents go into one batch if the shortest lacks at most this share of the longest, or so many tokens.
 MAX_PADDING_SHARE, MAX_PADDING_TOKENS = 1 / 8, 16
@@ -133,34 +135,17 @@ def _group_by_length(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-@dataclass
-class PackedBatch:
-    """What a mask, or a tensor of boundaries, knows of the packed batch that it belongs to.
-
-    Attributes:
-        boundaries: `[n + 1]`, the first token of each document, and the end; None on the boundaries themselves, and on
-            a mask that the caller has made.
-        documents: The documents that the first layer has made of them, by shape, for the other layers.
-    """
-
-    boundaries: Tensor | None = None
-    documents: dict[tuple[int, int], Documents] = field(default_factory=dict)
-
-
 def documents_of(boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Documents:
-    """Return the documents of an attention call.
+    """Return the documents of an attention call, which the first layer computes and the others take from its tensors.
 
-    The first layer computes them, and they stay with the mask or the boundaries for the others. (Where these have moved
-    to another device they are computed again.)
+    (Where these have moved to another device they are computed again.)
     """
     carrier = boundaries if padding is None else padding
-    batch: PackedBatch | None = getattr(carrier, PACKED_BATCH, None)
-    if batch is None:
-        batch = PackedBatch()
-        setattr(carrier, PACKED_BATCH, batch)
-    if shape not in batch.documents:
-        batch.documents[shape] = Documents(boundaries, shape, padding)
-    return batch.documents[shape]
+    documents: Documents | None = getattr(carrier, DOCUMENTS, None)
+    if documents is None or documents.shape != shape:
+        documents = Documents(boundaries, shape, padding)
+        setattr(carrier, DOCUMENTS, documents)
+    return documents
 
 
 @torch.compiler.disable

@@ -15,6 +15,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 #: What a module's `forward` uses when it goes through the attention interface.
@@ -49,25 +50,26 @@ def forward_source(cls: Any) -> str:
         return ""
 
 
-def calls_interface(cls: type) -> bool:
-    """Return whether modules of the class go through Transformers' attention interface."""
-    return INTERFACE in forward_source(cls)
+def _guard(pattern: str) -> Callable[[type], bool]:
+    return lambda cls: re.search(pattern, forward_source(cls)) is not None
 
 
-def passes_causal_argument(cls: type) -> bool:
-    """Return whether a model calls its layers with `is_causal=True`."""
-    return re.search(r"\bis_causal=True\b", forward_source(cls)) is not None
+#: Whether modules of the class go through Transformers' attention interface.
+calls_interface = _guard(INTERFACE)
+#: Whether a model calls its layers with `is_causal=True`.
+passes_causal_argument = _guard(r"\bis_causal=True\b")
+#: Whether a model makes the attention masks of its layers.
+makes_masks = _guard(r"\bcreate_\w*mask\w*\(")
+#: Whether modules of the class pass a logit soft cap to the attention, where their config has one.
+caps_logits = _guard("softcap")
+#: Whether modules of the class pass learned attention sinks to the attention, where they have some.
+passes_sinks = _guard("s_aux=")
 
 
 def makes_causal_masks_only(cls: type) -> bool:
     """Return whether a decoder makes a causal mask, and no bidirectional one, for its own sequence."""
     masks = re.findall(r"\b(?!encoder)\w+ = create_(causal|bidirectional)_mask\(", forward_source(cls))
     return set(masks) == {"causal"}
-
-
-def makes_masks(cls: type) -> bool:
-    """Return whether a model makes the attention masks of its layers."""
-    return re.search(r"\bcreate_\w*mask\w*\(", forward_source(cls)) is not None
 
 
 def computes_softmax_from_mask(cls: type) -> bool:
@@ -84,16 +86,6 @@ def obstacle(cls: type) -> str:
     return next((reason for pattern, reason in OBSTACLES.items() if re.search(pattern, source, re.DOTALL)), "")
 
 
-def caps_logits(cls: type) -> bool:
-    """Return whether modules of the class pass a logit soft cap to the attention, where their config has one."""
-    return "softcap" in forward_source(cls)
-
-
-def passes_sinks(cls: type) -> bool:
-    """Return whether modules of the class pass learned attention sinks to the attention, where they have some."""
-    return "s_aux=" in forward_source(cls)
-
-
 def argument_names(cls: type) -> tuple[tuple[str, ...], str | None]:
     """Return the names of the arguments of a class's `forward`, and that of its `**kwargs` or None."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]  # type: ignore[attr-defined]
@@ -105,8 +97,3 @@ def passes_keyword_arguments_on(cls: type) -> bool:
     """Return whether `forward` takes `**kwargs` and hands them on in a call."""
     kwargs = argument_names(cls)[1]
     return kwargs is not None and forward_source(cls).count(f"**{kwargs}") > 1
-
-
-def mentions(cls: type, argument: str) -> bool:
-    """Return whether `forward` uses an argument of this name."""
-    return argument in forward_source(cls)

@@ -50,7 +50,7 @@ def test_a_full_mask_after_tokens_that_a_state_holds():
     model = patched("hedgehog", LLAMA)
     cache = model(token_ids(), use_cache=True).past_key_values
     mask = torch.ones(2, 1, 1, 22, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match=r"4D attention mask cannot be combined.*Pass a 2D mask"):
+    with pytest.raises(NotImplementedError, match=r"4D attention mask cannot be used with a cache.*a 2D mask"):
         model(token_ids(length=1), past_key_values=cache, attention_mask=mask)
 
 
