@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
-from ..data.metrics import load_metrics
-from ..data.sources import is_local
 from ..data.task_data import read_documents
 from ..data.tasks import TASKS
 from ..data.text import Text, text_of
@@ -27,7 +25,15 @@ from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
 from . import models
-from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
+from .config import (
+    PYTHON_DOCUMENTATION,
+    EvaluateConfig,
+    EvaluationData,
+    Settings,
+    resolve_settings,
+    split_task,
+    with_options,
+)
 from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pairs, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
@@ -138,43 +144,27 @@ def _evaluate(
 ) -> Evaluation:
     """Check and load everything, and then measure; with a folder, every record is in it as soon as it is known."""
     start = time.perf_counter()
-    _check_names(config)
-    if folder is not None:
-        check_output(folder, RESULTS, overwrite=config.overwrite, resume=config.resume)
-        config = replace(config, output=str(folder))
-    progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
-    evaluators = _prepare_all(model, config, tokenizer, documents)
-    if folder is None:
-        return _run(evaluators, config, Records(), None, progress, start, tool, timing=timing)
-    with open_output(folder, RESULTS, overwrite=config.overwrite):
-        records = Records(folder / RECORDS_FILE, remeasure=config.remeasure)
-        if len(records):
-            progress.log(f"{len(records)} records of earlier runs are used where they fit.")
-        try:
-            return _run(evaluators, config, records, folder, progress, start, tool, timing=timing)
-        except BaseException:
-            if records:
-                saved = f"{len(records)} records are saved in {folder / RECORDS_FILE}."
-                progress.log(f"{saved} To continue: the same command with --resume.")
-            raise
-
-
-def _check_names(config: EvaluateConfig) -> None:
-    """Raise for unknown mechanisms and tasks and for missing folders, before anything is loaded."""
     list_attentions()
     for name in config.attention or ():
         models.check_mechanism(name)
     for entry in config.data.task or ():
         TASKS.get(split_task(entry)[0])
-    if config.data.metrics is not None:
-        load_metrics(config.data.metrics)  # a metric that cannot be loaded is an error now, not after the transfer
-    folders = [(folder, "data.task") for folder in config.data.other_tasks.values()]
-    for folder, flag in ((config.data.folder, "data.folder"), (config.data.sts, "data.sts"), *folders):
-        if folder is not None and not Path(folder).is_dir():
-            raise FileNotFoundError(f"There is no folder {folder!r}. Give another with --{flag}.")
-    dataset = config.data.dataset
-    if dataset not in (None, PYTHON_DOCUMENTATION) and is_local(str(dataset)) and not Path(str(dataset)).exists():
-        raise FileNotFoundError(f"There is no file {dataset!r}. Give another with --data.dataset.")
+    if folder is not None:
+        check_output(folder, RESULTS, overwrite=config.overwrite, resume=config.resume)
+        config = replace(config, output=str(folder))
+    progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
+    evaluators = _prepare_all(model, config, tokenizer, documents)
+    with nullcontext() if folder is None else open_output(folder, RESULTS, overwrite=config.overwrite):
+        records = Records(None if folder is None else folder / RECORDS_FILE, remeasure=config.remeasure)
+        if len(records):
+            progress.log(f"{len(records)} records of earlier runs are used where they fit.")
+        try:
+            return _run(evaluators, config, records, progress, start, tool, timing=timing)
+        except BaseException:
+            if records.path is not None and len(records):
+                saved = f"{len(records)} records are saved in {records.path}."
+                progress.log(f"{saved} To continue: the same command with --resume.")
+            raise
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -192,11 +182,12 @@ def _prepare_all(
     for task, folder in config.data.other_tasks.items():
         other = _prepare(folder, replace(config.for_task(task), name=None), None, None)
         models.check_same_shape(folder, other.exact.model.config, first.exact.model.config)
+        identities = [group.identity for group in first.groups]
         for group in other.groups:
-            if group.identity not in [known.identity for known in first.groups]:
+            if group.layers and group.identity not in identities:
                 raise ValueError(
-                    f"{group.checkpoints[0].folder!r}, of the task {task!r}, has layers that no converted checkpoint "
-                    "of MODEL has; time is measured on MODEL. Give one converted in the same way: --converted FOLDER."
+                    f"{', '.join(group.folders)}, of the task {task!r}, has layers that no converted checkpoint of "
+                    "MODEL has; time is measured on MODEL. Give one converted in the same way: --converted FOLDER."
                 )
         other.task = task
         evaluators.append(other)
@@ -206,25 +197,19 @@ def _prepare_all(
 def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Sequence[str] | None) -> Evaluator:
     """Load one model with its data and what it is compared with."""
     device, task, path = torch_device(config.device), config.data.own_task, config.data.dataset
-    if isinstance(source, PreTrainedModel):
-        name = config.name or Path(source.name_or_path or type(source).__name__).name
-        kind, model_config = models.kind_of(source), source.config
+    loaded = isinstance(source, PreTrainedModel)
+    if loaded:
+        name, kind, model_config = Path(source.name_or_path).name, models.kind_of(source), source.config
         models.check_exact(source, name, kind)
     else:
         name, kind, model_config = models.describe_source(str(source), task, path)
-        name = config.name or name
+    name = config.name or name or type(source).__name__
     tokenizer = tokenizer or models.load_tokenizer(str(getattr(source, "name_or_path", source)))
     _check_data(kind, config, name, documents)
-    if kind == "classifier" and task is None:
-        task = Path(str(path)).name
-    auto_class = getattr(transformers, models.AUTO_CLASSES[kind])
-    groups, baselines = (
-        models.find_checkpoints(folders or (), auto_class, model_config, device, exact=exact)
-        for folders, exact in ((config.converted, False), (config.baseline, True))
-    )
-    text = None if task is not None else _text(config, documents)
-    loaded = isinstance(source, PreTrainedModel)
-    model = source.eval() if loaded else models.load_exact(str(source), kind, device, task=task or "")
+    groups = models.find_checkpoints(config.converted or (), config.baseline or (), model_config)
+    text = None if kind == "classifier" else _text(config, documents)
+    title = task or Path(str(path)).name
+    model = source.eval() if loaded else models.load_exact(str(source), kind, device, task=title)
     table = has_position_table(model)
     settings = resolve_settings(config, kind, longest_input(model), models.dtype_name(model), table=table)
     metrics: list[QualityMetric] = []
@@ -233,22 +218,23 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
     else:
         names = ("folder", "metrics", "max_eval_samples", "text_columns", "label_column")
         chosen: dict[str, Any] = {name: getattr(config.data, name) for name in names}
-        chosen["task" if config.data.own_task else "dataset"] = config.data.own_task or path
+        chosen["task" if task else "dataset"] = task or path
         inputs = task_inputs(DataConfig(**chosen), tokenizer, model.config, settings)
-        conditions = {"data": inputs.hash, **inputs.facts["held_out"]}
-        options: dict[str, Any] = {"regression": inputs.regression, "task": str(task), "settings": conditions}
+    data = {"data": inputs.hash, **inputs.facts["held_out"]}
+    if kind == "classifier":
+        options: dict[str, Any] = {"regression": inputs.regression, "task": title, "settings": data}
         metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
-    if kind == "decoder":
+    elif kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
         metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, exact=model, **windows))
-    if config.data.sts is not None:
+    elif config.data.sts is not None:
         pairs = sentence_pairs(config.data.sts, tokenizer, settings, config.data.max_eval_samples)
         metrics.append(sentence_pair_metric(pairs))
         inputs.facts["sentence_pairs"] = pairs.source
     if kind == "encoder":
-        metrics.append(embedding_metric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
+        metrics.append(embedding_metric(model, inputs.test, data))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
-    return Evaluator(exact, inputs, settings, metrics, groups=groups, baselines=baselines)
+    return Evaluator(exact, inputs, settings, metrics, groups=groups)
 
 
 def _text(config: EvaluateConfig, documents: Sequence[str] | None) -> Text:
@@ -280,7 +266,6 @@ def _run(
     evaluators: Sequence[Evaluator],
     config: EvaluateConfig,
     records: Records,
-    folder: Path | None,
     progress: Progress,
     start: float,
     tool: str,
@@ -288,15 +273,13 @@ def _run(
     timing: bool,
 ) -> Evaluation:
     first = evaluators[0]
-    groups = _join_earlier_runs(evaluators, config, records)
+    run_settings = _join_earlier_runs(evaluators, config, records)
     _check_mechanisms(first)
     for evaluator in evaluators:
         shared = {name: getattr(first.settings, name) for name in ("attentions", "seeds", "steps")}
         evaluator.settings = replace(evaluator.settings, **shared)
-        evaluator.records, evaluator.folder, evaluator.progress = records, folder, progress
+        evaluator.records, evaluator.progress = records, progress
     surroundings = environment(first.exact.model.device)
-    identities = {evaluator.task: _identity(evaluator) for evaluator in evaluators}
-    run_settings = {"identities": identities, "groups": groups, "settings": asdict(first.settings)}
     records.start_run(tool, run_settings, surroundings)
     for evaluator in evaluators:
         evaluator.measure_quality()
@@ -312,12 +295,12 @@ def _run(
         "model": first.exact.facts(),
         "data": first.inputs.facts,
         "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in evaluators[1:]],
-        "settings": asdict(first.settings),
+        "settings": run_settings["settings"],
         "quick": config.quick,
         "environment": surroundings,
         "backend": first.exact.device["backend"],
         "scores": [asdict(score) for evaluator in evaluators for score in evaluator.scores],
-        "checkpoints": {group["label"]: group["folders"] for group in groups},
+        "checkpoints": run_settings["checkpoints"],
         "notes": first.notes,
         "records": sorted(used),
         "runs": len(records.runs),
@@ -345,7 +328,7 @@ def _current_records(records: Records, evaluator: Evaluator) -> tuple[set[str], 
 def _check_mechanisms(evaluator: Evaluator) -> None:
     """Raise for mechanisms that this model cannot have, before anything is measured."""
     settings = evaluator.settings
-    if not settings.attentions and not evaluator.groups:
+    if not settings.attentions and not any(group.layers for group in evaluator.groups):
         raise ValueError("There is nothing to compare: give --attention or --converted.")
     for name in settings.attentions:
         try:
@@ -353,6 +336,44 @@ def _check_mechanisms(evaluator: Evaluator) -> None:
             patch_model(shared_copy(evaluator.exact.model), name, **options)
         except NotImplementedError as error:
             raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
+
+
+def _join_earlier_runs(evaluators: Sequence[Evaluator], config: EvaluateConfig, records: Records) -> dict[str, Any]:
+    """Add mechanisms, lengths and seeds of earlier runs, so that the report shows all of them, and label checkpoints.
+
+    Returns:
+        The settings of this run: what its records have in common, and what it measures.
+
+    Raises:
+        ValueError: The records are of another model, other data or other settings.
+    """
+    first = evaluators[0]
+    runs = [run.settings for run in records.runs.values() if "identities" in run.settings]
+    earlier: Mapping[str, Any] = runs[-1] if runs else {"identities": {}, "labels": {}, "checkpoints": {}}
+    identities = {evaluator.task: _identity(evaluator) for evaluator in evaluators}
+    for task, known in earlier["identities"].items():
+        if task not in identities:
+            raise ValueError(
+                f"The folder {config.output!r} has records of the task {task!r} with the model {known['model']!r}. "
+                f"Give it again (--data.task {task}=FOLDER), or another folder with --output."
+            )
+        changed = [name for name, value in identities[task].items() if known.get(name) != value]
+        if changed:
+            details = "; ".join(f"{name}: {known.get(name)!r}, now {identities[task][name]!r}" for name in changed)
+            raise ValueError(
+                f"The folder {config.output!r} has records of other settings ({details}). Give the same ones, or "
+                "another folder with --output."
+            )
+    if runs:
+        first.settings = _joined_settings(first.settings, earlier["settings"], config)
+    labels, folders = dict(earlier["labels"]), dict(earlier["checkpoints"])
+    for evaluator in evaluators:
+        evaluator.groups = models.label_groups(evaluator.groups, labels)
+        for group in evaluator.groups:
+            names = [*folders.get(group.label, ()), *(Path(folder).name for folder in group.folders)]
+            folders[group.label] = list(dict.fromkeys(names))
+    settings = asdict(first.settings)
+    return {"identities": identities, "labels": labels, "checkpoints": folders, "settings": settings}
 
 
 def _identity(evaluator: Evaluator) -> dict[str, Any]:
@@ -363,66 +384,16 @@ def _identity(evaluator: Evaluator) -> dict[str, Any]:
     return json_safe({**identity, **{name: getattr(settings, name) for name in FIXED_SETTINGS}})
 
 
-def _join_earlier_runs(
-    evaluators: Sequence[Evaluator], config: EvaluateConfig, records: Records
-) -> list[dict[str, Any]]:
-    """Add mechanisms, lengths and seeds of earlier runs, so that the report shows all of them, and label checkpoints.
-
-    Returns:
-        What the report says about the checkpoints of all runs.
-
-    Raises:
-        ValueError: The records are of another model, other data or other settings.
-    """
-    first = evaluators[0]
-    earlier = [run.settings for run in records.runs.values() if "identities" in run.settings]
-    groups = {group["label"]: group for group in earlier[-1]["groups"]} if earlier else {}
-    if earlier:
-        current = {evaluator.task: evaluator for evaluator in evaluators}
-        for task, identity in earlier[-1]["identities"].items():
-            _check_identity(config, task, identity, current.get(task))
-        first.settings = _joined_settings(first, earlier[-1]["settings"], config)
-    for evaluator in evaluators:
-        for part in (evaluator.groups, evaluator.baselines):
-            labels = {group["identity"]: group["label"] for group in groups.values()}
-            part[:] = models.label_groups(part, labels)
-            for group in part:
-                facts = group.facts()
-                known = groups.get(group.label, {"folders": []})["folders"]
-                groups[group.label] = {**facts, "folders": list(dict.fromkeys([*known, *facts["folders"]]))}
-    return list(groups.values())
-
-
-def _check_identity(config: EvaluateConfig, task: str, earlier: Mapping[str, Any], evaluator: Evaluator | None) -> None:
-    if evaluator is None:
-        raise ValueError(
-            f"The folder {config.output!r} has records of the task {task!r} with the model {earlier['model']!r}. Give "
-            f"it again (--data.task {task}=FOLDER), or another folder with --output."
-        )
-    identity = _identity(evaluator)
-    changed = [name for name in identity if earlier.get(name) != identity[name]]
-    if changed:
-        details = "; ".join(f"{name}: {earlier.get(name)!r}, now {identity[name]!r}" for name in changed)
-        raise ValueError(
-            f"The folder {config.output!r} has records of other settings ({details}). Give the same ones, or another "
-            "folder with --output."
-        )
-
-
-def _joined_settings(evaluator: Evaluator, earlier: Mapping[str, Any], config: EvaluateConfig) -> Any:
+def _joined_settings(settings: Settings, earlier: Mapping[str, Any], config: EvaluateConfig) -> Settings:
     """The settings with everything that was measured before; options that are not set stay as they were."""
-    settings = evaluator.settings
-    lengths = (
-        *(settings.lengths if config.speed.lengths else ()),
-        *(() if config.length is None else (config.length,)),
-    )
-    return replace(
-        settings,
-        attentions=tuple(dict.fromkeys([*earlier["attentions"], *(config.attention or ())])),
-        lengths=tuple(sorted({*earlier["lengths"], *lengths})),
-        length=config.length or earlier["length"],
-        seeds=tuple(dict.fromkeys([*earlier["seeds"], *(config.seeds or ())])),
-        backward=settings.backward or earlier["backward"],
-        throughput_batch_size=config.speed.batch_size or earlier["throughput_batch_size"],
-        dtype=config.speed.dtype or earlier["dtype"],
-    )
+    lengths = (*(config.speed.lengths or ()), *(() if config.length is None else (config.length,)))
+    added = {"attentions": config.attention, "seeds": config.seeds, "lengths": lengths}
+    joined: dict[str, Any] = {name: tuple(dict.fromkeys([*earlier[name], *(added[name] or ())])) for name in added}
+    set_now = {
+        "length": config.length,
+        "backward": config.speed.backward,
+        "throughput_batch_size": config.speed.batch_size,
+        "dtype": config.speed.dtype,
+    }
+    joined |= {name: value or earlier[name] for name, value in set_now.items()}
+    return replace(settings, **{**joined, "lengths": tuple(sorted(joined["lengths"]))})

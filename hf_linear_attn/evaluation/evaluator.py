@@ -51,6 +51,11 @@ EXACT_LABEL, NO_ATTENTION = "exact", "none"
 #: Lengths at which throughput is timed, where they are measured; the shortest and the longest are added.
 USUAL_LENGTHS = (512, 2048, 8192)
 
+#: The number of learned parameters of a patched model.
+PARAMETERS = QualityMetric(
+    "parameters", lambda model, on_batch: [value("learned_parameters", patch_report(model).parameters)]
+)
+
 Loader = Callable[[], PreTrainedModel]
 Measure = Callable[..., dict[str, Values]]
 
@@ -64,9 +69,7 @@ class Evaluator:
     settings: Settings
     metrics: Sequence[QualityMetric]  # of the model as a whole
     records: Records = field(default_factory=Records)
-    groups: list[CheckpointGroup] = field(default_factory=list)  # converted
-    baselines: list[CheckpointGroup] = field(default_factory=list)  # with exact attention, tuned as the others were
-    folder: Path | None = None  # where learned parameters are saved (None: nowhere)
+    groups: list[CheckpointGroup] = field(default_factory=list)  # checkpoints
     task: str = ""  # a further task that this model is for; only its scores are measured then
     progress: Progress = field(default_factory=Progress)
     notes: list[str] = field(default_factory=list)  # what was left out, and why
@@ -85,13 +88,12 @@ class Evaluator:
         for name in self.settings.attentions:
             for seed in self.settings.seeds:
                 self._measure_mechanism(name, seed)
-        for group in (*self.baselines, *self.groups):
+        for group in self.groups:
             self._measure_checkpoints(group)
 
     def _status(self, label: str, stage: str, done: int = 0, total: int | None = None) -> None:
         """Show the stage, and which of the models is measured."""
-        groups = (*self.baselines, *self.groups)
-        labels = [EXACT_LABEL, WITHOUT_ATTENTION, *self.settings.attentions, *(group.label for group in groups)]
+        labels = [EXACT_LABEL, WITHOUT_ATTENTION, *self.settings.attentions, *(group.label for group in self.groups)]
         task = f"{self.task}: " if self.task else ""
         self.progress.status(f"{task}{label} ({labels.index(label) + 1} of {len(labels)}): {stage}", done, total)
 
@@ -102,7 +104,7 @@ class Evaluator:
         metrics = [*self.metrics]
         if attention not in (EXACT, NO_ATTENTION) and not self.task:
             facts = self.inputs.facts["fidelity"]
-            metrics.append(fidelity_metric(self.inputs.fidelity, {"data": self.inputs.hash, **facts}))
+            metrics += [fidelity_metric(self.inputs.fidelity, {"data": self.inputs.hash, **facts}), PARAMETERS]
         for metric in metrics:
             parts["task"] = metric.score.task if metric.score else ""
             combined = {**metric.settings, **settings}
@@ -122,7 +124,6 @@ class Evaluator:
         patched = cache(lambda: patch_model(shared_copy(self.exact.model), name, **options))
         identity: dict[str, Any] = {"options": options, "seed": seed if trains or options else None}
         before = after = self._quality(name, name, patched, state="untrained", **identity)
-        self._parameters(name, name, options, patched)
         if trains:
             identity.update(state="transferred", settings={"transfer": self._transfer_settings(seed)})
             transferred = cache(lambda: self._transferred(name, seed, patched(), identity))
@@ -130,12 +131,6 @@ class Evaluator:
                 transferred()
             after = self._quality(name, name, transferred, **identity)
         self._log(name, before, after)
-
-    def _parameters(self, label: str, attention: str, options: Mapping[str, Any], model: Loader) -> None:
-        """Record the number of learned parameters."""
-        conditions = self.exact.conditions(attention, "parameters", options=options)
-        count = lambda: {"learned_parameters": patch_report(model()).parameters}  # noqa: E731
-        self.records.measure(conditions, count, label=label)
 
     def _transfer_settings(self, seed: int) -> dict[str, Any]:
         names = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
@@ -147,7 +142,8 @@ class Evaluator:
     ) -> PreTrainedModel:
         """The patched model with its learned parameters trained: those on disk, or else by a transfer."""
         conditions = self.exact.conditions(name, "attention_transfer", **identity)
-        path = None if self.folder is None else self.folder / LEARNED_FOLDER / f"{conditions.id}.safetensors"
+        folder = self.records.path and self.records.path.parent / LEARNED_FOLDER
+        path = folder and folder / f"{conditions.id}.safetensors"
         if path is not None and path.is_file() and self.records.known(conditions) is not None:
             model.load_state_dict(load_file(path), strict=False)
             return model
@@ -166,16 +162,11 @@ class Evaluator:
 
     def _measure_checkpoints(self, group: CheckpointGroup) -> None:
         """Measure checkpoints as they are."""
-        for checkpoint in group.checkpoints:
-            settings = {"checkpoint": checkpoint.fingerprint}
-            load = cache(checkpoint.load)
+        for folder, fingerprint in group.folders.items():
+            load = cache(partial(group.load, folder, self.exact.kind, self.exact.model.device))
+            settings = {"checkpoint": fingerprint}
             results = self._quality(group.label, group.attention, load, state=group.state, settings=settings)
-            self._log(f"{group.label}, {checkpoint.folder}", results, results)
-        if group.layers and not self.task:
-            options = {"layers": group.identity}
-            self._parameters(
-                group.label, group.attention, options, partial(patched_like, group.layers, self.exact.model)
-            )
+            self._log(f"{group.label}, {Path(folder).name}", results, results)
 
     def _log(self, label: str, before: Mapping[str, Record], after: Mapping[str, Record]) -> None:
         """Report the scores of a mechanism."""
@@ -263,7 +254,7 @@ class _SpeedSweep:
             identity = {key: item for key, item in options.items() if key != "seed"}
             patched = cache(partial(patch_model, shared_copy(model), name, **options))
             self.models[name] = (name, identity, patched)
-        for group in evaluator.groups:
+        for group in filter(lambda group: group.layers, evaluator.groups):
             # Time depends on what is patched and not on weights: we patch a copy of the exact model.
             layers = {
                 index: {**layer, "options": sized(ATTENTIONS.get(layer["attention"]), layer["options"])}

@@ -6,10 +6,9 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..checkpoints import load_pretrained
 from ..data.files import TEXT_FORMATS, file_suffix
-from ..integration.discovery import attention_shape, longest_input, self_attention
-from ..integration.inputs import has_position_table
+from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import EXACT
 from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
@@ -79,18 +77,13 @@ class ExactModel:
     def facts(self) -> dict[str, Any]:
         """Return what a report says about the model."""
         layers = self_attention(self.model)
-        shape = attention_shape(layers[0], 0, None)
         return {
             "name": self.name,
             "kind": self.kind,
             "class": type(self.model).__name__,
             "layers": len(layers),
-            "heads": shape.num_heads,
-            "key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "positions": longest_input(self.model),
-            "position_table": has_position_table(self.model),
+            "heads": attention_shape(layers[0], 0, None).num_heads,
+            "parameters": self.model.num_parameters(),
             "dtype": dtype_name(self.model),
             "attention": self.implementation,
         }
@@ -168,7 +161,7 @@ def load_tokenizer(source: str) -> Any:
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Context manager that turns errors of loading into an OSError with the name and a remedy."""
+    """Turn errors of loading into an OSError with the name and a remedy."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -189,14 +182,11 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
         folder, gguf_file = split_source(source)
         model, info = auto_class.from_pretrained(folder, output_loading_info=True, **precision, **gguf_file)
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
-    prefix = f"{model.base_model_prefix}."
-    if missing and kind == "classifier" and not any(name.startswith(prefix) for name in missing):
-        raise ValueError(
-            f"{source!r} has no head for the task {task!r} ({missing[0]} is missing): fine-tune it first, for example "
-            f"with `hf-linear-attn finetune {source} --data.task {task}`."
-        )
     if missing:
-        raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). Give a complete checkpoint.")
+        remedy = "Give a complete checkpoint"
+        if kind == "classifier" and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
+            remedy = f"It has no head for the task {task!r}: run `hf-linear-attn finetune {source} --data.task {task}`"
+        raise ValueError(f"{source!r} lacks weights ({missing[0]}, …). {remedy}.")
     check_exact(dequantized(model), source, kind)
     return model.eval().to(device)
 
@@ -245,21 +235,12 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint on disk; `load` reads its weights."""
-
-    folder: str
-    fingerprint: str
-    load: Callable[[], PreTrainedModel]
-
-
-@dataclass(frozen=True)
 class CheckpointGroup:
-    """Checkpoints that differ in their weights and seeds only."""
+    """Checkpoints that differ in their weights and seeds only: converted ones, or tuned ones with exact attention."""
 
     attention: str  # the mechanism of most layers (`softmax` for exact attention)
     layers: Mapping[str, Any]  # the config of each patched layer; empty for exact attention
-    checkpoints: tuple[Checkpoint, ...]
+    folders: Mapping[str, str]  # with the fingerprint of each
     label: str = ""  # which no other group has
 
     @property
@@ -275,48 +256,44 @@ class CheckpointGroup:
         }
         return json.dumps(layers, sort_keys=True, default=str)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a report says about the group."""
-        folders = [one.folder for one in self.checkpoints]
-        return {"label": self.label, "identity": self.identity, "layers": dict(self.layers), "folders": folders}
+    def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
+        """Read the weights of one of the checkpoints."""
+        auto_class = getattr(transformers, AUTO_CLASSES[kind])
+        with quiet_transformers():
+            model = load_pretrained(folder, auto_class) if self.layers else auto_class.from_pretrained(folder)
+        return model.eval().to(device)
 
 
-def find_checkpoints(
-    folders: Sequence[str], auto_class: Any, exact_config: Any, device: Any, *, exact: bool
-) -> list[CheckpointGroup]:
-    """Group the checkpoints in folders by their layers. Weights are not read yet.
-
-    The exact model's config says which shape they must have, and `exact` whether they must have exact attention.
+def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_config: Any) -> list[CheckpointGroup]:
+    """Group checkpoints, tuned ones with exact attention first, by their layers. Weights are not loaded yet.
 
     Raises:
-        ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture.
+        ValueError, OSError: A folder is missing, no checkpoint, of the wrong kind, or of another architecture than the
+            exact model's config.
     """
     groups: dict[str, CheckpointGroup] = {}
-    for folder in folders:
-        config = _checkpoint_config(folder)
+    for folder in (*baseline, *converted):
+        with _named_errors(f"The checkpoint {folder!r}"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         saved = getattr(config, CONFIG_FIELD, None)
-        if exact and saved is not None:
+        if folder in baseline and saved is not None:
             raise ValueError(f"{folder!r} is patched; a baseline has exact attention. Give it with --converted.")
-        if not exact and saved is None:
+        if folder in converted and saved is None:
             raise ValueError(f"{folder!r} has exact attention: nothing was converted. Give it with --baseline.")
         check_same_shape(folder, config, exact_config)
         layers = {} if saved is None else {str(index): layer for index, layer in saved["layers"].items()}
-        names = [layer["attention"] for layer in layers.values()]
-        attention = max(dict.fromkeys(names), key=names.count) if names else EXACT
-        load = partial(_load_checkpoint, folder, auto_class, exact, device)
-        checkpoint = Checkpoint(Path(folder).name, folder_fingerprint(Path(folder)), load)
-        group = CheckpointGroup(attention, layers, ())
+        names = [layer["attention"] for layer in layers.values()] or [EXACT]
+        group = CheckpointGroup(max(dict.fromkeys(names), key=names.count), layers, {})
         known = groups.get(group.identity, group)
-        groups[group.identity] = replace(known, checkpoints=(*known.checkpoints, checkpoint))
+        groups[group.identity] = replace(known, folders={**known.folders, folder: folder_fingerprint(Path(folder))})
     return list(groups.values())
 
 
-def label_groups(groups: Sequence[CheckpointGroup], known: Mapping[str, str]) -> list[CheckpointGroup]:
+def label_groups(groups: Sequence[CheckpointGroup], labels: dict[str, str]) -> list[CheckpointGroup]:
     """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several.
 
-    A group keeps the label of an earlier run, which `known` has by its identity.
+    A group keeps the label that `labels` has by its identity; those of new groups are added to it.
     """
-    labels = dict(known)
     for group in groups:
         base = f"{group.attention} ({group.state})"
         names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
@@ -348,20 +325,3 @@ def folder_fingerprint(folder: Path) -> str:
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()
-
-
-def _checkpoint_config(folder: str) -> Any:
-    path = Path(folder)
-    if not path.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder!r}. Give one that `hf-linear-attn convert` wrote.")
-    if not (path / "config.json").is_file():
-        inner = path / "model"
-        remedy = f"Give {str(inner)!r}." if (inner / "config.json").is_file() else "Give the folder of a checkpoint."
-        raise ValueError(f"{folder!r} has no config.json: it is no checkpoint. {remedy}")
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-
-
-def _load_checkpoint(folder: str, auto_class: Any, exact: bool, device: Any) -> PreTrainedModel:
-    with quiet_transformers():
-        model = auto_class.from_pretrained(folder) if exact else load_pretrained(folder, auto_class)
-    return model.eval().to(device)
