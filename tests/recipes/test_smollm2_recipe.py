@@ -1,0 +1,74 @@
+"""The recipe of SmolLM2 on a tiny decoder: variants, measurements, report, and a second call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hf_linear_attn as hla
+from recipes.smollm2 import main
+from tests.helpers import save_checkpoint
+from tests.training.tiny_runs import save_text
+
+
+def arguments_of(folder: Path, *more: str) -> list[str]:
+    model = save_checkpoint(folder / "model", "llama", eos=True, num_hidden_layers=3, vocab_size=64)
+    text = save_text(folder / "text")
+    own = [
+        "--model",
+        str(model),
+        "--data.dataset",
+        str(text),
+        "--test_text",
+        str(text),
+        "--output",
+        str(folder / "out"),
+    ]
+    small = {
+        "data.max_length": "48",
+        "options": "{window_size: 8}",
+        "transfer.max_steps": "2",
+        "distill.max_steps": "2",
+        "contexts": "[24, 48]",
+        "test_tokens": "48",
+        "recall_lengths": "[40]",
+        "recall_trials": "1",
+        "recall_tasks": "[induction]",
+        "decoding_contexts": "[16]",
+        "probe_length": "40",
+        "bf16": "false",
+        "device": "cpu",
+    }
+    return [*own, *(f"--{name}={value}" for name, value in small.items()), *more]
+
+
+@pytest.mark.slow
+def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
+    variants = "--variants=[mixture, control, near, random, window, linear]"
+    assert main(arguments_of(tmp_path, variants, "--exact_share=0.34")) == 0
+    out = tmp_path / "out"
+    results = json.loads((out / "results.json").read_text())
+    assert sum(row["chosen"] for row in results["heads"]["scores"]) == 2
+    assert {"exact", "mixture", "control", "near", "random", "window", "linear"} <= results.keys()
+    plans = {name: json.loads((out / "plans" / f"{name}.json").read_text()) for name in ("mixture", "near", "window")}
+    assert plans["near"] == {**plans["mixture"], "default": {**plans["mixture"]["default"], "mix_init": -30.0}}
+    assert list(plans["window"]) == ["default"]
+    assert hla.is_patched(hla.load_pretrained(str(out / "mixture" / "model")))
+    report = (out / "report.md").read_text()
+    assert all(f"| {name} " in report for name in ("exact", "mixture", "control", "linear"))
+    assert all((out / name).stat().st_size > 1000 for name in ("loss-by-position.png", "recall.png"))
+
+    measured = {path: path.stat().st_mtime_ns for path in (out / "measurements").iterdir()}
+    assert main(arguments_of(tmp_path / "again", variants, f"--output={out}", "--exact_share=0.34")) == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "measurements").iterdir()} == measured
+
+
+def test_wrong_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, message in {"--variants=[best]": "'best'", "--exact_share=1.5": "1.5"}.items():
+        assert main(arguments_of(tmp_path, wrong)) == 2
+        assert message in capsys.readouterr().err
+    assert main(["--output", str(tmp_path / "out")]) == 2
+    assert "--test_text" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
