@@ -120,10 +120,12 @@ class AttentionEntry:
     recommendation: str
     alternative: str = ""
 
-    def build(self, shape: Any, options: Any) -> Any:
-        """Build the mechanism of a layer; what the options leave to the shape of the layer is filled in."""
-        resolve = getattr(self.factory, "resolve_options", None)
-        return self.factory(shape, options if resolve is None else resolve(shape, options))
+    def check_direction(self, causal: bool, where: str = "") -> None:
+        """Raise a NotImplementedError, which names the alternative, if the mechanism does not serve the direction."""
+        if not (self.causal if causal else self.bidirectional):
+            direction = "causal" if causal else "bidirectional"
+            alternative = f" Use {self.alternative!r}." if self.alternative else ""
+            raise NotImplementedError(f"{self.name!r} cannot be {direction}{where}.{alternative}")
 
 
 ATTENTIONS: Registry[AttentionEntry] = Registry("attention mechanism")
@@ -206,7 +208,9 @@ def _decorator(
         if base is None or not (isinstance(cls, type) and issubclass(cls, base)):
             expected = "LinearAttention or FeatureMap" if base is None else base.__name__
             raise TypeError(f"The registration of {name!r} decorates subclasses of {expected}, got {cls!r}.")
-        registry.add(name, AttentionEntry(name, cls, options, *facts))
+        entry = AttentionEntry(name, cls, options, *facts)
+        registry.add(name, entry)
+        cls.entry = entry  # type: ignore[attr-defined]
         return cls
 
     return decorate

@@ -9,7 +9,6 @@ import hf_linear_attn as hla
 from hf_linear_attn import registry
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.mechanisms import LinearAttention
-from hf_linear_attn.mechanisms.base import visible
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, Registry, build_options
 from tests.helpers import BERT, GPT2, assert_close, entries, logits, token_ids
@@ -55,14 +54,12 @@ def mean_attention(name="mean", causal=False):
     )
     class MeanAttention(LinearAttention):
         def forward(self, inputs):
-            query, value = inputs.query, inputs.value
-            weights = self.attention_weights(
-                query, inputs.key, scaling=inputs.scaling, causal=inputs.causal, mask=inputs.mask
-            )
-            return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1), None
+            repeats = inputs.query.shape[1] // inputs.value.shape[1]
+            return self.attention_weights(inputs) @ inputs.value.repeat_interleave(repeats, dim=1), None
 
-        def attention_weights(self, query, key, *, scaling, causal, mask=None):
-            allowed = visible(mask, query, key, causal).expand(query.shape[0], query.shape[1], -1, -1).to(query.dtype)
+        def attention_weights(self, inputs):
+            query = inputs.query
+            allowed = inputs.visible().expand(query.shape[0], query.shape[1], -1, -1).to(query.dtype)
             return allowed / allowed.sum(dim=-1, keepdim=True).clamp(min=1)
 
     return MeanAttention

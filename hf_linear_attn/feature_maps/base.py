@@ -29,6 +29,15 @@ class AttentionShape:
     #: Whether the layer is causal.
     causal: bool = False
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in float32."""
+        return 4 * self.num_key_value_heads * (self.head_dim + self.value_dim)
+
+    def sum_bytes(self, num_features: int) -> int:
+        """Return the bytes of sums over keys `[G, m, e]` and `[G, m]` in float32."""
+        return 4 * self.num_key_value_heads * num_features * (self.value_dim + 1)
+
 
 class FeatureMap(nn.Module):
     """`φ_q, φ_k`: queries `[B, H, L, d]` and keys `[B, G, L, d]` to features of size `num_features`.
@@ -37,8 +46,7 @@ class FeatureMap(nn.Module):
     τ, the scale of the model's own softmax. A map whose values can overflow returns its log scale beside them
     (see `ops.common.Features`).
 
-    A map with `uses_positions` takes a third argument, the places `[B | 1, L]` of the tokens among the real tokens of
-    their rows (None: 0, 1, …); rows of more than `max_length` real tokens never reach it.
+    A map with `uses_positions` defines `fused` for positions. No row of more than `max_length` real tokens reaches it.
     """
 
     num_features: int
@@ -46,7 +54,7 @@ class FeatureMap(nn.Module):
     distribution = True
     #: Whether products of features can be negative, so that the normaliser can cross zero (see `ops.common.divide`).
     signed = False
-    #: Whether `query` and `key` take positions.
+    #: Whether the features depend on the tokens' positions.
     uses_positions = False
     #: Most tokens of a row that a map with positions can tell apart (None: no limit).
     max_length: int | None = None
@@ -54,12 +62,8 @@ class FeatureMap(nn.Module):
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()
         self.shape = shape
+        #: The options, with all that they leave to the shape of the layer filled in.
         self.options = options
-
-    @classmethod
-    def resolve_options(cls, shape: AttentionShape, options: Any) -> Any:
-        """Fill in what the options leave to the model, so that the saved settings are complete."""
-        return options
 
     def begin_forward(self) -> None:
         """Called by the mechanism before each forward pass that does not go on from a state."""
@@ -79,26 +83,27 @@ class FeatureMap(nn.Module):
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         """The formulas of `query` and `key`, for backends that fuse them with the sums; None where there are none.
 
-        Positions `[B | 1, L]` of queries and keys, for maps that use them.
+        For maps that use them, positions are those of queries and keys among the real tokens of their rows,
+        `[B | 1, L]` in the dtype of the features.
         """
         return None
 
-    def functions(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
-        """Return both maps as functions of a block and its start, and as formulas, for maps without positions."""
-        formulas = self.fused(scaling)
+    def functions(
+        self, scaling: float, positions: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+        """Return both maps as functions of a block and its start, and as formulas if there are any."""
+        formulas = self.fused(scaling, positions)
         if formulas is not None:
             return formulas[0].features, formulas[1].features, formulas
         return lambda x, start: self.query(x, scaling), lambda x, start: self.key(x, scaling), None
 
     @torch.no_grad()
     def state_bytes(self) -> int:
-        """Bytes of the sums over keys `[G, m, e]` and `[G, m]`, in float32, with the running maxima `[G]` of a map that
-        has a log scale."""
-        shape = self.shape
+        """Return the bytes of the sums over keys, with the running maxima `[G]` of a map that has a log scale."""
+        groups = self.shape.num_key_value_heads
         device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        token = torch.zeros(1, shape.num_key_value_heads, 1, shape.head_dim, device=device)
-        maxima = 0 if self.key(token, 1.0).log_scale is None else 1
-        return 4 * shape.num_key_value_heads * (self.num_features * (shape.value_dim + 1) + maxima)
+        scale = self.key(torch.zeros(1, groups, 1, self.shape.head_dim, device=device), 1.0).log_scale
+        return self.shape.sum_bytes(self.num_features) + (0 if scale is None else 4 * groups)
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"

@@ -47,31 +47,21 @@ class CosformerFeatureMap(FeatureMap):
     uses_positions = True
 
     def __init__(self, shape: AttentionShape, options: CosformerOptions) -> None:
-        super().__init__(shape, options)
-        if options.max_length is None:
+        max_length = options.max_length or shape.max_length
+        if max_length is None:
             raise ValueError("cosformer needs max_length, the longest input: this model's config states no limit.")
-        self.max_length: int = options.max_length
+        super().__init__(shape, replace(options, max_length=max_length))
+        self.max_length: int = max_length
         self.num_features = 2 * shape.head_dim
 
-    @classmethod
-    def resolve_options(cls, shape: AttentionShape, options: CosformerOptions) -> CosformerOptions:
-        return replace(options, max_length=shape.max_length) if options.max_length is None else options
-
-    def query(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
-        """x `[B, H, L, d]`, positions `[B | 1, L]` (None: 0, 1, …) -> features `[B, H, L, 2d]`."""
-        if positions is None:
-            positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
-        return self._rotated(positions, x.dtype).features(x)
-
-    def key(self, x: Tensor, scaling: float, positions: Tensor | None = None) -> Features:
-        return self.query(x, scaling, positions)
+    def query(self, x: Tensor, scaling: float) -> Features:
+        """Map `[B, H, L, d]` at the positions 0, 1, … to `[B, H, L, 2d]`."""
+        positions = torch.arange(x.shape[2], dtype=x.dtype, device=x.device).unsqueeze(0)
+        return self._rotated(positions).features(x)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
-        if positions is None:
-            return None
-        query, key = (self._rotated(of_tokens, torch.float32) for of_tokens in positions)
-        return query, key
+        return None if positions is None else (self._rotated(positions[0]), self._rotated(positions[1]))
 
-    def _rotated(self, positions: Tensor, dtype: torch.dtype) -> FusedMap:
-        angle = positions.to(dtype) * (math.pi / (2 * self.max_length))
+    def _rotated(self, positions: Tensor) -> FusedMap:
+        angle = positions * (math.pi / (2 * self.max_length))
         return FusedMap("rotated-relu", epsilon=self.options.epsilon, cosine=angle.cos(), sine=angle.sin())

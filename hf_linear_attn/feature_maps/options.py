@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 _INTERVALS_IN_WORDS = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
 
 
-def option(default: Any, help: str, *, least: int | None = None, within: str | None = None) -> Any:
+def option(default: Any, help: str, *, least: int | None = None, within: str | None = None, **metadata: Any) -> Any:
     """Return a field of `Options`.
 
     Args:
@@ -19,8 +19,9 @@ def option(default: Any, help: str, *, least: int | None = None, within: str | N
         help: One line for users.
         least: The least value of an integer, 0 or 1.
         within: The interval of a number, such as `"[0, 1)"`.
+        metadata: More of the field's metadata, such as `before` (see `config.py`).
     """
-    return field(default=default, metadata={"help": help, "least": least, "within": within})
+    return field(default=default, metadata={"help": help, "least": least, "within": within, **metadata})
 
 
 def epsilon_option(default: float, added_to: str = "every feature") -> Any:
@@ -37,12 +38,16 @@ class Options:
         own_class: Any = type(self)
         for entry in fields(self):
             value, hints = getattr(self, entry.name), _field_hints(own_class)[entry.name]
-            if value is None and NoneType in hints:
+            choices = [None] if NoneType in hints else []
+            choices += [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
+            limit = _unmet_limit(value, entry.metadata.get("least"), entry.metadata.get("within"))
+            only_choices = all(hint is NoneType or get_origin(hint) is Literal for hint in hints)
+            if value in choices or not (limit or only_choices):
                 continue
-            unmet = _unmet_requirement(value, hints, entry.metadata.get("least"), entry.metadata.get("within"))
-            if unmet:
-                optional = " or None" if NoneType in hints else ""
-                raise ValueError(f"{entry.name} must {unmet}{optional}, got {value!r}.")
+            names = [repr(choice) for choice in choices]
+            first, *others = [limit, *names] if limit else [f"be {names[0]}", *names[1:]]
+            requirement = ", ".join([first, *others[:-1]]) + "".join(f" or {last}" for last in others[-1:])
+            raise ValueError(f"{entry.name} must {requirement}, got {value!r}.")
 
 
 @functools.cache
@@ -52,22 +57,15 @@ def _field_hints(options: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
-def _unmet_requirement(value: Any, hints: tuple[Any, ...], least: int | None, within: str | None) -> str | None:
-    choices = [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
-    if choices and value not in choices:
-        names = [repr(choice) for choice in choices]
-        return "be " + (" or ".join(names) if len(names) == 2 else f"one of {', '.join(names)}")
+def _unmet_limit(value: Any, least: int | None, within: str | None) -> str | None:
     if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         return "be a positive integer" if least else "be a non-negative integer"
-    if within is not None and not _lies_within(value, within):
-        return _INTERVALS_IN_WORDS.get(within, f"lie in {within}")
-    return None
-
-
-def _lies_within(number: Any, interval: str) -> bool:
-    if not isinstance(number, Real):
-        return False
-    value = float(number)
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    return above and (value <= high if interval[-1] == "]" else value < high)
+    if within is None:
+        return None
+    low, high = (float(bound) for bound in within[1:-1].split(","))
+    if isinstance(value, Real):
+        number = float(value)
+        above = number >= low if within[0] == "[" else number > low
+        if above and (number <= high if within[-1] == "]" else number < high):
+            return None
+    return _INTERVALS_IN_WORDS.get(within, f"lie in {within}")

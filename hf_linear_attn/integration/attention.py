@@ -124,7 +124,8 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     tensors = (call.query, call.key, call.value)
     if call.mask is not None and call.mask.dim() == 4:
         mask: Tensor | None = _check_full_mask(call, mechanism, layer)
-        out = mechanism.dense_forward(*tensors, scaling=call.scaling, causal=call.causal, mask=mask)
+        inputs = AttentionInputs(*tensors, call.scaling, call.causal, mask)
+        out = mechanism.dense_forward(inputs)
     else:
         mask, length = call.mask, call.key.shape[2]
         if mask is not None:
@@ -149,9 +150,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
     weights = None
     if weights_requested:
         with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.
-            weights = mechanism.attention_weights(
-                call.query, call.key, scaling=call.scaling, causal=call.causal, mask=mask
-            )
+            weights = mechanism.attention_weights(inputs)
         weights = weights.to(call.value.dtype)
     return out, weights
 

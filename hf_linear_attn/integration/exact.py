@@ -64,24 +64,21 @@ class AttentionCall:
 
     def linear_weights(self) -> Tensor:
         """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
-        return self.mechanism.attention_weights(self.query, self.key, **self._settings())
+        return self.mechanism.attention_weights(self._inputs())
 
     def branch_weights(self) -> tuple[Tensor, Tensor] | None:
         """Return the weights of a hybrid's linear branch for the same inputs (see `LinearAttention.branch_weights`)."""
-        return self.mechanism.branch_weights(self.query, self.key, **self._settings())
-
-    def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"scaling": self.scaling, "causal": self.causal, "mask": self.padding}
-        return settings if self.start is None else {**settings, "start": self.start}
+        return self.mechanism.branch_weights(self._inputs())
 
     def linear_output(self) -> Tensor:
         """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""
         if self.padding is not None and self.padding.dim() == 4:
-            return self.mechanism.dense_forward(
-                self.query, self.key, self.value, scaling=self.scaling, causal=self.causal, mask=self.padding
-            )
-        inputs = AttentionInputs(self.query, self.key, self.value, self.scaling, self.causal, self.padding)
-        return self.mechanism(inputs)[0]
+            return self.mechanism.dense_forward(self._inputs())
+        return self.mechanism(self._inputs())[0]
+
+    def _inputs(self) -> AttentionInputs:
+        tensors = (self.query, self.key, self.value)
+        return AttentionInputs(*tensors, self.scaling, self.causal, self.padding, start=self.start)
 
 
 Observer = Callable[[AttentionCall], None]

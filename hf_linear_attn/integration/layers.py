@@ -58,12 +58,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
                 f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
             )
         entry = ATTENTIONS.get(layer_config.attention)
-        if not (entry.causal if layer.causal else entry.bidirectional):
-            direction = "causal" if layer.causal else "bidirectional"
-            alternative = f" Use {entry.alternative!r}." if entry.alternative else ""
-            raise NotImplementedError(
-                f"{entry.name!r} cannot be {direction}, and layer {index} ({layer.name}) is.{alternative}"
-            )
+        entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
         planned[index] = layer, layer_config
     if not planned:
         reason = " Every layer is 'softmax'."
@@ -113,7 +108,7 @@ def _build(
     entry = ATTENTIONS.get(config.attention)
     options = build_options(entry, dict(config.options))
     mechanism: LinearAttention = (
-        HeadMixture(shape, entry, options, config.exact_heads) if config.exact_heads else entry.build(shape, options)
+        HeadMixture(shape, entry, options, config.exact_heads) if config.exact_heads else entry.factory(shape, options)
     )
     weights = [tensor for tensor in layer.module.parameters() if tensor.is_floating_point()]
     # Quantised weights have one byte an element: the mechanism takes the dtype of the others.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape
+from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops.common import State, compute_dtype
-from ..registry import ATTENTIONS
+from ..registry import ATTENTIONS, AttentionEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,11 +23,15 @@ class AttentionInputs:
         value: `[B, G, S, e]`.
         scaling: τ, the factor of `q·k` in the model's own softmax.
         causal: whether a token sees earlier tokens (and itself) only.
-        mask: `[B, S]`, True for real tokens, or None where all are. It says nothing of the causal order.
+        mask: `[B, S]`, True for real tokens, or None where all are. It says nothing of the causal order. Explicit
+            weights may have a full mask `[B | 1, H | 1, L, S]` instead, which decides by itself, `causal` or not: in a
+            prefix a token may look ahead.
         state: the state after earlier tokens; query, key, value and mask then belong to the new tokens only (L = S).
         return_state: whether the state after the last token is returned.
         first_call: False for the second and later calls of one forward pass, of which packed documents make several:
             what is drawn anew for each forward pass (`FeatureMap.begin_forward`) stays as it is.
+        start: the position of the first query, for explicit weights of some queries of a bidirectional call. (Causal
+            queries are the last ones of the keys.)
     """
 
     query: Tensor
@@ -39,11 +43,27 @@ class AttentionInputs:
     state: State | None = None
     return_state: bool = False
     first_call: bool = True
+    start: int | None = None
 
-    def refuse_bidirectional_state(self) -> None:
-        """Raise a ValueError where bidirectional attention is asked for a state, or given one."""
-        if not self.causal and (self.state is not None or self.return_state):
-            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+    @property
+    def padding(self) -> Tensor | None:
+        """The mask `[B, S]` of real tokens; None where there is none, or a full mask instead."""
+        return None if self.mask is None or self.mask.dim() == 4 else self.mask
+
+    def visible(self) -> Tensor:
+        """Return which keys a query may see, `[B | 1, H | 1, L, S]`."""
+        if self.mask is not None and self.mask.dim() == 4:
+            return self.mask
+        length, keys = self.query.shape[2], self.key.shape[2]
+        allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=self.query.device)
+        if self.causal:
+            allowed = allowed.tril(keys - length)
+        return allowed if self.mask is None else allowed & self.mask[:, None, None, :]
+
+    def of_queries(self, values: Tensor) -> Tensor:
+        """Return the part of `values [B, S]` that belongs to the queries."""
+        first = values.shape[1] - self.query.shape[2] if self.start is None else self.start
+        return values[:, first : first + self.query.shape[2]]
 
 
 class LinearAttention(nn.Module):
@@ -53,22 +73,22 @@ class LinearAttention(nn.Module):
     applied (dropout of the residual stream is, by the model).
     """
 
-    #: Whether `attention_weights` accepts an arbitrary mask `[B | 1, H | 1, L, S]`.
+    #: The registration of the class.
+    entry: AttentionEntry | None = None
+    #: Whether `attention_weights` accepts a full mask.
     dense_masks = False
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
+    #: Whether `attention_weights` and `branch_weights` work for some of the queries, so that memory can be bounded.
+    separable_queries = False
     #: Learning rate that suits the learned parts in attention transfer.
     transfer_lr = 1e-2
 
     def __init__(self, shape: AttentionShape, options: Any) -> None:
         super().__init__()
         self.shape = shape
+        #: The options, with all that they leave to the shape of the layer filled in.
         self.options = options
-
-    @classmethod
-    def resolve_options(cls, shape: AttentionShape, options: Any) -> Any:
-        """Fill in what the options leave to the shape of the layer, so that the saved options are complete."""
-        return options
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         """Compute attention, for a whole sequence or for the tokens after a state.
@@ -87,43 +107,27 @@ class LinearAttention(nn.Module):
         """
         raise NotImplementedError
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
+    def begin_forward(self, inputs: AttentionInputs) -> None:
+        """Check the direction of a call, and announce a new forward pass to the feature map if there is one."""
+        if self.entry is not None:
+            self.entry.check_direction(inputs.causal)
+        if not inputs.causal and (inputs.state is not None or inputs.return_state):
+            raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
+        feature_map: FeatureMap | None = getattr(self, "feature_map", None)
+        if feature_map is not None and inputs.state is None and inputs.first_call:
+            feature_map.begin_forward()
+
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.
 
         This takes O(L·S): it serves for study, for training losses on short inputs, and for masks that no linear form
         can honour. Unless a mechanism has a form of its own, these are the outputs for an identity of values.
-
-        Args:
-            query: `[B, H, L, d]`.
-            key: `[B, G, S, d]`.
-            scaling: τ, the factor of `q·k`.
-            causal: Whether a token sees earlier ones only.
-            mask: `[B, S]`, or `[B | 1, H | 1, L, S]` where `dense_masks`, or None.
         """
-        keys = key.shape[2]
-        identity = torch.eye(keys, dtype=compute_dtype(query), device=key.device).expand(*key.shape[:2], keys, keys)
-        return self.forward(AttentionInputs(query, key, identity, scaling, causal, mask))[0]
+        key, keys = inputs.key, inputs.key.shape[2]
+        identity = torch.eye(keys, dtype=compute_dtype(key), device=key.device).expand(*key.shape[:2], keys, keys)
+        return self.forward(replace(inputs, value=identity, return_state=False))[0]
 
-    def separable_queries(self, causal: bool) -> bool:
-        """Return whether `attention_weights` works for some of the queries, so that its memory can be bounded.
-
-        If causal, these are the last ones of the keys. If bidirectional, they come with all keys, and `start=` (an
-        argument of `branch_weights` too) is the position of the first of them.
-        """
-        return False
-
-    def branch_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        start: int | None = None,
-    ) -> tuple[Tensor, Tensor] | None:
+    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
         """Return the weights of the linear branch of a hybrid, so that it can be trained where the exact one hides it.
 
         Returns:
@@ -132,14 +136,11 @@ class LinearAttention(nn.Module):
         """
         return None
 
-    def dense_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
-    ) -> Tensor:
-        """Return the weights times the values: the quadratic form, for an arbitrary mask `[B | 1, H | 1, L, S]`."""
-        if (feature_map := getattr(self, "feature_map", None)) is not None:
-            feature_map.begin_forward()
-        weights = self.attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
-        value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
+    def dense_forward(self, inputs: AttentionInputs) -> Tensor:
+        """Return the weights times the values: the quadratic form, for a full mask."""
+        self.begin_forward(inputs)
+        weights = self.attention_weights(inputs)
+        value = inputs.value.repeat_interleave(weights.shape[1] // inputs.value.shape[1], dim=1)
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 
     def share_with(self, first: LinearAttention) -> None:
@@ -175,17 +176,3 @@ class LinearAttention(nn.Module):
 
 
 ATTENTIONS.base_class = LinearAttention
-
-
-def visible(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """Return which keys a query may see, `[B | 1, H | 1, L, S]`, from a padding mask `[B, S]` or a full mask.
-
-    A full mask decides by itself, `causal` or not: in a prefix a token may look ahead.
-    """
-    if mask is not None and mask.dim() == 4:
-        return mask
-    length, keys = query.shape[2], key.shape[2]
-    allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=query.device)
-    if causal:
-        allowed = allowed.tril(keys - length)
-    return allowed if mask is None else allowed & mask[:, None, None, :]

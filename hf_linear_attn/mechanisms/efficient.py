@@ -11,7 +11,7 @@ from ..feature_maps.options import Options, option
 from ..ops import efficient as ops
 from ..ops.common import State, mask_tokens
 from ..registry import register_attention
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EfficientAttention(LinearAttention):
     dense_masks = True
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        inputs.refuse_bidirectional_state()
+        self.begin_forward(inputs)
         # A NaN in a padded query would meet a zero gradient, and spread through the state.
         query = mask_tokens(inputs.query, inputs.mask)
         scale = self._scale(inputs.scaling)
@@ -57,10 +57,8 @@ class EfficientAttention(LinearAttention):
             return ops.causal(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask, state=inputs.state)
         return ops.bidirectional(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask), None
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        return ops.dense_weights(query, key, visible(mask, query, key, causal), scale=self._scale(scaling))
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        return ops.dense_weights(inputs.query, inputs.key, inputs.visible(), scale=self._scale(inputs.scaling))
 
     def _scale(self, scaling: float) -> float:
         return {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}[

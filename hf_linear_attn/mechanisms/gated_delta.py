@@ -75,10 +75,7 @@ class GatedDeltaAttention(LinearAttention):
         self.gate_bias = nn.Parameter(torch.tensor(starts, dtype=torch.float32, device="cpu").repeat(groups, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        if not inputs.causal:
-            raise NotImplementedError(
-                "gated-delta forgets the past, and so has a direction. Use 'hedgehog' on encoders."
-            )
+        self.begin_forward(inputs)
         call = GatedCall(
             inputs.query,
             inputs.key,
@@ -102,4 +99,4 @@ class GatedDeltaAttention(LinearAttention):
         return ops.DeltaKeys(values, functional.logsigmoid(gates[..., 0]), rate)
 
     def state_bytes(self, length: int = 0) -> int:
-        return 4 * self.shape.num_key_value_heads * (self.feature_map.num_features * (self.shape.value_dim + 1) + 1)
+        return self.shape.sum_bytes(self.feature_map.num_features) + 4 * self.shape.num_key_value_heads

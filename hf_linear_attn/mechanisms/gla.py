@@ -68,7 +68,7 @@ class GatedLinearAttention(LinearAttention):
         self.gate_bias = constant_parameter(groups, size, value=math.log(log_decay / (1 - log_decay)))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        _check(inputs.causal)
+        self.begin_forward(inputs)
         call = GatedCall(
             inputs.query,
             inputs.key,
@@ -82,13 +82,11 @@ class GatedLinearAttention(LinearAttention):
         )
         return backends.attend(call)
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        _check(causal)
-        dtype = compute_dtype(query)
-        keys = ops.masked_keys(self._keys(mask_tokens(key.to(dtype), mask), scaling), mask)
-        return ops.dense_gated_weights(self.feature_map.query(query.to(dtype), scaling).values, keys)
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        self.begin_forward(inputs)
+        dtype, mask, scaling = compute_dtype(inputs.query), inputs.mask, inputs.scaling
+        keys = ops.masked_keys(self._keys(mask_tokens(inputs.key.to(dtype), mask), scaling), mask)
+        return ops.dense_gated_weights(self.feature_map.query(inputs.query.to(dtype), scaling).values, keys)
 
     def _keys(self, key: Tensor, scaling: float) -> ops.GatedKeys:
         down, up, bias = (p.to(key.dtype) for p in (self.gate_down, self.gate_up, self.gate_bias))
@@ -96,9 +94,4 @@ class GatedLinearAttention(LinearAttention):
         return ops.GatedKeys(self.feature_map.key(key, scaling).values, -ops.MAX_DECAY * gate)
 
     def state_bytes(self, length: int = 0) -> int:
-        return 4 * self.shape.num_key_value_heads * self.feature_map.num_features * (self.shape.value_dim + 1)
-
-
-def _check(causal: bool) -> None:
-    if not causal:
-        raise NotImplementedError("gla forgets the past, and so has a direction. Use 'hedgehog' on encoders.")
+        return self.shape.sum_bytes(self.feature_map.num_features)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape
 from ..ops.common import State, mask_tokens
 from ..registry import AttentionEntry
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention, softmax_weights
 
 #: Prefix of the entries of the state that belong to the exact heads.
@@ -64,28 +63,22 @@ class HeadMixture(LinearAttention):
             num_heads=shape.num_heads // groups * (groups - len(chosen)),
             num_key_value_heads=groups - len(chosen),
         )
-        mechanism: LinearAttention = entry.build(linear_shape, options)
+        mechanism: LinearAttention = entry.factory(linear_shape, options)
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
         self.dense_masks = mechanism.dense_masks
         self.distribution = mechanism.distribution
+        self.separable_queries = mechanism.separable_queries
         self.transfer_lr = mechanism.transfer_lr
         #: Runs of neighbouring key-value heads that are treated alike: whether they are exact, and how many.
         self._runs = [(exact, len(list(run))) for exact, run in groupby(range(groups), key=chosen.__contains__)]
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        inputs.refuse_bidirectional_state()
-        state = inputs.state
-        own = None if state is None else {name: state[name] for name in state if name.startswith(PREFIX)}
-        other: State | None = None
-        if state is not None:
-            # The mechanism may write over its part of an `InPlaceState`.
-            other = type(state)({name: state[name] for name in state if not name.startswith(PREFIX)})
-        query, key, value = (self._split(tensor) for tensor in (inputs.query, inputs.key, inputs.value))
-        linear_inputs = replace(inputs, query=query[0], key=key[0], value=value[0], state=other)
+        self.begin_forward(inputs)
+        linear_inputs, exact_inputs = self._split_inputs(inputs)
         linear, other_after = self.mechanism(linear_inputs)
-        exact, own_after = self._exact(replace(inputs, query=query[1], key=key[1], value=value[1], state=own))
+        exact, own_after = self._exact(exact_inputs)
         return self._join(linear, exact), {**other_after, **own_after} if inputs.return_state else None
 
     def _exact(self, inputs: AttentionInputs) -> tuple[Tensor, State]:
@@ -108,44 +101,27 @@ class HeadMixture(LinearAttention):
             after["exact_mask"] = mask
         lower_triangle = inputs.causal and mask is None and key.shape[2] == length
         needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
-        allowed = visible(mask, query, key, inputs.causal) if needs_mask else None
+        allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
         return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
 
-    def dense_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool, mask: Tensor
-    ) -> Tensor:
-        queries, keys, values, masks = self._split(query), self._split(key), self._split(value), self._split_mask(mask)
-        linear = self.mechanism.dense_forward(
-            queries[0], keys[0], values[0], scaling=scaling, causal=causal, mask=masks[0]
-        )
-        return self._join(linear, softmax_attention(queries[1], keys[1], values[1], masks[1], scaling))
+    def dense_forward(self, inputs: AttentionInputs) -> Tensor:
+        linear, exact = self._split_inputs(inputs)
+        out = softmax_attention(exact.query, exact.key, exact.value, exact.mask, exact.scaling)
+        return self._join(self.mechanism.dense_forward(linear), out)
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        queries, keys = self._split(query), self._split(key)
-        masks = (mask, mask) if mask is None else self._split_mask(mask)
-        linear = self.mechanism.attention_weights(
-            queries[0], keys[0], scaling=scaling, causal=causal, mask=masks[0], **options
-        )
-        allowed = visible(masks[1], queries[1], keys[1], causal)
-        return self._join(linear, softmax_weights(queries[1], keys[1], allowed, scaling))
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        linear, exact = self._split_inputs(inputs)
+        weights = softmax_weights(exact.query, exact.key, exact.visible(), exact.scaling)
+        return self._join(self.mechanism.attention_weights(linear), weights)
 
-    def branch_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, Tensor] | None:
-        queries, keys = self._split(query), self._split(key)
-        branch = self.mechanism.branch_weights(
-            queries[0], keys[0], scaling=scaling, causal=causal, mask=mask, **options
-        )
+    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+        linear, exact = self._split_inputs(inputs)
+        branch = self.mechanism.branch_weights(linear)
         if branch is None:
             return None
         weights, outside = branch
-        exact = weights.new_zeros(weights.shape[0], queries[1].shape[1], *weights.shape[2:])
-        return self._join(weights, exact), self._join(outside.expand(weights.shape), exact.bool())
-
-    def separable_queries(self, causal: bool) -> bool:
-        return self.mechanism.separable_queries(causal)
+        none = weights.new_zeros(weights.shape[0], exact.query.shape[1], *weights.shape[2:])
+        return self._join(weights, none), self._join(outside.expand(weights.shape), none.bool())
 
     @property
     def tied_parameters(self) -> tuple[str, ...]:
@@ -156,7 +132,7 @@ class HeadMixture(LinearAttention):
         return self.mechanism.exact_length
 
     def state_bytes(self, length: int = 0) -> int:
-        exact = 4 * len(self.exact_heads) * length * (self.shape.head_dim + self.shape.value_dim)
+        exact = length * self.shape.token_bytes * len(self.exact_heads) // self.shape.num_key_value_heads
         return self.mechanism.state_bytes(length) + exact
 
     def extra_repr(self) -> str:
@@ -170,9 +146,19 @@ class HeadMixture(LinearAttention):
         linear, chosen = (run[0] if len(run) == 1 else torch.cat(run, dim=1) for run in parts)
         return linear, chosen
 
-    def _split_mask(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Split a mask that may differ from head to head, `[B, H, L, S]`; any other serves all heads."""
-        return self._split(mask) if mask.dim() == 4 and mask.shape[1] > 1 else (mask, mask)
+    def _split_inputs(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
+        """Return the inputs of the mechanism's heads and those of the exact ones."""
+        mask = inputs.mask
+        states: tuple[State | None, State | None] = (None, None)
+        # A mask may differ from head to head; any other serves all heads.
+        masks = self._split(mask) if mask is not None and mask.dim() == 4 and mask.shape[1] > 1 else (mask, mask)
+        if (state := inputs.state) is not None:
+            # The mechanism may write over its part of an `InPlaceState`.
+            linear_state = type(state)({name: state[name] for name in state if not name.startswith(PREFIX)})
+            states = linear_state, {name: state[name] for name in state if name.startswith(PREFIX)}
+        parts = zip(*map(self._split, (inputs.query, inputs.key, inputs.value)), masks, states, strict=True)
+        linear, exact = (replace(inputs, query=q, key=k, value=v, mask=m, state=s) for q, k, v, m, s in parts)
+        return linear, exact
 
     def _join(self, linear: Tensor, exact: Tensor) -> Tensor:
         """Put the heads `[B, H, L, x]` of the mechanism and the exact ones into their places."""

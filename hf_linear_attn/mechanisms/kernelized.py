@@ -12,11 +12,11 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops import backends
 from ..ops import kernelized as ops
-from ..ops.common import FeatureFunction, Features, State, compute_dtype
+from ..ops.common import FeatureFunction, State, compute_dtype
 from ..ops.fused import FusedMaps, KernelizedCall
 from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 
 
 class KernelizedAttention(LinearAttention):
@@ -28,74 +28,57 @@ class KernelizedAttention(LinearAttention):
     """
 
     dense_masks = True
+    separable_queries = True
 
     def __init__(self, shape: AttentionShape, options: Any, feature_map: type[FeatureMap]) -> None:
-        options = feature_map.resolve_options(shape, options)
-        super().__init__(shape, options)
-        self.feature_map = feature_map(shape, options)
-        self.distribution = self.feature_map.distribution and not self.feature_map.signed
+        built = feature_map(shape, options)
+        super().__init__(shape, built.options)
+        self.feature_map = built
+        self.distribution = built.distribution and not built.signed
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        self.begin_forward(inputs)
         query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
-        scaling, causal = inputs.scaling, inputs.causal
-        if mask is not None and is_decoding_step(query, mask, state):
-            mask = None
-        feature_map = self.feature_map
-        if state is None and inputs.first_call:
-            feature_map.begin_forward()
-        positions, counts = self._positions(key, mask, state) if feature_map.uses_positions else (None, None)
-        inputs.refuse_bidirectional_state()
+        maps, counts = self._maps(inputs)
         call = KernelizedCall(
             query,
             key,
             value,
-            *self._maps(scaling, positions, query.shape[2]),
-            feature_map.num_features,
-            causal,
-            feature_map.signed,
-            mask,
+            *maps,
+            self.feature_map.num_features,
+            inputs.causal,
+            self.feature_map.signed,
+            None if mask is not None and is_decoding_step(query, mask, state) else mask,
             state,
             inputs.return_state,
         )
         out, state_after = backends.attend(call)
-        if counts is None or state_after is None:
-            return out, state_after
-        return out, {**state_after, "count": counts}
+        return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
 
-    def attention_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        start: int | None = None,
-    ) -> Tensor:
-        dtype = compute_dtype(query)
-        # With a mask [B, H, L, S] positions in the sequence count: they preserve all distances inside of a document.
-        positions, _ = self._positions(key, None if mask is None or mask.dim() == 4 else mask, None)
-        query_features, key_features, _ = self._maps(scaling, positions, query.shape[2], start)
-        features = query_features(query.to(dtype), 0), key_features(key.to(dtype), 0)
-        return ops.dense_weights(*features, visible(mask, query, key, causal), signed=self.feature_map.signed)
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        dtype = compute_dtype(inputs.query)
+        (query_map, key_map, _), _ = self._maps(inputs)
+        features = query_map(inputs.query.to(dtype), 0), key_map(inputs.key.to(dtype), 0)
+        return ops.dense_weights(*features, inputs.visible(), signed=self.feature_map.signed)
 
-    def separable_queries(self, causal: bool) -> bool:
-        return True
+    def _maps(
+        self, inputs: AttentionInputs
+    ) -> tuple[tuple[FeatureFunction, FeatureFunction, FusedMaps | None], Tensor | None]:
+        """Return the feature maps, and the number of real tokens of each row `[B]` if the maps use positions.
 
-    def _positions(self, key: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the positions `[B | 1, S]` of the keys among the real tokens of their rows, and their number `[B]`."""
-        if not self.feature_map.uses_positions:
-            return None, None
-        batch, length = key.shape[0], key.shape[2]
-        if mask is None:
-            positions = torch.arange(length, device=key.device).unsqueeze(0)
-            counts = torch.full((batch,), length, device=key.device)
-        else:
-            positions, counts = mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
-        if state is not None and "count" in state:
+        With a full mask positions in the sequence count: they preserve all distances inside of a document.
+        """
+        feature_map, mask, state = self.feature_map, inputs.padding, inputs.state
+        if not feature_map.uses_positions:
+            return feature_map.functions(inputs.scaling), None
+        batch, length = inputs.key.shape[0], inputs.key.shape[2]
+        real = torch.ones(1, length, dtype=torch.long, device=inputs.key.device) if mask is None else mask.long()
+        positions, counts = real.cumsum(dim=1) - 1, real.expand(batch, -1).sum(dim=1)
+        if state is not None:
             positions, counts = positions + state["count"].unsqueeze(1), counts + state["count"]
         self._check_length(length, counts, resumed=state is not None)
-        return positions, counts
+        positions = positions.to(compute_dtype(inputs.query))
+        return feature_map.functions(inputs.scaling, (inputs.of_queries(positions), positions)), counts
 
     def _check_length(self, length: int, counts: Tensor, resumed: bool) -> None:
         """Raise where a row has more real tokens than the map was built for.
@@ -111,27 +94,6 @@ class KernelizedAttention(LinearAttention):
                 f"The input has {longest} tokens, but this {type(self.feature_map).__name__} was built for "
                 f"max_length={limit}. Shorten the input, or patch again with max_length={longest} or more."
             )
-
-    def _maps(
-        self, scaling: float, positions: Tensor | None, queries: int, start: int | None = None
-    ) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
-        """Return the query map and the key map as functions of a block and its start, and as formulas or None.
-
-        The queries are so many positions from `start`, or the last ones.
-        """
-        feature_map: Any = self.feature_map
-        if positions is None:
-            return self.feature_map.functions(scaling)
-        first = positions.shape[1] - queries if start is None else start
-        query_positions = positions[:, first : first + queries]
-
-        def query_features(x: Tensor, start: int) -> Features:
-            return feature_map.query(x, scaling, query_positions[:, start : start + x.shape[2]])
-
-        def key_features(x: Tensor, start: int) -> Features:
-            return feature_map.key(x, scaling, positions[:, start : start + x.shape[2]])
-
-        return query_features, key_features, feature_map.fused(scaling, (query_positions, positions))
 
     def state_bytes(self, length: int = 0) -> int:
         return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)

@@ -71,7 +71,7 @@ class LinformerAttention(LinearAttention):
     transfer_lr = 1e-3
 
     def __init__(self, shape: AttentionShape, options: LinformerOptions) -> None:
-        options = self.resolve_options(shape, options)
+        options = replace(options, max_length=options.max_length or shape.max_length)
         super().__init__(shape, options)
         if options.max_length is None:
             raise ValueError("linformer needs max_length, the longest input: this model's config states no limit.")
@@ -81,10 +81,6 @@ class LinformerAttention(LinearAttention):
         self.project_key = self._initial(heads, 2 * shape.layer_index) if learned else None
         two = learned and options.sharing in ("none", "headwise")
         self.project_value = self._initial(heads, 2 * shape.layer_index + 1) if two else None
-
-    @classmethod
-    def resolve_options(cls, shape: AttentionShape, options: LinformerOptions) -> LinformerOptions:
-        return replace(options, max_length=shape.max_length) if options.max_length is None else options
 
     def share_with(self, first: LinearAttention) -> None:
         if self.options.sharing == "layerwise" and isinstance(first.project_key, nn.Parameter):
@@ -119,12 +115,8 @@ class LinformerAttention(LinearAttention):
         return ops.columns(projection, key.shape[2], mask, self.options.fit == "resample")
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
+        self.begin_forward(inputs)
         query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
-        if inputs.causal:
-            raise NotImplementedError(
-                "linformer mixes future tokens into every slot and cannot be causal. "
-                "Use 'linformer-causal' on decoders."
-            )
         if key.shape[2] > self.options.max_length:
             raise ValueError(
                 f"The input has {key.shape[2]} tokens, but linformer was built for "

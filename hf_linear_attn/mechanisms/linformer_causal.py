@@ -60,10 +60,7 @@ class LinformerCausalAttention(LinearAttention):
         self.project_value = nn.Parameter(start.repeat(heads, 1, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        if not inputs.causal:
-            raise NotImplementedError(
-                "linformer-causal sees only the past and would waste half of an encoder. Use 'linformer' on encoders."
-            )
+        self.begin_forward(inputs)
         return ops.causal_blocks(
             inputs.query,
             inputs.key,
@@ -81,6 +78,5 @@ class LinformerCausalAttention(LinearAttention):
         return self.options.block_size
 
     def state_bytes(self, length: int = 0) -> int:
-        options, shape = self.options, self.shape
-        tokens = options.block_size + length // options.block_size * options.slots_per_block
-        return 4 * shape.num_key_value_heads * tokens * (shape.head_dim + shape.value_dim)
+        block = self.options.block_size
+        return (block + length // block * self.options.slots_per_block) * self.shape.token_bytes

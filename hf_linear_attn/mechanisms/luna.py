@@ -16,7 +16,7 @@ from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import luna as ops
 from ..ops.common import State
 from ..registry import register_attention
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 
 #: Standard deviations of P at the start, measured on pretrained models. Bidirectional: each row of P should find a few
 #: keys of its own. Causal: nothing normalises a_j, and P = 0 is the mean of the values; a small P stays near it.
@@ -63,7 +63,8 @@ class LunaAttention(LinearAttention):
     """
 
     def __init__(self, shape: AttentionShape, options: LunaOptions) -> None:
-        options = self.resolve_options(shape, options)
+        if options.init_scale is None:
+            options = replace(options, init_scale=CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
         super().__init__(shape, options)
         self.distribution = not shape.causal
         # The causal sums are a function of the visible keys of each query; the bidirectional slots serve all queries.
@@ -73,12 +74,6 @@ class LunaAttention(LinearAttention):
         size = (shape.num_key_value_heads, options.num_packed, shape.head_dim)
         start = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
         self.packed = nn.Parameter(start * float(options.init_scale or 0.0))
-
-    @classmethod
-    def resolve_options(cls, shape: AttentionShape, options: LunaOptions) -> LunaOptions:
-        if options.init_scale is not None:
-            return options
-        return replace(options, init_scale=CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
 
     @torch.no_grad()
     def start_from_queries(self, query: Tensor, real: Tensor | None = None) -> None:
@@ -106,23 +101,20 @@ class LunaAttention(LinearAttention):
         self.packed.copy_(rows[chosen.to(rows.device)].transpose(0, 1))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        inputs.refuse_bidirectional_state()
+        self.begin_forward(inputs)
         tensors, scaling, mask = (inputs.query, inputs.key, inputs.value, self.packed), inputs.scaling, inputs.mask
         if not inputs.causal:
             return ops.bidirectional(*tensors, scaling=scaling, mask=mask), None
         scale = scaling if self.options.scale_query else 1.0
         return ops.causal(*tensors, self._activation, scaling=scaling, query_scale=scale, mask=mask, state=inputs.state)
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        if not causal:
-            return super().attention_weights(query, key, scaling=scaling, causal=causal, mask=mask)
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        if not inputs.causal:
+            return super().attention_weights(inputs)
+        tensors, scaling = (inputs.query, inputs.key, self.packed), inputs.scaling
         scale = scaling if self.options.scale_query else 1.0
-        allowed = visible(mask, query, key, causal)
-        return ops.dense_causal_weights(
-            query, key, self.packed, self._activation, allowed, scaling=scaling, query_scale=scale
-        )
+        allowed = inputs.visible()
+        return ops.dense_causal_weights(*tensors, self._activation, allowed, scaling=scaling, query_scale=scale)
 
     def _activation(self, x: Tensor) -> Tensor:
         if self.options.activation == "elu":
@@ -130,5 +122,4 @@ class LunaAttention(LinearAttention):
         return functional.softplus(x, beta=math.log(2))
 
     def state_bytes(self, length: int = 0) -> int:
-        shape = self.shape
-        return 4 * shape.num_key_value_heads * self.options.num_packed * (shape.head_dim + shape.value_dim) + 8
+        return self.options.num_packed * self.shape.token_bytes + 8

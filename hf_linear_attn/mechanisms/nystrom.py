@@ -62,11 +62,7 @@ class NystromAttention(LinearAttention):
             self.kernel = constant_parameter(shape.num_heads, options.conv_kernel)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        if inputs.causal:
-            raise NotImplementedError(
-                "nystrom builds its landmarks from the whole sequence and cannot be causal. Use 'window' on decoders "
-                "('linformer-causal' for a growing state of slots)."
-            )
+        self.begin_forward(inputs)
         out = ops.nystrom(
             inputs.query,
             inputs.key,

@@ -17,7 +17,7 @@ from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype, mask_tokens
 from ..ops.fused import GatedCall, KernelizedCall
 from ..registry import register_attention
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RandomFeatureAttention(LinearAttention):
             self.gate_bias = constant_parameter(groups, 1, value=bias)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        inputs.refuse_bidirectional_state()
+        self.begin_forward(inputs)
         tensors = (inputs.query, inputs.key, inputs.value, self._features)
         settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": inputs.mask, "signed": True}
         if not (self.gated and inputs.causal):
@@ -92,15 +92,12 @@ class RandomFeatureAttention(LinearAttention):
         )
         return backends.attend(gated_call)
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        dtype = compute_dtype(query)
-        features = self._features(query.to(dtype), 0)
-        if not (causal and self.gated):
-            keys = self._features(key.to(dtype), 0)
-            return kernelized.dense_weights(features, keys, visible(mask, query, key, causal), signed=True)
-        gated_keys = gated.masked_keys(self._gated_keys(mask_tokens(key.to(dtype), mask), scaling), mask)
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        dtype, mask = compute_dtype(inputs.query), inputs.mask
+        features, key = self._features(inputs.query.to(dtype), 0), inputs.key.to(dtype)
+        if not (inputs.causal and self.gated):
+            return kernelized.dense_weights(features, self._features(key, 0), inputs.visible(), signed=True)
+        gated_keys = gated.masked_keys(self._gated_keys(mask_tokens(key, mask), inputs.scaling), mask)
         return gated.dense_gated_weights(features.values, gated_keys, signed=True)
 
     def _features(self, x: Tensor, start: int) -> Features:
@@ -115,5 +112,4 @@ class RandomFeatureAttention(LinearAttention):
         return gated.GatedKeys(self._features(key, 0).values, functional.logsigmoid(gate), log_write)
 
     def state_bytes(self, length: int = 0) -> int:
-        numbers = self.options.num_features * (self.shape.value_dim + 1) + int(self.gated)
-        return 4 * self.shape.num_key_value_heads * numbers
+        return self.shape.sum_bytes(self.options.num_features) + 4 * self.shape.num_key_value_heads * self.gated

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape
-from ..feature_maps.options import Options, option
+from ..feature_maps.options import option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import buckets, windowed
-from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.common import FeatureFunction, Features, State, mask_tokens
 from ..ops.fused import WindowedCall
-from ..ops.kernelized import dense_weights
-from ..registry import FEATURE_MAPS, build_options, register_attention
-from .base import AttentionInputs, LinearAttention, visible
+from ..registry import register_attention
+from .base import AttentionInputs
+from .hybrid import HybridAttention, HybridOptions
 
 #: Keeps the hash directions apart from the random features that the same seed gives.
 HASH_SEED_OFFSET = 500_009
 
 
 @dataclass(frozen=True)
-class ScatterbrainOptions(Options):
-    window_size: int = option(64, "the band: the last w tokens, or |i - j| < w", least=1)
+class ScatterbrainOptions(HybridOptions):
     feature_map: str = option("favor+", "φ, an estimate of exp(τ q·k), outside the support")
-    feature_map_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of that map"})
     num_hash_buckets: int = option(0, "hash buckets beside the band, an even number (0: the band only)")
     hash_rounds: int = option(1, "independent rounds of hashing", least=1)
     bucket_capacity: int = option(16, "keys that a query takes from its bucket in each round", least=1)
@@ -36,12 +34,6 @@ class ScatterbrainOptions(Options):
         super().__post_init__()
         if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
             raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
-        entry = FEATURE_MAPS.get(self.feature_map)
-        if entry.factory.uses_positions:
-            raise ValueError(
-                f"scatterbrain cannot use {self.feature_map!r}: this feature map needs the tokens' positions."
-            )
-        build_options(entry, dict(self.feature_map_options))
 
 
 @register_attention(
@@ -56,7 +48,7 @@ class ScatterbrainOptions(Options):
     cost="O(L·(w + m)·d) time, O((w + m)·d) state; buckets add O(L·r·c·m·d) and O(b·r·c·d)",
     recommendation="conversion without any training: better than favor+ alone wherever attention is local",
 )
-class ScatterbrainAttention(LinearAttention):
+class ScatterbrainAttention(HybridAttention):
     """`w_ij = exp(τ q_i·k_j)` for (i, j) in Ω, `φ(q_i)·φ(k_j)` elsewhere, one normaliser. Chen et al. 2021.
 
     Ω is a band (the last w tokens, or |i - j| < w) and, with `num_hash_buckets`, the keys that share a hash bucket with
@@ -71,13 +63,6 @@ class ScatterbrainAttention(LinearAttention):
 
     def __init__(self, shape: AttentionShape, options: ScatterbrainOptions) -> None:
         super().__init__(shape, options)
-        entry = FEATURE_MAPS.get(options.feature_map)
-        self.feature_map = entry.factory(shape, build_options(entry, dict(options.feature_map_options)))
-        if self.feature_map.signed:
-            raise ValueError(
-                f"scatterbrain cannot use {options.feature_map!r} with these options: its weights can be negative, and "
-                "one normaliser over them and the exact weights could cross zero."
-            )
         #: Buckets rank the keys of a row; with a mask for every query there would be one ranking for each.
         self.dense_masks = options.num_hash_buckets == 0
         if options.num_hash_buckets:
@@ -89,22 +74,18 @@ class ScatterbrainAttention(LinearAttention):
             )
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
-        inputs.refuse_bidirectional_state()
-        query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
-        scaling, causal = inputs.scaling, inputs.causal
-        if state is None and inputs.first_call:
-            self.feature_map.begin_forward()
+        self.begin_forward(inputs)
+        query, value, mask, state, causal = inputs.query, inputs.value, inputs.mask, inputs.state, inputs.causal
         call = WindowedCall(
             query,
-            key,
+            inputs.key,
             value,
-            *self._feature_functions(scaling),
-            fused=None,
+            *self._maps(inputs.scaling),
             num_features=self.feature_map.num_features,
             causal=causal,
             window=self.options.window_size,
-            scaling=scaling,
-            log_mix=torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device),
+            scaling=inputs.scaling,
+            log_mix=self._log_mix(inputs),
             mask=mask,
             state=state,
         )
@@ -118,36 +99,9 @@ class ScatterbrainAttention(LinearAttention):
         out = mask_tokens(accumulator.normalised(), mask).to(value.dtype)
         return out, None if after is None else {**after, **stored}
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        return windowed.dense_windowed_weights(
-            query,
-            key,
-            *self._feature_functions(scaling),
-            inside=self._support(query, key, causal, mask),
-            allowed=visible(mask, query, key, causal),
-            scaling=scaling,
-            log_mix=torch.zeros(query.shape[1], dtype=compute_dtype(query), device=query.device),
-        )
-
-    def branch_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scaling: float,
-        causal: bool,
-        mask: Tensor | None = None,
-        start: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(query)
-        outside = visible(mask, query, key, causal) & ~self._support(query, key, causal, mask)
-        query_features, key_features = self._feature_functions(scaling)
-        return dense_weights(query_features(query.to(dtype), 0), key_features(key.to(dtype), 0), outside), outside
-
-    def _support(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-        """Ω, `[B | 1, H | 1, L, S]`."""
+    def _inside(self, inputs: AttentionInputs) -> Tensor:
+        """Return Ω, `[B | 1, H | 1, L, S]`."""
+        query, key, mask, causal = inputs.query, inputs.key, inputs.mask, inputs.causal
         window, hashing = self.options.window_size, self._hashing()
         band = windowed.inside_window(mask, query, key, window, causal)
         if hashing is None:
@@ -164,22 +118,17 @@ class ScatterbrainAttention(LinearAttention):
         directions: Any = self.directions
         return buckets.Hashing(directions, self.options.bucket_capacity)
 
-    def _feature_functions(self, scaling: float) -> tuple[Any, Any]:
-        query_map, key_map = self.feature_map.query, self.feature_map.key
-        return lambda x, start: _with_scale(query_map(x, scaling)), lambda x, start: _with_scale(key_map(x, scaling))
-
-    @property
-    def exact_length(self) -> int:
-        return self.options.window_size
+    def _maps(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, None]:
+        """Return the maps with a log scale, of zero where they have none: they count as estimates of exp(τ q·k)."""
+        query_map, key_map, _ = self.feature_map.functions(scaling)
+        return lambda x, start: _with_scale(query_map(x, start)), lambda x, start: _with_scale(key_map(x, start)), None
 
     def state_bytes(self, length: int = 0) -> int:
-        shape, options = self.shape, self.options
-        token = 4 * (shape.head_dim + shape.value_dim)
-        kv_state = 4 * shape.num_key_value_heads * (self.feature_map.num_features * (shape.value_dim + 1) + 1)
-        ring = options.window_size * (shape.num_key_value_heads * token + 1)
+        shape, options, groups = self.shape, self.options, self.shape.num_key_value_heads
         bucket_keys = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
-        bucket_state = shape.num_key_value_heads * bucket_keys * (token + 8)
-        return kv_state + ring + bucket_state + 8
+        band = options.window_size * (shape.token_bytes + 1) + 8
+        sums = shape.sum_bytes(self.feature_map.num_features) + 4 * groups
+        return sums + band + bucket_keys * (shape.token_bytes + 8 * groups)
 
 
 def _with_scale(features: Features) -> Features:

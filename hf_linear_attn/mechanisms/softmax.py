@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
-from .base import AttentionInputs, LinearAttention, visible
+from .base import AttentionInputs, LinearAttention
 
 #: The name of exact attention in the registry.
 EXACT = "softmax"
@@ -44,15 +44,10 @@ class SoftmaxAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         if inputs.state is not None or inputs.return_state:
             raise ValueError("Exact attention keeps its keys and values in the model's own cache, not in a state.")
-        query, key, causal = inputs.query, inputs.key, inputs.causal
-        allowed = visible(inputs.mask, query, key, causal)
-        out = self.dense_forward(query, key, inputs.value, scaling=inputs.scaling, causal=causal, mask=allowed)
-        return out, None
+        return self.dense_forward(inputs), None
 
-    def attention_weights(
-        self, query: Tensor, key: Tensor, *, scaling: float, causal: bool, mask: Tensor | None = None
-    ) -> Tensor:
-        return softmax_weights(query, key, visible(mask, query, key, causal), scaling)
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        return softmax_weights(inputs.query, inputs.key, inputs.visible(), inputs.scaling)
 
 
 def softmax_attention(

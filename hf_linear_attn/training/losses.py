@@ -203,7 +203,7 @@ def layer_loss(
         seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
             from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
     """
-    separable = call.mechanism.separable_queries(call.causal) and call.query.shape[2] == call.key.shape[2]
+    separable = call.mechanism.separable_queries and call.query.shape[2] == call.key.shape[2]
     by_weights = kind == "weights" or (
         kind == "auto" and call.mechanism.distribution and (separable or call.key.shape[2] <= MAX_WEIGHTS_LENGTH)
     )

@@ -99,7 +99,7 @@ def build(
     options = build_options(entry, options_of(entry, seed))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = entry.build(shape, options)
+        module = entry.factory(shape, options)
     return module.to(device=device, dtype=dtype).eval()
 
 

@@ -247,7 +247,7 @@ def test_half_inputs_lose_only_their_own_rounding(case, causal, dtype):
 def test_implied_weights_make_the_output(case, causal):
     module, (q, k, v) = build(case), qkv(33)
     mask = padding_mask([33, 20], 33, "right")
-    weights = module.attention_weights(q, k, scaling=SCALING, causal=causal, mask=mask)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
     out, _ = run(module, q, k, v, causal=causal, mask=mask)
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
     if module.distribution:

@@ -29,10 +29,10 @@ def test_the_guard_is_exact_above_and_continuous_through_zero():
 
 
 def test_weights_can_be_negative_and_are_not_declared_a_distribution():
-    module, (q, k, _) = build(), qkv(40)
+    module, (q, k, v) = build(), qkv(40)
     assert not module.distribution
     assert module.feature_map.signed
-    weights = module.attention_weights(3 * q, 3 * k, scaling=0.4, causal=True)
+    weights = module.attention_weights(AttentionInputs(3 * q, 3 * k, v, scaling=0.4, causal=True))
     assert float(weights.min()) < 0
 
 

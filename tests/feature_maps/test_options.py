@@ -40,7 +40,7 @@ def test_the_ends_of_the_intervals():
         ("decay", 0, "decay must lie in (0, 1], got 0."),
         ("scale", 0.0, "scale must be positive or None, got 0.0."),
         ("bias", float("inf"), "bias must be finite, got inf."),
-        ("kind", "d", "kind must be one of 'a', 'b', 'c', got 'd'."),
+        ("kind", "d", "kind must be 'a', 'b' or 'c', got 'd'."),
         ("other", "c", "other must be 'a' or 'b', got 'c'."),
     ],
 )

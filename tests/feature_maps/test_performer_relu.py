@@ -33,8 +33,8 @@ def test_relu_estimates_the_arc_cosine_kernel(orthogonal):
 
 @pytest.mark.parametrize("kernel", ["exp", *POSITIVE, *SIGNED])
 def test_signs_and_distributions_are_declared_as_they_are(kernel):
-    module, (q, k, _) = attention(kernel=kernel, num_features=12), qkv(60)
-    weights = module.attention_weights(q, k, scaling=0.4, causal=True)
+    module, (q, k, v) = attention(kernel=kernel, num_features=12), qkv(60)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=0.4, causal=True))
     assert module.feature_map.signed is (kernel in SIGNED)
     assert module.distribution is (kernel not in SIGNED)
     assert bool((weights < 0).any()) is (kernel in SIGNED)
@@ -69,7 +69,7 @@ def test_a_window_takes_positive_kernels_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": "selu"}, "kernel must be one of 'relu', .* got 'selu'"),
+        ({"kernel": "selu"}, "kernel must be 'relu', .* or 'tanh', got 'selu'"),
         ({"epsilon": 1.5}, r"epsilon must lie in \[0, 1\), got 1.5"),
         ({"num_features": -4}, "num_features must be a positive integer, got -4"),
     ],

@@ -5,6 +5,7 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.mask import exact_mask, full_mask_to_bool, linear_attention_mask
+from hf_linear_attn.mechanisms import AttentionInputs
 from tests.helpers import (
     BERT,
     FAMILIES,
@@ -67,9 +68,8 @@ def test_a_mask_made_by_hand_is_honoured(name, family, kind):
     full_mask = mask if kind == "bool" else additive(mask)
     first = observed(model, ids, full_mask, **no_cache(family))[0]
     own = model.get_submodule(next(key for key, m in model.named_modules() if m is first.module)).linear_attention
-    expected = own.dense_forward(
-        first.query, first.key, first.value, scaling=first.scaling, causal=family.causal, mask=mask
-    )
+    tensors = (first.query, first.key, first.value)
+    expected = own.dense_forward(AttentionInputs(*tensors, scaling=first.scaling, causal=family.causal, mask=mask))
     seen = []
     handle = own.register_forward_hook(lambda *_: seen.append(True))
     attended = []

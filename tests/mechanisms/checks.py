@@ -30,7 +30,7 @@ def build(name: str, causal: bool, heads=4, groups=2, dim=6, value_dim=6, seed=N
     shape = AttentionShape(
         heads, groups, dim, value_dim, layer_index=1, max_length=options.pop("limit", 2048), causal=causal
     )
-    module = entry.build(shape, build_options(entry, options))
+    module = entry.factory(shape, build_options(entry, options))
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in module.parameters():
@@ -166,7 +166,7 @@ def check_weights(module: Any, length: int = 40) -> Tensor:
     """Weights times values are the output, and nothing falls on padding; returns the weights of the first row."""
     q, k, v = qkv(length)
     mask = padding_mask([length, length // 2], length, "left")
-    weights = module.attention_weights(q, k, scaling=SCALING, causal=module.shape.causal, mask=mask)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=SCALING, causal=module.shape.causal, mask=mask))
     out, _ = run(module, q, k, v, mask=mask)
     real = mask[:, None, :, None].expand(out.shape)
     assert_close((weights @ v.repeat_interleave(2, dim=1))[real], out[real])

@@ -65,7 +65,7 @@ def test_values_may_be_wider_than_keys(name, causal):
 @torch.no_grad()
 def test_weights_times_values_are_the_output(name, causal):
     module, (q, k, v), mask = mechanism(name, causal), qkv(19), padding_mask([19, 12], 19, "left")
-    weights = module.attention_weights(q, k, scaling=SCALING, causal=causal, mask=mask)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
     out, _ = run(module, q, k, v, causal=causal, mask=mask)
     real = mask[:, None].expand(-1, 4, -1)
     assert_close((weights @ v.repeat_interleave(2, dim=1))[real], out[real])
@@ -74,19 +74,20 @@ def test_weights_times_values_are_the_output(name, causal):
 @every_direction()
 @torch.no_grad()
 def test_weights_of_some_queries_are_those_of_all(name, causal):
-    module, (q, k, _), mask = mechanism(name, causal), qkv(19), padding_mask([19, 12], 19, "left")
-    if not module.separable_queries(causal):
+    module, (q, k, v), mask = mechanism(name, causal), qkv(19), padding_mask([19, 12], 19, "left")
+    if not module.separable_queries:
         pytest.skip(f"{name} declares that it needs all queries")
     settings = {"scaling": SCALING, "causal": causal}
-    weights = module.attention_weights(q, k, mask=mask, **settings)
-    branch = module.branch_weights(q, k, mask=mask, **settings)
+    weights = module.attention_weights(AttentionInputs(q, k, v, mask=mask, **settings))
+    branch = module.branch_weights(AttentionInputs(q, k, v, mask=mask, **settings))
     for start, stop in ((0, 3), (9, 14), (16, 19)):
         keys, more = (stop, {}) if causal else (19, {"start": start})
-        part = q[:, :, start:stop], k[:, :, :keys]
-        some = module.attention_weights(*part, mask=mask[:, :keys], **settings, **more)
+        part = q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys]
+        inputs = AttentionInputs(*part, mask=mask[:, :keys], **settings, **more)
+        some = module.attention_weights(inputs)
         assert_close(some, weights[:, :, start:stop, :keys])
         if branch is not None:
-            own, outside = module.branch_weights(*part, mask=mask[:, :keys], **settings, **more)
+            own, outside = module.branch_weights(inputs)
             assert torch.equal(outside, branch[1][:, :, start:stop, :keys])
             assert_close(own, branch[0][:, :, start:stop, :keys])
 
@@ -132,11 +133,11 @@ def test_dense_forward_honours_any_mask_where_declared(name, causal):
         pytest.skip(f"{name} declares that it honours padding masks only")
     allowed = torch.rand(2, 1, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.6
     allowed = allowed | torch.eye(19, dtype=torch.bool)  # not causal: a full mask says it all
-    out = module.dense_forward(q, k, v, scaling=SCALING, causal=causal, mask=allowed)
+    out = module.dense_forward(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=allowed))
     for i in (3, 18):
         other = v.clone()
         other[0, :, ~allowed[0, 0, i]] = 100.0
-        changed = module.dense_forward(q, k, other, scaling=SCALING, causal=causal, mask=allowed)
+        changed = module.dense_forward(AttentionInputs(q, k, other, scaling=SCALING, causal=causal, mask=allowed))
         assert_close(changed[0, :, i], out[0, :, i])
 
 
@@ -151,7 +152,7 @@ def test_any_mask_equals_the_definition(name):
         features.append(values if log_scale is None else values * log_scale.exp().unsqueeze(-1))
     allowed = torch.rand(3, 4, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.5
     allowed[0, :, 5] = False
-    out = module.dense_forward(*inputs, scaling=SCALING, causal=True, mask=allowed)
+    out = module.dense_forward(AttentionInputs(*inputs, scaling=SCALING, causal=True, mask=allowed))
     assert_close(out, naive.kernelized_attention(*features, inputs[2], allowed), torch.float64)
     assert not bool(out[0, :, 5].any())
 

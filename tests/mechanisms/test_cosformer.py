@@ -123,7 +123,7 @@ def test_padding_changes_no_state():
 def test_weights_times_values_are_the_output(causal):
     q, k, v = qkv(40)
     mask, module = padding_mask([40, 23], 40, "left"), build()
-    weights = module.attention_weights(q, k, scaling=SCALING, causal=causal, mask=mask)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=SCALING, causal=causal, mask=mask))
     out, _ = run(module, q, k, v, causal=causal, mask=mask)
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
     assert float(weights.min()) >= 0
@@ -134,7 +134,7 @@ def test_packed_documents_equal_the_documents():
     q, k, v = qkv(30, batch=1)
     document = torch.arange(30) >= 11
     together = (document[:, None] == document[None, :]).tril()[None, None]
-    out = build().dense_forward(q, k, v, scaling=SCALING, causal=True, mask=together)
+    out = build().dense_forward(AttentionInputs(q, k, v, scaling=SCALING, causal=True, mask=together))
     for part in (document, ~document):
         single, _ = run(build(), *(x[:, :, part] for x in (q, k, v)), causal=True)
         assert_close(out[:, :, part], single)
@@ -186,9 +186,10 @@ def test_a_query_without_a_shared_feature_sees_the_average():
 
 def test_features_without_positions_begin_at_the_first():
     phi, x = build().feature_map, qkv(7, batch=3)[0]
-    shifted = phi.query(x, SCALING, torch.arange(7).unsqueeze(0))
-    assert torch.equal(phi.query(x, SCALING).values, shifted.values)
-    assert not torch.equal(phi.query(x, SCALING, torch.arange(1, 8).unsqueeze(0)).values, shifted.values)
+    positions = torch.arange(7.0).unsqueeze(0)
+    for first in (0, 1):
+        features = phi.fused(SCALING, (positions + first, positions))[0].features(x)
+        assert torch.equal(phi.query(x, SCALING).values, features.values) is (first == 0)
 
 
 def test_one_token_is_a_possible_limit():
@@ -205,7 +206,7 @@ def test_too_long_an_input_raises():
     with pytest.raises(ValueError, match="11 tokens"):
         run(module, *qkv(1), causal=True, state=state)
     with pytest.raises(ValueError, match="12 tokens"):
-        module.attention_weights(*qkv(12)[:2], scaling=SCALING, causal=False)
+        module.attention_weights(AttentionInputs(*qkv(12), scaling=SCALING, causal=False))
 
 
 def test_padding_does_not_count():

@@ -110,17 +110,17 @@ def test_weights(causal):
 
 
 def test_weights_in_blocks_of_rows(monkeypatch):
-    q, k, _ = qkv(23)
-    whole = build(True).attention_weights(q, k, scaling=0.4, causal=True)
+    inputs = AttentionInputs(*qkv(23), scaling=0.4, causal=True)
+    whole = build(True).attention_weights(inputs)
     monkeypatch.setattr(ops, "DENSE_ELEMENTS", 1)
-    assert_close(build(True).attention_weights(q, k, scaling=0.4, causal=True), whole)
+    assert_close(build(True).attention_weights(inputs), whole)
 
 
 def test_packed_documents_equal_the_documents():
     q, k, v = qkv(30, batch=1)
     document = torch.arange(30) >= 11
     together = (document[:, None] == document[None, :]).tril()[None, None]
-    out = build(True).dense_forward(q, k, v, scaling=0.4, causal=True, mask=together)
+    out = build(True).dense_forward(AttentionInputs(q, k, v, scaling=0.4, causal=True, mask=together))
     for part in (document, ~document):
         assert_close(out[:, :, part], checks.run(build(True), *(x[:, :, part] for x in (q, k, v)))[0])
 
@@ -132,7 +132,7 @@ def test_half(causal, dtype):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="scale must be one of 'raw', 'split', 'matched', got 'big'"):
+    with pytest.raises(ValueError, match="scale must be 'raw', 'split' or 'matched', got 'big'"):
         build(True, scale="big")
     with pytest.raises(ValueError, match="has no state"):
         build(False)(AttentionInputs(*qkv(3), scaling=1.0, causal=False, return_state=True))

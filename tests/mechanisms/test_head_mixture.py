@@ -149,7 +149,7 @@ def test_a_mask_may_begin_after_a_state_without_one() -> None:
 @torch.no_grad()
 def test_weights_times_values_are_the_output(name: str, causal: bool) -> None:
     module, (q, k, v) = mixture(name, causal), inputs(19)
-    weights = module.attention_weights(q, k, scaling=checks.SCALING, causal=causal)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=causal))
     out, _ = module(AttentionInputs(q, k, v, checks.SCALING, causal))
     assert_close(weights @ v.repeat_interleave(HEADS // GROUPS, dim=1), out)
 
@@ -159,21 +159,22 @@ def test_a_mask_of_each_head() -> None:
     module, (q, k, v) = mixture("window", False), inputs(15)
     mask = torch.rand(2, HEADS, 15, 15, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(15, dtype=torch.bool)
-    out = module.dense_forward(q, k, v, scaling=checks.SCALING, causal=False, mask=mask)
-    weights = module.attention_weights(q, k, scaling=checks.SCALING, causal=False, mask=mask)
+    out = module.dense_forward(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=False, mask=mask))
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=False, mask=mask))
     assert not bool(weights[~mask].any())
     assert_close(weights @ v.repeat_interleave(HEADS // GROUPS, dim=1), out)
 
 
 def test_the_linear_branch_has_no_keys_in_exact_heads() -> None:
-    module, (q, k, _) = mixture("window", True, (1,)), inputs(15)
-    branch = module.branch_weights(q, k, scaling=checks.SCALING, causal=True)
+    module, (q, k, v) = mixture("window", True, (1,)), inputs(15)
+    branch = module.branch_weights(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
     assert branch is not None
     assert not bool(branch[1][:, 2:4].any())
     assert bool(branch[1][:, :2].any())
     single = copy.deepcopy(module.mechanism)
     others = [0, 1, 4, 5, 6, 7]
-    expected = single.branch_weights(q[:, others], k[:, [0, 2, 3]], scaling=checks.SCALING, causal=True)
+    rest = (q[:, others], k[:, [0, 2, 3]], v[:, [0, 2, 3]])
+    expected = single.branch_weights(AttentionInputs(*rest, scaling=checks.SCALING, causal=True))
     assert_close(branch[0][:, others], expected[0])
 
 
@@ -194,7 +195,7 @@ def test_half_precision() -> None:
 
 @torch.no_grad()
 def test_weights_of_some_queries_are_those_of_all() -> None:
-    module, (q, k, _) = mixture("window", False), inputs(19)
+    module, (q, k, v) = mixture("window", False), inputs(19)
     settings = {"scaling": checks.SCALING, "causal": False}
-    some = module.attention_weights(q[:, :, 7:12], k, start=7, **settings)
-    assert_close(some, module.attention_weights(q, k, **settings)[:, :, 7:12])
+    some = module.attention_weights(AttentionInputs(q[:, :, 7:12], k, v, start=7, **settings))
+    assert_close(some, module.attention_weights(AttentionInputs(q, k, v, **settings))[:, :, 7:12])

@@ -190,8 +190,8 @@ def test_mixed_lengths_through_a_model_equal_single_rows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"projection": "max-pool"}, "projection must be one of 'linear', 'mean-pool', 'conv', got 'max-pool'"),
-        ({"sharing": "rowwise"}, "sharing must be one of 'none', 'headwise', 'kv', 'layerwise', got 'rowwise'"),
+        ({"projection": "max-pool"}, "projection must be 'linear', 'mean-pool' or 'conv', got 'max-pool'"),
+        ({"sharing": "rowwise"}, "sharing must be 'none', 'headwise', 'kv' or 'layerwise', got 'rowwise'"),
         ({"init": "zeros"}, "init must be .segment-mean. or .gaussian., got .zeros."),
         ({"fit": "pad"}, "fit must be .resample. or .truncate., got .pad."),
         ({"num_slots": 0}, "num_slots must be a positive integer, got 0"),

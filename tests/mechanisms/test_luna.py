@@ -45,7 +45,7 @@ def test_causal_options(options):
 def test_causal_weights_times_values_are_the_output(options):
     module, (q, k, v) = build(True, **options), qkv(40)
     out, _ = module(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
-    weights = module.attention_weights(q, k, scaling=checks.SCALING, causal=True)
+    weights = module.attention_weights(AttentionInputs(q, k, v, scaling=checks.SCALING, causal=True))
     assert_close(weights @ v.repeat_interleave(2, dim=1), out)
 
 
@@ -121,7 +121,7 @@ def test_packed_documents_equal_the_documents():
     q, k, v = qkv(30, batch=1)
     document, module = torch.arange(30) >= 11, build(True)
     together = (document[:, None] == document[None, :]).tril()[None, None]
-    out = module.dense_forward(q, k, v, scaling=0.4, causal=True, mask=together)
+    out = module.dense_forward(AttentionInputs(q, k, v, scaling=0.4, causal=True, mask=together))
     for part in (document, ~document):
         assert_close(out[:, :, part], checks.run(module, *(x[:, :, part] for x in (q, k, v)))[0])
 

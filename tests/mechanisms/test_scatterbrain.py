@@ -141,8 +141,8 @@ def test_the_estimate_is_unbiased(causal):
     settings = {"window": 3, "scaling": 0.4, "log_mix": torch.zeros(4, dtype=torch.float64)}
     hashing, draws = module(**HASHED)._hashing(), []
     for seed in range(150):
-        maps = module(feature_map_options={"num_features": 24, "seed": seed})._feature_functions(0.4)
-        call = WindowedCall(q, k, v, *maps, None, 24, causal, **settings)
+        maps = module(feature_map_options={"num_features": 24, "seed": seed})._maps(0.4)
+        call = WindowedCall(q, k, v, *maps, 24, causal, **settings)
         band, _ = windowed.accumulate(call)
         total, _ = buckets.add_buckets(band, call, hashing)
         draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))
@@ -220,10 +220,10 @@ def test_gradcheck(options, causal):
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_explicit_weights_give_the_same_output(padding_side, options, causal):
     layer, (q, k, v), mask = module(**options), doubles(19), padding_mask([19, 7], 19, padding_side)
-    weights = layer.attention_weights(q, k, scaling=0.4, causal=causal, mask=mask)
+    weights = layer.attention_weights(AttentionInputs(q, k, v, scaling=0.4, causal=causal, mask=mask))
     out = run(layer, (q, k, v), causal, mask)[0]
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ naive.repeat_heads(v, 4), out)), torch.float64)
-    inside, outside = layer.branch_weights(q, k, scaling=0.4, causal=causal, mask=mask)
+    inside, outside = layer.branch_weights(AttentionInputs(q, k, v, scaling=0.4, causal=causal, mask=mask))
     assert float(inside.masked_fill(outside, 0.0).abs().max()) == 0.0
 
 
@@ -281,7 +281,7 @@ def test_compiles_with_buckets():
         ({"bucket_capacity": "4"}, "bucket_capacity must be a positive integer, got '4'"),
         ({"seed": -1}, "seed must be a non-negative integer, got -1"),
         ({"feature_map": "favour+"}, r"Did you mean 'favor"),
-        ({"feature_map": "cosformer"}, "scatterbrain cannot use 'cosformer': .* needs the tokens' positions"),
+        ({"feature_map": "cosformer"}, "A window cannot use 'cosformer': .* needs the tokens' positions"),
     ],
 )
 def test_bad_options(options, message):
@@ -291,15 +291,15 @@ def test_bad_options(options, message):
 
 
 def test_maps_with_negative_weights_are_refused():
-    with pytest.raises(ValueError, match="scatterbrain cannot use 'favor' with these options"):
+    with pytest.raises(ValueError, match="A window cannot use 'favor' with these options"):
         module(feature_map="favor")
 
 
 def test_buckets_refuse_a_full_mask():
-    layer, (q, k, _) = module(**HASHED), doubles(5)
+    layer, mask = module(**HASHED), torch.ones(2, 1, 5, 5, dtype=torch.bool)
     assert not layer.dense_masks
     with pytest.raises(NotImplementedError, match="num_hash_buckets=0"):
-        layer.attention_weights(q, k, scaling=0.4, causal=False, mask=torch.ones(2, 1, 5, 5, dtype=torch.bool))
+        layer.attention_weights(AttentionInputs(*doubles(5), scaling=0.4, causal=False, mask=mask))
 
 
 def test_a_state_of_a_bidirectional_layer_is_refused():

@@ -35,7 +35,7 @@ def inputs(length=40):
 @BOTH
 def test_far_weights_follow_the_formula(causal):
     """Against the same map with u = 0, row by row from the explicit weights."""
-    query, key, _ = inputs()
+    query, key, value = inputs()
     mixed, unmixed = build(causal, sink_tokens=0), build(causal, sink_tokens=0)
     unmixed.mix_weight.data.zero_()
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
@@ -43,7 +43,7 @@ def test_far_weights_follow_the_formula(causal):
     far = ((distance >= 0) | (not causal)) & ~inside
     ratio = []
     for built in (mixed, unmixed):
-        weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
+        weights = built.attention_weights(AttentionInputs(query, key, value, scaling=SCALING, causal=causal))
         ratio.append((weights * far).sum(-1) / (weights * inside).sum(-1))
     gain = torch.einsum("bhld,hd->bhl", query, mixed.mix_weight) * SCALING**0.5
     assert torch.allclose(ratio[0], ratio[1] * gain.exp(), rtol=1e-4, atol=1e-6)
@@ -54,7 +54,7 @@ def test_far_weights_follow_the_formula(causal):
 def test_the_output_is_that_of_the_weights(causal, backend):
     built, (query, key, value) = build(causal), inputs()
     with torch.no_grad(), use_backend(backend):
-        weights = built.attention_weights(query, key, scaling=SCALING, causal=causal)
+        weights = built.attention_weights(AttentionInputs(query, key, value, scaling=SCALING, causal=causal))
         out, _ = built(AttentionInputs(query, key, value, scaling=SCALING, causal=causal))
     assert torch.allclose(out, weights @ value.repeat_interleave(2, dim=1), atol=2e-5)
 

@@ -23,9 +23,9 @@ def test_far_weights_follow_the_formula(causal, sinks):
     """Against a window alone and the same map without saturation, row by row from the explicit weights."""
     length, window, saturation = 40, 4, 10
     query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8)
-    options = {"scaling": 0.35, "causal": causal}
-    unbounded = build(causal, saturation=None, sink_tokens=sinks).attention_weights(query, key, **options)
-    bounded = build(causal, saturation=saturation, sink_tokens=sinks).attention_weights(query, key, **options)
+    inputs = AttentionInputs(query, key, torch.zeros_like(key), scaling=0.35, causal=causal)
+    unbounded = build(causal, saturation=None, sink_tokens=sinks).attention_weights(inputs)
+    bounded = build(causal, saturation=saturation, sink_tokens=sinks).attention_weights(inputs)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     inside = (distance.abs() < window) & ((distance >= 0) | (not causal))
     inside[:, :sinks] = distance[:, :sinks] >= 0 if causal else True
@@ -43,9 +43,8 @@ def test_what_is_far_weighs_no_more_at_ten_times_the_length(causal):
     shares = []
     for length in (200, 2000):
         query, key = torch.ones(1, 2, length, 8), torch.ones(1, 2, length, 8)
-        weights = build(causal, saturation=16).attention_weights(
-            query[:, :, -1:] if causal else query, key, scaling=0.35, causal=causal
-        )
+        inputs = AttentionInputs(query[:, :, -1:] if causal else query, key, key, scaling=0.35, causal=causal)
+        weights = build(causal, saturation=16).attention_weights(inputs)
         shares.append(float(weights[0, 0, -1, : length - 4].sum().detach()))
     assert shares[1] == pytest.approx(shares[0], rel=0.1)
 

@@ -150,7 +150,9 @@ def test_half_precision(causal, dtype):
     module = build(causal, window_size=16)
     inputs = [x.to(dtype) for x in qkv(200)]
     out, _ = attend(module, inputs, causal)
-    weights = module.double().attention_weights(*(x.double() for x in inputs[:2]), scaling=SCALING, causal=causal)
+    weights = module.double().attention_weights(
+        AttentionInputs(*(x.double() for x in inputs), scaling=SCALING, causal=causal)
+    )
     expected = weights @ inputs[2].double().repeat_interleave(2, dim=1)
     assert out.dtype == dtype
     assert_close(out, expected, dtype)
@@ -161,7 +163,7 @@ def test_the_sinks_of_a_mask_for_every_query_are_those_of_its_document():
     module, inputs = build(False), qkv(30, batch=1)
     allowed = torch.zeros(1, 1, 30, 30, dtype=torch.bool)
     allowed[..., :14, :14] = allowed[..., 14:, 14:] = True
-    out = module.dense_forward(*inputs, scaling=SCALING, causal=False, mask=allowed)
+    out = module.dense_forward(AttentionInputs(*inputs, scaling=SCALING, causal=False, mask=allowed))
     parts = [attend(module, [x[:, :, part] for x in inputs], False)[0] for part in (slice(14), slice(14, 30))]
     assert_close(out, torch.cat(parts, dim=2))
 

@@ -49,7 +49,7 @@ def build(name: str, heads: int, groups: int, head_dim: int, value_dim: int):
     kind, options = MAPS[name]
     entry = FEATURE_MAPS.get(kind)
     shape = AttentionShape(heads, groups, head_dim, value_dim)
-    feature_map = entry.factory(shape, entry.factory.resolve_options(shape, build_options(entry, options)))
+    feature_map = entry.factory(shape, build_options(entry, options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in feature_map.parameters():
@@ -69,23 +69,13 @@ def inputs(shape, head_dim=9, value_dim=6, dtype=torch.float32, scale=1.0, seed=
 
 
 def make_call(feature_map, query, key, value, causal, mask=None, state=None, start=0, scaling=0.4, keep=False):
-    positions = torch.arange(start, start + key.shape[2]).unsqueeze(0)
-    rotated = (positions,) if feature_map.uses_positions else ()
-
-    def query_features(x, first):
-        return feature_map.query(x, scaling, *(p[:, first : first + x.shape[2]] for p in rotated))
-
-    def key_features(x, first):
-        return feature_map.key(x, scaling, *(p[:, first : first + x.shape[2]] for p in rotated))
-
-    fused = feature_map.fused(scaling, rotated * 2 or None)
+    positions = torch.arange(start, start + key.shape[2], dtype=torch.float32).unsqueeze(0)
+    maps = feature_map.functions(scaling, (positions, positions) if feature_map.uses_positions else None)
     return KernelizedCall(
         query,
         key,
         value,
-        query_features,
-        key_features,
-        fused,
+        *maps,
         feature_map.num_features,
         causal,
         mask=mask,
@@ -384,7 +374,7 @@ def test_formulas_and_functions_are_two_forms_of_one_map():
     actual = 0
     for _, entry in FEATURE_MAPS:
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
-        feature_map = entry.factory(shape, entry.factory.resolve_options(shape, entry.options()))
+        feature_map = entry.factory(shape, entry.options())
         positions = torch.arange(40).unsqueeze(0)
         if feature_map.fused(0.35, (positions, positions)) is None:
             continue

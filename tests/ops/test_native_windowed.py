@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,7 +56,7 @@ def attend(backend, mechanism, tensors, causal, mask=None, **more):
 def definition(mechanism, tensors, causal, mask):
     """The explicit weights in float64, times the values."""
     query, key, value = tensors
-    weights = mechanism.attention_weights(query, key, scaling=0.4, causal=causal, mask=mask)
+    weights = mechanism.attention_weights(AttentionInputs(query, key, value, scaling=0.4, causal=causal, mask=mask))
     return weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
 
 
@@ -160,11 +162,11 @@ def test_mixing_weights_by_formula(backend, kind, saturation, causal):
 def test_mixing_weights_are_float32_in_half_precision_models(dtype, causal):
     """Counts of thousands of tokens have no place in them."""
     mechanism = build((1, 2, 2, 1), 16, "hedgehog", 16, 16, causal, saturation=20).to(dtype)
-    query, key, _ = inputs((1, 2, 2, 3000), 16, 16, dtype)
+    query, key, value = inputs((1, 2, 2, 3000), 16, 16, dtype)
     with torch.no_grad():
-        actual = mechanism._log_mix(query, key, 0.4, causal, None, None)
-        formula = mechanism._sequence_mix(query, key, 0.4, causal, None, None)
-        expected = mechanism.double()._log_mix(query.double(), key.double(), 0.4, causal, None, None)
+        call = AttentionInputs(query, key, value, scaling=0.4, causal=causal)
+        actual, formula = mechanism._log_mix(call), mechanism._mix_of_call(call)
+        expected = mechanism.double()._log_mix(replace(call, query=query.double(), key=key.double()))
     assert actual.dtype == formula.base.dtype == torch.float32
     assert_near(actual, expected, 1e-6)
     assert torch.equal(formula.compute(), actual)

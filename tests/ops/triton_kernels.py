@@ -212,7 +212,7 @@ def test_every_registered_map_that_has_a_formula():
     actual = 0
     for entry in (entry for _, entry in FEATURE_MAPS):
         shape = AttentionShape(2, 2, 8, 8, max_length=64)
-        feature_map = entry.factory(shape, entry.factory.resolve_options(shape, entry.options()))
+        feature_map = entry.factory(shape, entry.options())
         positions = torch.arange(40).unsqueeze(0)
         fused = feature_map.fused(0.35, (positions, positions))
         if fused is None:

@@ -124,7 +124,7 @@ def mechanism(name: str, causal: bool, dim: int = DIM, max_length: int = 512, **
     hla.list_attentions()
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(HEADS, HEADS, dim, dim, layer_index=0, max_length=max_length, causal=causal)
-    return entry.build(shape, build_options(entry, options)).eval()
+    return entry.factory(shape, build_options(entry, options)).eval()
 
 
 def allowed(length: int, causal: bool, mask: Tensor | None = None) -> Tensor:

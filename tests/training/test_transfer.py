@@ -65,7 +65,7 @@ def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatc
         assert len(actual) == len(expected)
         for own, target in zip(actual, expected, strict=True):
             torch.testing.assert_close(own, target, rtol=1e-4, atol=1e-6)
-        separable = next(attention_modules(model)).linear_attention.separable_queries(family.causal)
+        separable = next(attention_modules(model)).linear_attention.separable_queries
         smallest = 4 * max(LENGTHS) * (1 if separable else max(LENGTHS))  # one row: a query, or all queries; 4 heads
         assert max(sizes) <= max(entries, smallest)
 
