@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..config import check_integers, layer_number
-from ..mechanisms.base import AttentionInputs, LinearAttention, visible
+from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from .context import InterfaceCall, attention_modules, layer_context
 from .discovery import self_attention
@@ -186,7 +186,7 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
 
 def _visible_keys(call: InterfaceCall) -> Tensor:
     """Return which keys each query may see, `[B | 1, H | 1, L, S]`."""
-    allowed = visible(call.mask, call.query, call.key, call.causal)
+    allowed = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, call.mask).visible()
     return full_mask_to_bool(allowed)
 
 
