@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,18 +72,16 @@ def _matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> fl
         return matthews_corrcoef(references, predictions)
 
 
-def _pearson(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Linear correlation; NaN if scores are constant, not finite, or fewer than two."""
-    from scipy.stats import pearsonr
+def _correlation(name: str, predictions: np.ndarray, references: np.ndarray) -> float:
+    """A correlation of `scipy.stats`; NaN if scores are constant, not finite, or fewer than two."""
+    from scipy import stats
 
-    return _correlation(pearsonr, predictions, references)
-
-
-def _spearman(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Correlation of ranks; NaN if scores are constant, not finite, or fewer than two."""
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, predictions, references)
+    finite = np.isfinite(predictions).all() and np.isfinite(references).all()
+    if len(predictions) < 2 or not finite or np.ptp(predictions) == 0 or np.ptp(references) == 0:
+        return math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.NearConstantInputWarning)
+        return getattr(stats, name)(predictions, references).statistic
 
 
 def _mse(predictions: np.ndarray, references: np.ndarray) -> float:
@@ -90,23 +89,12 @@ def _mse(predictions: np.ndarray, references: np.ndarray) -> float:
     return float(np.mean((predictions - references) ** 2)) if np.isfinite(predictions).all() else math.nan
 
 
-def _correlation(function: Callable[..., Any], predictions: np.ndarray, references: np.ndarray) -> float:
-    from scipy.stats import NearConstantInputWarning
-
-    finite = np.isfinite(predictions).all() and np.isfinite(references).all()
-    if len(predictions) < 2 or not finite or np.ptp(predictions) == 0 or np.ptp(references) == 0:
-        return math.nan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NearConstantInputWarning)
-        return function(predictions, references).statistic
-
-
 METRICS: Registry[MetricEntry] = Registry("metric")
 METRICS.add("accuracy", MetricEntry(_accuracy))
 METRICS.add("f1", MetricEntry(_f1))
 METRICS.add("matthews_correlation", MetricEntry(_matthews_correlation))
-METRICS.add("pearson", MetricEntry(_pearson, continuous=True))
-METRICS.add("spearmanr", MetricEntry(_spearman, continuous=True))
+METRICS.add("pearson", MetricEntry(partial(_correlation, "pearsonr"), continuous=True))
+METRICS.add("spearmanr", MetricEntry(partial(_correlation, "spearmanr"), continuous=True))
 METRICS.add("mse", MetricEntry(_mse, higher_is_better=False, continuous=True))
 
 

@@ -346,7 +346,7 @@ def _encode(
     names = [name for name in splits if name.startswith("validation")]
     for name in names:
         # Rows are drawn because files are often sorted by label, with a fixed seed so that runs are comparable.
-        rows = encode(splits[name] if blocks else _draw(splits[name], data.max_eval_samples, 0)).dataset
+        rows = encode(splits[name] if blocks else _draw(splits[name], data.max_eval_samples, 0, in_order=True)).dataset
         rows = rows.select(range(min(len(rows), data.max_eval_samples or len(rows))))
         # Rows of similar length need less padding.
         lengths = row_lengths(rows)
@@ -359,8 +359,9 @@ def _encode(
     task_data.longest = max(max(row_lengths(rows)) for rows in every)
 
 
-def _draw(dataset: Dataset, size: int | None, seed: int) -> Dataset:
+def _draw(dataset: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Dataset:
     """At most `size` rows, drawn by the seed."""
     if size is None or size >= len(dataset):
         return dataset
-    return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:size].tolist())
+    drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:size].tolist()
+    return dataset.select(sorted(drawn) if in_order else drawn)

@@ -5,7 +5,6 @@ Warstadt et al. 2018 to Cer et al. 2017, as collected by Wang et al. 2019 (arXiv
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,6 @@ class Task:
         metrics: Metrics to report; the first one stands for the task in an average.
         layouts: Layouts that the files may have.
         hub: Data set of the Hub, and its configuration.
-        folders: Names that the folder of the files may have.
         splits: Split of the result -> split of the Hub set.
 
     Raises:
@@ -74,7 +72,6 @@ class Task:
     metrics: tuple[str, ...]
     layouts: tuple[FileLayout, ...] = field(default=(), repr=False)
     hub: tuple[str, str | None] = field(default=("", None), repr=False)
-    folders: tuple[str, ...] = field(default=(), repr=False)
     splits: Mapping[str, str] = field(
         default_factory=lambda: {"train": "train", "validation": "validation"}, repr=False
     )
@@ -132,13 +129,17 @@ def _from_files(task: Task, folder: Path) -> DatasetDict:
         raise FileNotFoundError(
             f"There is no folder {str(folder)!r} for the task {task.name!r}; give another --data.folder."
         )
-    names = {name.lower() for name in task.folders}
-    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name.lower() in names]
-    layout, files = _find_files([*(inner or [folder / task.folders[0]]), folder], task.layouts)
+    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _task_name(path.name) == task.name]
+    layout, files = _find_files([*(inner or [folder / task.name]), folder], task.layouts)
     label = datasets.Value("float32") if task.labels is None else datasets.ClassLabel(names=list(task.labels))
     features = datasets.Features({**{name: datasets.Value("string") for name in task.columns}, "label": label})
     tables = {split: _read_rows(path, layout, task) for split, path in files.items()}
     return datasets.DatasetDict({name: datasets.Dataset.from_dict(table, features) for name, table in tables.items()})
+
+
+def _task_name(folder: str) -> str:
+    """The name of the task whose files a folder of the GLUE archive holds: `sst2` for `SST-2`."""
+    return folder.lower().replace("-", "")
 
 
 def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple[FileLayout, dict[str, Path]]:
@@ -197,7 +198,7 @@ def _score(label: Any) -> float:
         score = float(label)
     except (TypeError, ValueError):
         raise ValueError(f"the score {shortened(label)} is no number") from None
-    if not math.isfinite(score) or not MIN_SCORE <= score <= MAX_SCORE:
+    if not MIN_SCORE <= score <= MAX_SCORE:  # true of NaN, too
         raise ValueError(f"the score {shortened(label)} is not between {MIN_SCORE:g} and {MAX_SCORE:g}")
     return score
 
@@ -218,9 +219,9 @@ def _add(
     *layouts: FileLayout,
     **options: Any,
 ) -> None:
-    """Register a task of GLUE; its name is that of the folder in lower case without hyphens."""
-    name = folder.lower().replace("-", "")
-    TASKS.add(name, Task(name, columns, labels, metrics, layouts, (GLUE_HUB, name), (folder, name), **options))
+    """Register a task of GLUE."""
+    name = _task_name(folder)
+    TASKS.add(name, Task(name, columns, labels, metrics, layouts, (GLUE_HUB, name), **options))
 
 
 # Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
@@ -284,7 +285,6 @@ _imdb = Task(
     metrics=("accuracy",),
     layouts=(FileLayout(("text",), "label", _json_lines),),
     hub=("stanfordnlp/imdb", None),
-    folders=("imdb",),
     splits={"train": "train", "validation": "test"},
 )
 TASKS.add("imdb", _imdb)

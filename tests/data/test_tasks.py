@@ -174,7 +174,7 @@ def test_bytes_that_are_no_text_are_errors(tmp_path):
 def test_missing_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no folder .* for the task 'rte'"):
         load_task("rte", folder=str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"None of these files exists: .*RTE/train.tsv, .*train_subset.tsv"):
+    with pytest.raises(FileNotFoundError, match=r"None of these files exists: .*rte/train.tsv, .*train_subset.tsv"):
         load_task("rte", folder=str(tmp_path))
     write(tmp_path, {"train.tsv": "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"})
     with pytest.raises(FileNotFoundError, match=r"has a training file but none of dev.tsv, dev_subset.tsv"):
