@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -38,11 +39,8 @@ def json_safe(value: Any) -> Any:
 
 def cpu_name() -> str:
     """Return the processor's name as the operating system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", path.read_text(encoding="utf-8")) if path.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -88,12 +86,11 @@ def package_versions() -> dict[str, str]:
             report[package] = version(package)
         except PackageNotFoundError:
             report[package] = "not installed"
-    report["platform"] = platform.platform()
-    report["cpu"] = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
-    report["threads"] = str(torch.get_num_threads())
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        report["cuda"] = f"{torch.version.cuda}: {', '.join(names)}"
-    else:
-        report["cuda"] = "not available"
-    return report
+    devices = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return {
+        **report,
+        "platform": platform.platform(),
+        "cpu": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": str(torch.get_num_threads()),
+        "cuda": f"{torch.version.cuda}: {devices}" if devices else "not available",
+    }

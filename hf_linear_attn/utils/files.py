@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
-
-#: `replace_folder` renames the previous content of a folder to this form: `.NAME.xxxxxxxx.old`.
-_BACKUP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")
 
 
 def _temporary_name(target: Path, suffix: str) -> Path:
+    """A name of the form `.NAME.xxxxxxxx.SUFFIX`."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}")
 
 
@@ -82,11 +80,8 @@ def write_json(path: Path, data: Any) -> None:
 
 def remove_partial_files(folder: Path) -> None:
     """Remove what a killed process left unfinished in a folder, and restore a backup whose replacement never came."""
-    for backup in folder.glob(".*.old"):
-        match = _BACKUP_NAME.fullmatch(backup.name)
-        if match is None:
-            continue
-        target = backup.with_name(match[1])
+    for backup in folder.glob(f".?*.{'[0-9a-f]' * 8}.old"):
+        target = backup.with_name(backup.name[1 : -len(".xxxxxxxx.old")])
         if target.exists():
             shutil.rmtree(backup, ignore_errors=True)
         else:
@@ -163,7 +158,13 @@ def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        check_writable(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder) as probe:
+                probe.write(b"\0" * 4096)
+        except OSError as error:
+            reason = error.strerror or error
+            raise OSError(f"Cannot write to {str(folder)!r} ({reason}). Choose another folder.") from error
         if overwrite:
             clear_folder(folder)
         yield
@@ -179,23 +180,6 @@ def clear_folder(folder: Path) -> None:
     """Remove everything in a folder."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def check_writable(folder: Path) -> None:
-    """Create a folder and write a test file in it.
-
-    Raises:
-        OSError: The folder cannot be created or written to. The message names it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{secrets.token_hex(4)}.part"
-        try:
-            probe.write_bytes(b"\0" * 4096)
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"Cannot write to {str(folder)!r} ({error.strerror or error}). Choose another folder.") from error
 
 
 def check_disk_space(folder: Path, required: int, remedy: str = "Free some space or choose another folder.") -> None:

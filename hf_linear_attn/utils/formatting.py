@@ -19,26 +19,23 @@ def fixed(value: float, digits: int) -> str:
 
 def format_seconds(value: float) -> str:
     """Format seconds in the unit that fits: `1.2 s`, `35 ms`, `80 µs`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} µs"
+    return _with_unit(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
 
 
 def format_bytes(value: float) -> str:
     """Format bytes in powers of 1000: `640 B`, `12 kB`, `3.1 MB`."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
+    return _with_unit(value, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
 
 
 def format_flops(value: float) -> str:
     """Format floating-point operations in powers of 1000: `640 FLOP`, `12.3 MFLOP`, `3.1 GFLOP`, `1.2 TFLOP`."""
-    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f} FLOP"
+    return _with_unit(value, {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3, "FLOP": 1.0})
+
+
+def _with_unit(value: float, units: dict[str, float]) -> str:
+    """Three digits, in the first unit that the value reaches, or else in the last one."""
+    unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
+    return f"{value / units[unit]:.3g} {unit}"
 
 
 def format_rate(value: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,8 +57,10 @@ class JsonLinesFile:
         """
         content = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file, _exclusive_lock(file):
-            _truncate_incomplete_line(file)
+        with self.path.open("a+b") as file:
+            _lock(file)
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # an incomplete last line goes
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -70,26 +72,9 @@ class JsonLinesFile:
             atomic_write(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _truncate_incomplete_line(file: BinaryIO) -> None:
-    """Truncate the file after its last line feed, and leave its position at the end."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 1, 0))
-    if file.read(1) not in (b"\n", b""):
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)
-
-
-@contextmanager
-def _exclusive_lock(file: BinaryIO) -> Iterator[None]:
-    """Lock the file against other processes that append to it, on systems that have such locks."""
-    try:
+def _lock(file: BinaryIO) -> None:
+    """Lock a file against other processes until it is closed, on systems that have such locks."""
+    with suppress(ImportError):
         import fcntl
-    except ImportError:
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+
+        fcntl.flock(file, fcntl.LOCK_EX)

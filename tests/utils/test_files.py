@@ -13,7 +13,6 @@ from hf_linear_attn.utils.files import (
     atomic_write,
     check_disk_space,
     check_output,
-    check_writable,
     open_output,
     remove_partial_files,
 )
@@ -70,8 +69,8 @@ def test_partial_files_are_removed_and_backups_restored(tmp_path):
 
 def test_folder_checks_name_the_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file.*Choose another folder"):
-        check_writable(tmp_path / "file" / "inner")
+    with pytest.raises(OSError, match=r"file.*Choose another folder"), open_output(tmp_path / "file" / "inner", []):
+        pass
     check_disk_space(tmp_path, 1)
     with pytest.raises(OSError, match="Delete something"):
         check_disk_space(tmp_path, 10**18, remedy="Delete something.")
