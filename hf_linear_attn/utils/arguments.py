@@ -15,10 +15,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import reduce
 from itertools import takewhile
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
 
 from .formatting import near_matches
 
@@ -111,26 +114,21 @@ class _Option:
         return get_origin(self.hint) or self.hint
 
     @property
-    def expected(self) -> str:
-        """What a value must be, for error messages."""
+    def names(self) -> tuple[str, str]:
+        """How the help shows a value, and what error messages call it."""
+        entries = get_args(self.hint)
         if self.kind is Literal:
-            return f"one of {', '.join(map(repr, get_args(self.hint)))}"
+            return "{" + ",".join(map(str, entries)) + "}", f"one of {', '.join(map(repr, entries))}"
         if self.kind is tuple:
-            return f"a list, each entry {TYPES[get_args(self.hint)[0]][1]}"
-        return TYPES[self.kind][1]
-
-    @property
-    def metavar(self) -> str:
-        if self.kind is Literal:
-            return "{" + ",".join(map(str, get_args(self.hint))) + "}"
-        return f"{TYPES[get_args(self.hint)[0]][0]} ..." if self.kind is tuple else TYPES[self.kind][0]
+            return f"{TYPES[entries[0]][0]} ...", f"a list, each entry {TYPES[entries[0]][1]}"
+        return TYPES[self.kind]
 
     @property
     def help_text(self) -> str:
-        default = self.default
-        if default in (MISSING, None, {}, ()) or default is False or "default" in self.help:
+        default = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
+        if default in (MISSING, None, {}, "") or default is False or "default" in self.help:
             return self.help
-        return f"{self.help} (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
+        return f"{self.help} (default: {default})"
 
 
 def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str, _Option]:
@@ -138,16 +136,15 @@ def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str
     hints = get_type_hints(config_class)
     options: dict[str, _Option] = {}
     for entry in (entry for entry in fields(config_class) if entry.init):
-        parts = get_args(hints[entry.name]) if get_origin(hints[entry.name]) in (Union, UnionType) else ()
-        optional = NoneType in parts
-        hint = parts[1 - parts.index(NoneType)] if optional and len(parts) == 2 else hints[entry.name]
-        default: Any = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        if base is not None:
-            default = getattr(base, entry.name)
+        hint = hints[entry.name]
+        types = [part for part in get_args(hint) if part is not NoneType]
+        optional = NoneType in get_args(hint)
+        default: Any = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        default = default if base is None else getattr(base, entry.name)
         if is_dataclass(hint):
             options.update(_options(hint, f"{prefix}{entry.name}.", None if default is MISSING else default))  # type: ignore[arg-type]
         else:
-            options[prefix + entry.name] = _Option(hint, optional, default, **entry.metadata)
+            options[prefix + entry.name] = _Option(types[0] if optional else hint, optional, default, **entry.metadata)
     return options
 
 
@@ -168,6 +165,13 @@ def _find(name: str, options: Mapping[str, _Option], location: str, dashes: str 
     suggestion = suggestion or near_matches(dashes + name, [dashes + known for known in options]) or " See --help all."
     raise UsageError(f"{location}unknown option {dashes + name if dashes else repr(name)}.{suggestion}")
 
+
+#: Options of every command.
+GENERAL = {
+    "config": _Option(str, help="YAML file with options; flags override it"),
+    "print_config": _Option(bool, help="print the config as YAML and exit"),
+    "traceback": _Option(bool, help="show the traceback of an error"),
+}
 
 # --------------------------------------------------------------------------------------------------------------------
 # Reading
@@ -209,28 +213,27 @@ def parse_config(
         sys.stdout.write(_help(options, program, description, examples, positionals, full))
         raise SystemExit(0)
     flags = list(_flag_values(arguments, options, positionals))
-    files = [value for name, value in flags if name == "config"]
-    values = [value for file in files for value in _file_values(_read_yaml(file), options, file)]
-    values += [(name, value) for name, value in flags if name not in ("config", "print_config", "traceback")]
+    values = [
+        value for name, file in flags if name == "config" for value in _file_values(_read_yaml(file), options, file)
+    ]
+    values += [(name, value) for name, value in flags if name not in GENERAL]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(config_class)
     for name, entry in options.items():
         if entry.default is MISSING and name not in dict(values):
             raise UsageError(f"{name.upper() if name in positionals else f'--{name}'} is missing. See --help.")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(config_class)
     try:
         namespace = parser.parse_object(_nested(values))
     except argparse.ArgumentError as error:
         match = re.search(r'key "([\w.]+)":.*(?:Got|Given) value: (.*)', str(error), re.DOTALL)
         if match is None or match[1] not in options:
             raise UsageError(str(error)) from error
-        raise UsageError(f"--{match[1]} must be {options[match[1]].expected}, got {match[2]!r}.") from error
+        raise UsageError(f"--{match[1]} must be {options[match[1]].names[1]}, got {match[2]!r}.") from error
     for name, entry in options.items():
         if entry.hint is float and namespace.get(name) is not None and not math.isfinite(namespace[name]):
             raise UsageError(f"--{name} must be a finite number, got {namespace[name]!r}.")
     config = config_class(**vars(parser.instantiate(namespace)))
     if ("print_config", "true") in flags:
-        import yaml
-
         sys.stdout.write(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         raise SystemExit(0)
     return config
@@ -240,7 +243,7 @@ def _flag_values(
     arguments: Sequence[str], options: Mapping[str, _Option], positionals: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
     """Yield name and value of the flags: of a list all its entries, of a mapping a dict, of others the text."""
-    known = {**options, "config": _Option(str), **dict.fromkeys(("print_config", "traceback"), _Option(bool))}
+    known = {**options, **GENERAL}
     lists: dict[str, list[str]] = {}
     unfilled = list(positionals)
     remaining = list(arguments)
@@ -270,8 +273,6 @@ def _flag_values(
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
-    import yaml
-
     loaded = yaml.safe_load(value) if isinstance(value, str) else value
     if not isinstance(loaded, dict):
         raise UsageError(f"--{name} must be {TYPES[dict][1]}, got {value!r}. One key is given as --{name}.KEY VALUE.")
@@ -279,7 +280,6 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
-    import yaml
     from jsonargparse import get_loader
 
     if not Path(file).is_file():
@@ -311,7 +311,7 @@ def _file_values(
             continue
         entry = _find(name, options, f"{file}: ")
         if value is None and not entry.optional:
-            raise UsageError(f"{file}: {name} must be {entry.expected}, got null.")
+            raise UsageError(f"{file}: {name} must be {entry.names[1]}, got null.")
         yield name, _mapping(name, value) if entry.kind is dict and value is not None else value
 
 
@@ -320,9 +320,7 @@ def _nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in values:
         *sections, key = name.split(".")
-        section = nested
-        for part in sections:
-            section = section.setdefault(part, {})
+        section = reduce(lambda inner, part: inner.setdefault(part, {}), sections, nested)
         section[key] = dict(value) if isinstance(value, dict) else value
     return nested
 
@@ -367,14 +365,13 @@ def exit_code(command: Callable[[], int], *, traceback: bool = False, config_cla
 def _with_flags(message: str, config_class: type) -> str:
     """The message with dashes before the names of options: before sections' ones anywhere, else in its subject."""
     names = _options(config_class)
-    message = re.sub(
-        r"(?<![-\w./'])[a-z]+(?:\.[a-z_]+)+", lambda found: f"--{found[0]}" if found[0] in names else found[0], message
+    subject = re.match(r"[a-z_]+(?: and [a-z_]+)?(?=[ :])", message)
+    end = subject.end() if subject else 0
+    return re.sub(
+        r"(?<![-\w./'])[a-z_]+(?:\.[a-z_]+)*",
+        lambda found: f"--{found[0]}" if found[0] in names and ("." in found[0] or found.end() <= end) else found[0],
+        message,
     )
-    subject = re.match(r"([a-z_]+)(?: and ([a-z_]+))?(?=[ :])", message)
-    for name in filter(None, subject.groups() if subject else ()):
-        if name in names:
-            message = re.sub(rf"(?<![-\w./']){name}\b", f"--{name}", message, count=1)
-    return message
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -401,18 +398,14 @@ def _help(
         add_help=False,
     )
     groups: dict[str, Any] = {}
-    for name, entry in shown.items():
+    for name, entry in [*shown.items(), *GENERAL.items()]:
         section = name.rpartition(".")[0] if full else ""
-        if section not in groups:
-            title = f"options of the section {section!r}" if section else "options"
-            groups[section] = parser.add_argument_group(title)
-        value: dict[str, Any] = {"metavar": entry.metavar} if entry.metavar else {"action": "store_true"}
-        groups[section].add_argument(f"--{name}", help=entry.help_text.replace("%", "%%"), **value)
-    general = parser.add_argument_group("every command")
-    general.add_argument("--config", metavar="FILE", help="YAML file with options; flags override it")
-    general.add_argument("--print_config", action="store_true", help="print the config as YAML and exit")
-    general.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+        title = f"options of the section {section!r}" if section else "options"
+        title = "every command" if name in GENERAL else title
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        value: dict[str, Any] = {"action": "store_true"} if entry.kind is bool else {"metavar": entry.names[0]}
+        group.add_argument(f"--{name}", help=entry.help_text.replace("%", "%%"), **value)
     if len(shown) < len(options):
         hidden = len(options) - len(shown)
-        general.add_argument("--help all", action="store_true", help=f"show the {hidden} other options, too")
+        group.add_argument("--help all", action="store_true", help=f"show the {hidden} other options, too")
     return parser.format_help()
