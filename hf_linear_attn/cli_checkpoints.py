@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import LinearAttentionConfig
-    from .patching import PatchReport
 
 #: A repository of the Hub: a name, or an owner and a name.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -77,63 +76,68 @@ def patch(config: PatchConfig) -> None:
     """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all.
 
     Raises:
-        ValueError, NotImplementedError: A plan that does not fit the model, or a folder that must not be replaced;
-            before any weight is read.
-        OSError: The checkpoint cannot be found.
+        ValueError, NotImplementedError: An unknown mechanism or option, a plan that does not fit the model, or a folder
+            that must not be replaced; before any weight is read.
+        OSError: The checkpoint or the plan cannot be found.
     """
-    from .patching import patch_report
+    from .config import LinearAttentionConfig
+    from .patching import patch_report  # fills the registries
     from .saving import save_checkpoint
     from .utils.files import check_output
 
     check_output(config.output, ["config.json"], overwrite=config.overwrite, source=config.model)
-    plan = read_plan(config)
+    if config.plan is None:
+        plan = LinearAttentionConfig.parse(config.attention or "", config.layers, config.options)
+    else:
+        plan = LinearAttentionConfig.from_file(config.plan)
     model = load_and_patch(config, plan)
     save_checkpoint(model, config.model, config.output, revision=config.revision, overwrite=config.overwrite)
-    report = patch_report(model)
-    sys.stdout.write(f"{report}\nSaved to {config.output}\n")
+    sys.stdout.write(f"{patch_report(model)}\nSaved to {config.output}\n")
 
 
 def info(config: InfoConfig) -> None:
-    """Print what is patched in a checkpoint; only its config is read.
+    """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device.
 
     Raises:
         ValueError, OSError: There is no such checkpoint, or a newer version of the package wrote it.
     """
-    facts = inspect_checkpoint(config.model)
-    report: PatchReport | None = facts.pop("report")
-    if config.json:
-        facts["layers"] = [] if report is None else [asdict(layer) for layer in report.layers]
-        sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
-    elif report is None:
-        sys.stdout.write(
-            f"{config.model}: {facts['model']} without linear attention. "
-            f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
+    import torch
+
+    from .checkpoints import _model_class
+    from .config import LinearAttentionConfig
+    from .integration.model_class import linear_attention_class
+    from .patching import CONFIG_FIELD, patch_report
+
+    model_config = read_config(config.model)
+    saved = getattr(model_config, CONFIG_FIELD, None)
+    names = getattr(model_config, "architectures", None) or [model_config.model_type]
+    facts: dict[str, Any] = {"checkpoint": config.model, "model": names[0], "patched": saved is not None, "layers": []}
+    text = (
+        f"{config.model}: {names[0]} without linear attention. "
+        f"Patch it with `hf-linear-attn patch {config.model} OUTPUT --attention NAME`.\n"
+    )
+    if saved is not None:
+        LinearAttentionConfig.from_dict(saved)
+        model_class: Any = linear_attention_class(_model_class(config.model, model_config, None))
+        with torch.device("meta"):
+            model = model_class(model_config)
+        report = patch_report(model)
+        facts.update(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            added_parameters=report.parameters,
+            state_bytes=report.state_bytes,
+            dtype=str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
+            format_version=saved["format_version"],
+            package_version=saved.get("package_version"),
+            layers=[asdict(layer) for layer in report.layers],
         )
-    else:
-        sys.stdout.write(
+        text = (
             f"{report}\n"
             f"{'':>5}  {facts['parameters']:,} parameters in all, saved as {facts['dtype']}; "
             f"{facts['state_bytes']:,} state bytes per sequence\n"
             f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
         )
-
-
-def read_plan(config: PatchConfig) -> LinearAttentionConfig:
-    """Return what to patch, from the options or from the plan file; checked before any weight is read.
-
-    Raises:
-        ValueError: An unknown mechanism or option, or a file that is no plan.
-        OSError: The file cannot be read.
-    """
-    from . import patching  # noqa: F401  (fills the registries)
-    from .config import LinearAttentionConfig
-
-    if config.plan is None:
-        return LinearAttentionConfig.parse(config.attention or "", config.layers, config.options)
-    try:
-        return LinearAttentionConfig.from_file(config.plan)
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"--plan {error}") from error
+    sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
 
 
 def read_config(source: str, revision: str | None = None) -> Any:
@@ -188,11 +192,6 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
             f"{source!r} is patched already (see `hf-linear-attn info {source}`). Give the checkpoint that it was "
             "made from, or load it and call unpatch_model(model)."
         )
-    if auto_class is None and not getattr(model_config, "architectures", None):
-        raise ValueError(
-            f"The config of {source!r} does not name the class that was saved. Pass --auto_class, for example "
-            "AutoModelForCausalLM."
-        )
     model_class: Any = _model_class(source, model_config, auto_class)
     with torch.device("meta"):
         patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
@@ -203,41 +202,3 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     except SafetensorError as error:
         raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
     return patch_model(model, plan, max_length=config.max_length)
-
-
-def inspect_checkpoint(source: str) -> dict[str, Any]:
-    """Return what the config of a checkpoint says; its model is built without weights (on the meta device).
-
-    Returns:
-        `checkpoint`, `model` (its class), `patched`, `report` (None unless patched). Where patched also `parameters`
-        (of the whole model), `added_parameters`, `state_bytes`, `dtype`, `format_version` and `package_version`.
-    """
-    import torch
-
-    from .checkpoints import _model_class
-    from .config import LinearAttentionConfig
-    from .integration.model_class import linear_attention_class
-    from .patching import CONFIG_FIELD, patch_report
-
-    config = read_config(source)
-    saved = getattr(config, CONFIG_FIELD, None)
-    names = getattr(config, "architectures", None) or [config.model_type]
-    facts: dict[str, Any] = {"checkpoint": source, "model": names[0], "patched": saved is not None, "report": None}
-    if saved is None:
-        return facts
-    LinearAttentionConfig.from_dict(saved)
-    model_class: Any = linear_attention_class(_model_class(source, config, None))
-    with torch.device("meta"):
-        model = model_class(config)
-    report = patch_report(model)
-    dtype = getattr(config, "dtype", None) or torch.float32
-    facts.update(
-        report=report,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        added_parameters=report.parameters,
-        state_bytes=report.state_bytes,
-        dtype=str(dtype).removeprefix("torch."),
-        format_version=saved["format_version"],
-        package_version=saved.get("package_version"),
-    )
-    return facts

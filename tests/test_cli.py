@@ -322,7 +322,7 @@ def test_patch_sources_that_cannot_be(gpt2: Path, tmp_path: Path, capsys: pytest
     assert "is patched already" in refusal(patched)
     nameless = tmp_path / "nameless"
     GPT2Config(n_layer=1, n_head=2, n_embd=16).save_pretrained(nameless)
-    assert "Pass --auto_class" in refusal(nameless)
+    assert "Pass auto_class" in refusal(nameless)
     assert not (tmp_path / "out").exists()
 
 
