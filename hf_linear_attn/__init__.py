@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from .training.arguments import AttentionTransferConfig as AttentionTransferConfig
     from .training.arguments import DistillationConfig as DistillationConfig
     from .training.arguments import FinetuningConfig as FinetuningConfig
-    from .training.trainers import AttentionTransferTrainer as AttentionTransferTrainer
     from .training.trainers import DistillationTrainer as DistillationTrainer
     from .training.trainers import FinetuningTrainer as FinetuningTrainer
+    from .training.transfer import AttentionTransferTrainer as AttentionTransferTrainer
     from .training.transfer import TransferResult as TransferResult
     from .training.transfer import transfer_attention as transfer_attention
 
@@ -64,8 +64,8 @@ _NAMES = {
     "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
     "registry": ("list_attentions", "register_attention", "register_feature_map"),
     "training.arguments": ("AttentionTransferConfig", "DistillationConfig", "FinetuningConfig"),
-    "training.trainers": ("AttentionTransferTrainer", "DistillationTrainer", "FinetuningTrainer"),
-    "training.transfer": ("TransferResult", "transfer_attention"),
+    "training.trainers": ("DistillationTrainer", "FinetuningTrainer"),
+    "training.transfer": ("AttentionTransferTrainer", "TransferResult", "transfer_attention"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

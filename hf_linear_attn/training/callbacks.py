@@ -1,8 +1,10 @@
-"""Callbacks for `transformers.Trainer`: interruption by signals, periodic checkpoints, and a log of JSON lines."""
+"""Callbacks for `transformers.Trainer`: interruption by signals; log, progress and periodic checkpoints of a stage."""
 
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..utils.environment import json_safe
 from ..utils.json_lines import JsonLinesFile
+
+#: Seconds between two lines of progress where there is no terminal.
+PROGRESS_SECONDS = 30.0
 
 
 class InterruptedRunError(RuntimeError):
@@ -81,66 +86,66 @@ class InterruptionCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise the error once the checkpoint is written."""
         if self._received is not None:
-            assert args.output_dir is not None  # TrainingArguments sets it.
+            checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             raise InterruptedRunError(
                 f"Interrupted after step {state.global_step} of {state.max_steps}; a checkpoint is in "
-                f"{str(Path(args.output_dir) / f'checkpoint-{state.global_step}')!r}. {self.remedy}",
+                f"{str(checkpoint)!r}. {self.remedy}",
                 self._received,
             )
 
 
-class PeriodicCheckpointCallback(TrainerCallback):
-    """Write a checkpoint every few steps besides those of `save_strategy`.
+class StageCallback(TrainerCallback):
+    """Log a stage to a file of JSON lines, report its progress, and ask for periodic checkpoints.
+
+    Each line has the step and the stage. A resumed run first removes the lines of steps that it repeats.
 
     With `save_strategy="best"` the Trainer saves only where an evaluation is the best so far, and with `"steps"` it
     wants `save_steps` to be a multiple of `eval_steps`: a long run with few evaluations would lose many steps.
 
     Args:
-        every: Steps between checkpoints.
+        stage: Name of the stage.
+        log: The file.
+        save_steps: Steps between checkpoints, besides those of `save_strategy`; 0 for none.
+        say: Reports a line.
     """
 
-    def __init__(self, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"every must be positive, got {every!r}.")
-        self.every = every
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a checkpoint."""
-        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            control.should_save = True
-
-
-class JsonLinesCallback(TrainerCallback):
-    """Append everything that the Trainer logs to a file of JSON lines, one object per report.
-
-    Each object has the step, and the stage if there is one. A resumed run first removes the lines of steps that it
-    repeats.
-
-    Args:
-        path: The file.
-        stage: Name of the stage in the field `stage`, for several stages in one file.
-    """
-
-    def __init__(self, path: str | Path, stage: str | None = None) -> None:
-        self.file = JsonLinesFile(Path(path))
+    def __init__(self, stage: str, log: Path, save_steps: int = 0, say: Callable[[str], None] = lambda line: None):
         self.stage = stage
+        self.file = JsonLinesFile(log)
+        self.save_steps = save_steps
+        self.say = say
+        self._last = time.monotonic()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the lines of the steps that are about to be repeated."""
         if state.is_world_process_zero:
             self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Append one line."""
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for a checkpoint."""
+        if self.save_steps and state.global_step % self.save_steps == 0 and state.global_step < state.max_steps:
+            control.should_save = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Append a line, and report the loss if the last report is a while ago."""
         if state.is_world_process_zero and logs:
-            stage = {} if self.stage is None else {"stage": self.stage}
-            self.file.append(json_safe({"step": state.global_step, **stage, **logs}))
+            self.file.append(json_safe({"step": state.global_step, "stage": self.stage, **logs}))
+        if "loss" in (logs or {}) and time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.4f}")
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Report the metrics."""
+        numbers = {
+            name.removeprefix("eval_"): value
+            for name, value in (metrics or {}).items()
+            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
+        }
+        self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}: {format_metrics(numbers)}")
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Return metrics in one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,13 +17,13 @@ from transformers import PreTrainedModel
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
+from ..integration.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, write_json
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
-from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
 from .card import exactness, model_card, results_table
 from .models import (
     add_adapters,
@@ -31,20 +34,13 @@ from .models import (
     read_attention,
     train_tokenizer,
 )
-from .options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
-from .runs import RESULTS_FILE, Run, best_metrics, stage_progress
+from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
+from .runs import RESULTS_FILE, Run, best_metrics
 from .sharding import is_sharded
-from .trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
 from .transfer import exact_length
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
-
-#: Fields of configs that drop attention weights in training.
-ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
-
-#: Length in tokens from which such dropout costs the exact model more time on a CPU than everything else.
-SLOW_DROPOUT_LENGTH = 512
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
@@ -67,32 +63,7 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
-    read_attention(config)
-    run = Run(config, console)
-    run.stage_arguments(FinetuningConfig, config.train, None, run.folder)
-    if run.is_finished:
-        return _present(run, run.results())
-    with run.open_folder():
-        data = _load_data(run)
-        torch.manual_seed(config.seed)
-        model, _ = load_model(config, data)
-        if is_patched(model) and config.control:
-            raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
-        if not is_patched(model):
-            patch_as_configured(model, config)
-        facts = _facts(run, model, data)
-        _warn_if_exact(run, facts)
-        if "trained" not in run.state:
-            if not is_patched(model):
-                _warn_of_attention_dropout(run, model, data, config.train)
-            trainer = run.train("train", FinetuningTrainer, model, config.train, data)
-            model = trainer.complete_model()
-            progress = stage_progress(trainer, data)
-            run.record("train", progress)
-            metrics = best_metrics(progress) or run.measure("final", model, data)
-            run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
-            run.record("trained", metrics)
-        return _finish(run, facts)
+    return _execute(config, console, _finetune)
 
 
 def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
@@ -111,36 +82,71 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
         InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
+    return _execute(config, console, _convert)
+
+
+def _execute(
+    config: TrainingRunConfig, console: Console | None, train: Callable[[Run, TaskData], dict[str, Any]]
+) -> dict[str, Any]:
+    """Open a run, and train unless it has ended before; show its results and push its model."""
     read_attention(config)
     run = Run(config, console)
-    # A mistake in the arguments of any stage is an error before anything is loaded.
-    if config.teacher.enabled:
-        run.stage_arguments(FinetuningConfig, config.teacher, None, run.folder)
-    if config.transfer.max_steps:
-        run.stage_arguments(AttentionTransferConfig, config.transfer, None, run.folder)
-    if config.distill.enabled:
-        run.stage_arguments(DistillationConfig, config.distill, None, run.folder)
-    if run.is_finished:
-        return _present(run, run.results())
-    with run.open_folder():
-        data = _load_data(run)
-        teacher = _teacher(run, config, data)
-        run.measure("teacher", teacher, data)
-        student = copy.deepcopy(teacher)
-        if not config.control:
-            patch_as_configured(student, config)
-        facts = _facts(run, student, data)
-        if not config.control:
-            _warn_if_exact(run, facts)
-            run.measure("patched", student, data)
-            student = _transfer(run, config, student, data)
-        student = _distill(run, config, teacher, student, data)
-        if config.speed.lengths and "speed" not in run.state:
-            if is_sharded(teacher):
-                teacher = _teacher(run, config, data)
-            run.record("speed", _speed(run, config, teacher, student, data))
-        run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
-        return _finish(run, facts)
+    path = run.folder / RESULTS_FILE
+    if config.resume and path.is_file():
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        with run.open_folder():
+            facts = train(run, _load_data(run))
+            times = {"format_version": 2, "created": utc_now()}
+            results = {**times, "config": to_dict(config), **facts, "stages": run.state}
+            if run.is_main_process:
+                write_json(path, json_safe(results))
+    run.remove_checkpoints()
+    for line in results_table(results, results["stages"]):
+        run.say(line)
+    run.say(f"Result: {run.folder / 'model'}")
+    run.push(run.folder / "model")
+    return results
+
+
+def _finetune(run: Run, data: TaskData) -> dict[str, Any]:
+    config = run.config
+    torch.manual_seed(config.seed)
+    model, _ = load_model(config, data)
+    if is_patched(model) and config.control:
+        raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
+    if not is_patched(model):
+        patch_as_configured(model, config)
+    facts = _facts(run, model, data)
+    _warn_if_exact(run, facts)
+    if "trained" not in run.state:
+        model, progress = run.train("train", model, data)
+        run.record("train", progress)
+        metrics = best_metrics(progress) or run.measure("final", model, data)
+        run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
+        run.record("trained", metrics)
+    return facts
+
+
+def _convert(run: Run, data: TaskData) -> dict[str, Any]:
+    config = cast(ConvertConfig, run.config)
+    teacher = _teacher(run, config, data)
+    run.measure("teacher", teacher, data)
+    student = copy.deepcopy(teacher)
+    if not config.control:
+        patch_as_configured(student, config)
+    facts = _facts(run, student, data)
+    if not config.control:
+        _warn_if_exact(run, facts)
+        run.measure("patched", student, data)
+        student = _transfer(run, config, student, data)
+    student = _distill(run, config, teacher, student, data)
+    if config.speed.lengths and "speed" not in run.state:
+        if is_sharded(teacher):
+            teacher = _teacher(run, config, data)
+        run.record("speed", _speed(run, config, teacher, student, data))
+    run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
+    return facts
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -201,11 +207,9 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
                 "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
             )
         return model
-    _warn_of_attention_dropout(run, model, data, config.teacher)
-    trainer = run.train("teacher", FinetuningTrainer, model, config.teacher, data)
-    model = trainer.complete_model()
+    model, progress = run.train("teacher", model, data)
     run.save(folder, model, data)
-    run.record("teacher stage", stage_progress(trainer, data))
+    run.record("teacher stage", progress)
     return model
 
 
@@ -229,20 +233,17 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
             run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
         # At least one row, which is trained on as well if it is the only one.
         count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
-        trainer = run.train(
+        student, progress = run.train(
             "transfer",
-            AttentionTransferTrainer,
             student,
-            config.transfer,
             data,
             train_dataset=rows.select(range(max(len(rows) - count, 1))),
             eval_dataset=rows.select(range(len(rows) - count, len(rows))),
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )
-        student = trainer.complete_model()
         run.save(folder, student, data)
-        run.record("transfer", stage_progress(trainer, data))
+        run.record("transfer", progress)
     run.measure("transferred", student, data)
     return student
 
@@ -256,15 +257,12 @@ def _distill(
     folder = run.folder / "checkpoints" / "distilled"
     if "distilled" in run.state:
         return load_model(config, data, str(folder))[0].eval()
-    model: Any = student
     if config.distill.lora_rank:
-        model = add_adapters(student, config.distill)
-    teacher_model = None if config.distill.lora_rank else teacher
-    trainer = run.train("distill", DistillationTrainer, model, config.distill, data, teacher_model=teacher_model)
-    model = trainer.complete_model()
-    student = model.merge_and_unload() if config.distill.lora_rank else model
+        model, progress = run.train("distill", add_adapters(student, config.distill), data)
+        student = model.merge_and_unload()
+    else:
+        student, progress = run.train("distill", student, data, teacher_model=teacher)
     run.save(folder, student, data)
-    progress = stage_progress(trainer, data)
     run.record("distill", progress)
     run.record("distilled", best_metrics(progress) or run.measure("distilled", student, data))
     return student.eval()
@@ -274,28 +272,19 @@ def _distill(
 def _speed(
     run: Run, config: ConvertConfig, teacher: PreTrainedModel, student: PreTrainedModel, data: TaskData
 ) -> dict[str, Any]:
-    """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run.
-
-    Inputs beyond the model's positions begin again from position zero: the speed does not depend on the values.
-    """
-    device = run.process.device
-    limit = longest_input(teacher)
-    accepted = inspect.signature(teacher.forward).parameters
-    lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or "position_ids" in accepted]
+    """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
+    device, limit = run.process.device, longest_input(teacher)
+    lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or accepts_longer_inputs(teacher)]
     tokens = [int(token) for token in cast(Any, data.train)[0]["input_ids"]]
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
-    if "logits_to_keep" in accepted:
-        extra["logits_to_keep"] = 1
+    accepted = inspect.signature(teacher.forward).parameters
+    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
     precision = torch.bfloat16 if config.bf16 else torch.float16
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     try:
         for length in lengths:
-            ids = torch.tensor(tokens * (length // len(tokens) + 1), device=device)[None, :length]
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
-            if limit is not None and length > limit:
-                inputs["position_ids"] = torch.arange(length, device=device)[None] % limit
-            calls = {name: lambda model=model, inputs=inputs: model(**inputs) for name, model in models.items()}
+            inputs = {**synthetic_inputs(teacher, tokens, length), **extra}
+            calls = {name: partial(model, **inputs) for name, model in models.items()}
             with torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
                 timings = time_interleaved(calls, baseline="teacher", seconds=TIMING_SECONDS, device=device)
             for name, timing in timings.items():
@@ -310,15 +299,6 @@ def _speed(
 # The result
 
 
-def _beyond_exact(model: PreTrainedModel, data: TaskData) -> dict[str, int] | None:
-    """How many training inputs are longer than what all layers attend to exactly; None if a layer does so never."""
-    limit = exact_length(model)
-    if not limit:
-        return None
-    lengths = row_lengths(data.train)
-    return {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
-
-
 def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
     counts = facts["beyond_exact"]
     if counts is None or not facts["learned_parameters"] or counts["longer"] >= MIN_LONGER_SHARE * counts["inputs"]:
@@ -330,54 +310,20 @@ def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
     )
 
 
-def _warn_of_attention_dropout(run: Run, model: PreTrainedModel, data: TaskData, stage: StageConfig) -> None:
-    if run.process.device.type != "cpu" or stage.disable_dropout or data.longest < SLOW_DROPOUT_LENGTH:
-        return
-    for name in ATTENTION_DROPOUT:
-        share = getattr(model.config, name, 0.0)
-        if share:
-            run.say(
-                f"Dropout on the attention weights ({name} = {share}) keeps PyTorch from its fused attention on CPUs: "
-                f"exact attention trains several times slower on rows of up to {data.longest:,} tokens. Turn it off by "
-                f"--config_overrides.{name} 0.0."
-            )
-
-
 def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
     report = patch_report(model) if is_patched(model) else None
+    limit, lengths = exact_length(model), row_lengths(data.train)
+    counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "learned_parameters": report.parameters if report else 0,
         "layers": [asdict(layer) for layer in report.layers] if report else [],
-        "beyond_exact": _beyond_exact(model, data),
+        # How many training inputs are longer than what all layers attend to exactly; None if a layer does so never.
+        "beyond_exact": counts if limit else None,
         "data": data.facts,
         "goal": {"metric": data.metric, "greater_is_better": data.greater_is_better},
         "most_frequent_answer": data.most_frequent_answer(),
         "processes": run.process.num_processes,
         "environment": environment(run.process.device),
     }
-
-
-def _finish(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write `results.json`: from here on a resumed run has nothing to train."""
-    results = {
-        "format_version": 2,
-        "created": utc_now(),
-        "config": to_dict(run.config),
-        **facts,
-        "stages": run.state,
-    }
-    if run.is_main_process:
-        write_json(run.folder / RESULTS_FILE, json_safe(results))
-    return _present(run, results)
-
-
-def _present(run: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """Show the table of a finished run, remove its checkpoints, and push its model."""
-    run.remove_checkpoints()
-    for line in results_table(results, results["stages"]):
-        run.say(line)
-    run.say(f"Result: {run.folder / 'model'}")
-    run.push(run.folder / "model")
-    return results

@@ -19,7 +19,7 @@ AttentionLoss = Literal["auto", "weights", "outputs"]
 def check_transfer_options(section: str, config: Any) -> None:
     """Raise a ValueError for an unknown loss of an attention transfer, or a share of its steps outside [0, 1)."""
     for name in ("branch_first", "window_dropout"):
-        value = getattr(config, name)
+        value = getattr(config, name, 0.0)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
             raise ValueError(f"{section}{name} must lie in [0, 1), got {value!r}.")
     losses = get_args(AttentionLoss)
@@ -116,6 +116,11 @@ class TransferConfig:
         check_positive("transfer.", self, "per_device_train_batch_size", "learning_rate", "eval_steps", "patience")
         check_not_negative("transfer.", self, "max_steps")
         check_transfer_options("transfer.", self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the stage has any steps."""
+        return self.max_steps > 0
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
@@ -35,10 +35,19 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from .arguments import FinetuningConfig
-from .callbacks import InterruptionCallback, JsonLinesCallback, PeriodicCheckpointCallback
-from .options import StageConfig, TrainingRunConfig, TransferConfig
+from .callbacks import InterruptionCallback, StageCallback, format_metrics
+from .options import TrainingRunConfig
 from .sharding import check_launch, runs_on_cpu
-from .trainers import AttentionTransferTrainer, FinetuningTrainer
+from .trainers import DistillationTrainer, FinetuningTrainer
+from .transfer import AttentionTransferTrainer
+
+#: Stages of gradient steps, called as the sections of their options.
+TRAINERS: dict[str, type[FinetuningTrainer]] = {
+    "train": FinetuningTrainer,
+    "teacher": FinetuningTrainer,
+    "transfer": AttentionTransferTrainer,
+    "distill": DistillationTrainer,
+}
 
 CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
@@ -60,9 +69,6 @@ FREE_OPTIONS = (
     "hub_private_repo",
 )
 
-#: Seconds between two lines of progress where there is no terminal.
-PROGRESS_SECONDS = 30.0
-
 #: Steps that are reported to log.jsonl and to the trackers, unless `arguments` of a stage says otherwise.
 LOGGING = {"logging_steps": 10, "logging_first_step": True}
 
@@ -77,7 +83,8 @@ class Run:
         console: Where the run reports its progress; by default stderr.
 
     Raises:
-        ValueError: There is no output folder, or it holds another run or other files.
+        ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
+            not those of its trainer.
         OSError: The folder cannot be written to.
     """
 
@@ -100,6 +107,9 @@ class Run:
         resumes = path.exists() and not config.overwrite
         self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resumes else {}
         self._is_prepared = False
+        for stage in TRAINERS:
+            if hasattr(config, stage) and getattr(config, stage).enabled:
+                self._stage_arguments(stage)
 
     def _check_folder(self) -> None:
         """Raise an error rather than mix two runs in one folder."""
@@ -159,16 +169,6 @@ class Run:
             write_json(self.folder / STATE_FILE, self.state)
         self.process.wait_for_everyone()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run resumes after its end."""
-        return self.config.resume and (self.folder / RESULTS_FILE).is_file()
-
-    def results(self) -> dict[str, Any]:
-        """Return the content of `results.json` of a finished run."""
-        results: dict[str, Any] = json.loads((self.folder / RESULTS_FILE).read_text(encoding="utf-8"))
-        return results
-
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a finished run, which needs them no longer, but not what its trackers wrote."""
         if self.is_main_process:
@@ -201,106 +201,80 @@ class Run:
             self.say(f"{stage}: {format_metrics(metrics)}")
         return self.state[stage]
 
-    def train(
-        self,
-        stage: str,
-        trainer_class: type[FinetuningTrainer],
-        model: nn.Module,
-        stage_config: StageConfig | TransferConfig,
-        data: TaskData,
-        **kwargs: Any,
-    ) -> FinetuningTrainer:
+    def train(self, stage: str, model: nn.Module, data: TaskData, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Run one stage of gradient steps, from its last checkpoint if the run resumes.
 
         Args:
-            stage: Name of the stage; its checkpoints are in `checkpoints/NAME`.
-            trainer_class: The trainer.
+            stage: A key of `TRAINERS`; its checkpoints are in `checkpoints/NAME`.
             model: The model.
-            stage_config: The options of the stage.
             data: The data of the task.
             kwargs: Further arguments of the trainer, which replace those of `data`.
 
         Returns:
-            The trainer; its model has the weights of the best step.
+            The model with all of its weights, those of the best step, and what `stage_progress` tells.
         """
         self.prepare_folder()
-        folder = self.folder / "checkpoints" / stage
+        section = getattr(self.config, stage)
         if self.is_main_process:
-            needed = checkpoint_bytes(model, self.config.save_total_limit)
             check_disk_space(
                 self.folder,
-                needed,
+                checkpoint_bytes(model, self.config.save_total_limit),
                 "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit).",
             )
-        if self.config.gradient_checkpointing and isinstance(stage_config, StageConfig):
+        if self.config.gradient_checkpointing and stage != "transfer":
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        arguments = self.stage_arguments(trainer_class.config_class, stage_config, data, folder)
+        arguments = self._stage_arguments(stage, data)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback("Continue with the same options and --resume."),
-            JsonLinesCallback(self.folder / LOG_FILE, stage),
-            ProgressCallback(stage, self.say),
+            StageCallback(stage, self.folder / LOG_FILE, self.config.save_steps, self.say),
         ]
-        if self.config.save_steps:
-            callbacks.append(PeriodicCheckpointCallback(self.config.save_steps))
-        if isinstance(stage_config, StageConfig) and stage_config.eval_steps:
-            callbacks.append(LastEvaluationCallback())
-            if stage_config.patience is not None:
-                callbacks.append(EarlyStoppingCallback(stage_config.patience))
+        if arguments.load_best_model_at_end and section.patience is not None:
+            callbacks.append(EarlyStoppingCallback(section.patience))
         with quiet_transformers():
             options = {**data.trainer_arguments(), "train_dataset": data.train, "callbacks": callbacks, **kwargs}
-            trainer = trainer_class(model, args=arguments, **options)
+            trainer = TRAINERS[stage](model, args=arguments, **options)
             trainer.remove_callback(PrinterCallback)
-            resume = trainer.last_checkpoint() if self.config.resume else None
+            folder = Path(str(arguments.output_dir))
+            resume = get_last_checkpoint(folder) if self.config.resume and folder.is_dir() else None
             if resume is not None:
                 self.say(f"{stage}: resumes from {Path(resume).name}")
             trainer.train(resume_from_checkpoint=resume)
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-        return trainer
+        return trainer.complete_model(), stage_progress(trainer, data)
 
-    def stage_arguments(
-        self,
-        config_class: type[FinetuningConfig],
-        stage: StageConfig | TransferConfig,
-        data: TaskData | None,
-        folder: Path,
-    ) -> FinetuningConfig:
-        """Return the training arguments of a stage.
-
-        Raises:
-            ValueError: `arguments` of the stage names an unknown field, or one that is an option of its own.
-        """
-        config = self.config
+    def _stage_arguments(self, stage: str, data: TaskData | None = None) -> FinetuningConfig:
+        """Return the training arguments of a stage; without data, to check them, all but the metric."""
+        section, config_class = getattr(self.config, stage), TRAINERS[stage].config_class
         known = {entry.name for entry in fields(config_class)}
-        values = self._common_arguments(folder)
-        evaluates = bool(stage.eval_steps)
-        values.update(
-            eval_strategy="steps" if evaluates else "no",
-            eval_steps=stage.eval_steps if evaluates else None,
-            save_strategy="no",
-            save_total_limit=config.save_total_limit,
-        )
-        if data is not None and isinstance(stage, StageConfig) and evaluates:
+        own = {entry.name: getattr(section, entry.name) for entry in fields(section) if entry.name in known}
+        values = {
+            **self._common_arguments(self.folder / "checkpoints" / stage),
+            **{name: value for name, value in own.items() if value is not None},
+            "eval_strategy": "steps" if section.eval_steps else "no",
+            "eval_steps": section.eval_steps or None,
+            "save_strategy": "no",
+            "save_total_limit": self.config.save_total_limit,
+        }
+        if data is not None and stage != "transfer" and section.eval_steps:
             values.update(
                 save_strategy="best",
                 load_best_model_at_end=True,
                 metric_for_best_model=data.metric,
                 greater_is_better=data.greater_is_better,
             )
-        own = {entry.name: getattr(stage, entry.name) for entry in fields(stage) if entry.name in known}
-        values.update({name: value for name, value in own.items() if name != "eval_steps" and value is not None})
-        for name in stage.arguments:
+        for name in section.arguments:
             if name not in known:
                 raise ValueError(f"arguments: TrainingArguments has no field {name!r}.{near_matches(name, known)}")
-            if name in values or hasattr(config, name):
+            if name in values or hasattr(self.config, name):
                 raise ValueError(f"arguments: {name!r} is an option of its own, or set by this command. Leave it out.")
-        return config_class(**{**LOGGING, **values, **stage.arguments})
+        return config_class(**{**LOGGING, **values, **section.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         """Training arguments of all stages."""
         config = self.config
-        stage: Any = getattr(config, "distill", None) or getattr(config, "train", None)
-        batch = config.per_device_eval_batch_size or 2 * stage.per_device_train_batch_size
+        section: Any = getattr(config, "distill", None) or getattr(config, "train", None)
+        batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
         return {
             "output_dir": str(folder),
             "seed": config.seed,
@@ -341,44 +315,6 @@ class Run:
         self.say(f"Pushed to https://huggingface.co/{repository}")
 
 
-class ProgressCallback(TrainerCallback):
-    """Reports each evaluation of a stage, and the loss now and then.
-
-    Args:
-        stage: Name of the stage.
-        say: Reports a line.
-    """
-
-    def __init__(self, stage: str, say: Callable[[str], None]) -> None:
-        self.stage = stage
-        self.say = say
-        self._last = time.monotonic()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Report the metrics."""
-        numbers = {
-            name.removeprefix("eval_"): value
-            for name, value in (metrics or {}).items()
-            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
-        }
-        self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}: {format_metrics(numbers)}")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Report the loss if the last report is a while ago."""
-        if "loss" in (logs or {}) and time.monotonic() - self._last >= PROGRESS_SECONDS:
-            self._last = time.monotonic()
-            self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.4f}")
-
-
-class LastEvaluationCallback(TrainerCallback):
-    """Evaluates after the last step, too, where `eval_steps` does not divide the number of steps."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for an evaluation."""
-        if state.global_step >= state.max_steps:
-            control.should_evaluate = True
-
-
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:
     """Return what a stage did: `step`, `seconds`, `tokens`, `best_step`, and `evaluations` as (step, metrics)."""
     state = trainer.state
@@ -403,11 +339,6 @@ def best_metrics(progress: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of the step whose weights a stage has kept; empty without evaluations."""
     best = progress["best_step"] if progress["best_step"] is not None else progress["step"]
     return next((metrics for step, metrics in progress["evaluations"] if step == best), {})
-
-
-def format_metrics(values: Mapping[str, float]) -> str:
-    """Return metrics in one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Trainers of patched models, built on `transformers.Trainer`: fine-tuning, distillation and attention transfer."""
+"""Trainers built on `transformers.Trainer`: fine-tuning and distillation."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rota
 
 from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
-from ..patching import check_model
 from ..utils.files import remove_partial_files, replace_folder
-from .arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
+from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
 from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss, weighted_sum
 from .reproducible import EpochSampler, SeededCollator
@@ -30,17 +30,9 @@ from .sharding import (
     reshard,
     shard_frozen_model,
 )
-from .transfer import (
-    AttentionTransferLoss,
-    average_gradients,
-    branch_steps,
-    check_finite_loss,
-    transfer_lr_factor,
-)
 
 #: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
 LEARNED_FILE = "linear_attention.safetensors"
-BEST_PREFIX = "best:"
 
 
 class FinetuningTrainer(Trainer):
@@ -87,7 +79,8 @@ class FinetuningTrainer(Trainer):
         check_sharding(self.accelerator)
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
         # Transformers recognises fewer classes as causal language models (GPT2LMHeadModel is not among them).
-        base: Any = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        base: Any = self.model
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._loss_shifts_labels = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self.data_collator = SeededCollator(self.data_collator, args.seed)
         self._sampler: EpochSampler | None = None
@@ -321,7 +314,7 @@ class FinetuningTrainer(Trainer):
             remove_partial_files(folder)
         self.accelerator.wait_for_everyone()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self.last_checkpoint()
+            resume_from_checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
             if resume_from_checkpoint is None:
                 raise ValueError(f"There is no checkpoint to resume from in {str(folder)!r}.")
         if resume_from_checkpoint:
@@ -338,11 +331,6 @@ class FinetuningTrainer(Trainer):
     @property
     def _output_folder(self) -> Path:
         return Path(str(self.args.output_dir))
-
-    def last_checkpoint(self) -> str | None:
-        """Return the folder of the last checkpoint in `output_dir`, or None."""
-        folder = self._output_folder
-        return get_last_checkpoint(folder) if folder.is_dir() else None
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         result = super()._init_training_state(*args, **kwargs)
@@ -409,7 +397,7 @@ class FinetuningTrainer(Trainer):
 
     def _load_learned(self, folder: Path) -> None:
         if (folder / LEARNED_FILE).is_file():
-            _copy_parameters(self.model, load_file(str(folder / LEARNED_FILE)))
+            copy_parameters(self.model, load_file(str(folder / LEARNED_FILE)))
 
 
 class DistillationTrainer(FinetuningTrainer):
@@ -509,146 +497,6 @@ class DistillationTrainer(FinetuningTrainer):
                     module.training = mode
 
 
-class AttentionTransferTrainer(FinetuningTrainer):
-    """Trains the learned parts of a patched model to mimic the softmax attention that they replace, layer by layer.
-
-    The losses are those of `transfer_attention`, and so are optimizer, schedule and the largest norm per layer. Only
-    the learned parts are trained, in float32; all other parameters and the mode of the model are left as they are.
-    With an `eval_dataset` the loss is evaluated before the first step and every `eval_steps` steps, and the parameters
-    of the best evaluation remain, those of the start if nothing was better.
-
-    The layers' losses are differentiated inside the model's forward pass, one block of queries after another, which
-    bounds their memory. Wrappers that reduce gradients in a backward pass of the whole model (DDP, the engines of
-    DeepSpeed) have no part in that: the learned parts, a small share of the weights, are replicated, and the trainer
-    averages their gradients itself. FSDP2 and ZeRO-3 shard all other parameters. Checkpoints hold the learned parts
-    only; `save_model` writes the whole model.
-
-    Args:
-        model: A patched model.
-        args: The config.
-        kwargs: As of `transformers.Trainer`.
-
-    Raises:
-        ValueError: The model is not patched, or none of its mechanisms has anything to learn.
-
-    Attributes:
-        objective: The losses of the layers.
-    """
-
-    config_class = AttentionTransferConfig
-    args: AttentionTransferConfig
-    model: PreTrainedModel
-
-    def __init__(
-        self, model: PreTrainedModel | None = None, args: AttentionTransferConfig | None = None, **kwargs: Any
-    ) -> None:
-        check_model(model)
-        super().__init__(model, args, **kwargs)
-        config = self.args
-        steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
-        self._shards = self._is_sharded()
-        self.objective = AttentionTransferLoss(self.model, config.loss, steps, whole_model=self._shards)
-        # From here on the trainer sees to the shards itself.
-        self.is_fsdp_enabled = self.is_deepspeed_enabled = False
-        self._best_parameters: dict[str, Tensor] = {}
-        if self.eval_dataset is not None and config.eval_strategy == "no":
-            raise ValueError("There is an eval_dataset, and eval_strategy is 'no'. Set eval_strategy='steps'.")
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `FinetuningTrainer.train` does. After a FloatingPointError the parameters are restored."""
-        self._best_parameters = {}
-        # A resumed run has the evaluation of its start in the checkpoint.
-        self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
-        with self.objective.training():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-            _copy_parameters(self.model, self._best_parameters)
-        return output
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        if self._shards and self._skeleton is None:
-            self._skeleton = meta_copy(self.model)
-        self.model = shard_frozen_model(self.accelerator, self.model)
-        self.model_wrapped = self.model
-        self.optimizer = torch.optim.AdamW(self.objective.parameter_groups(self.args.learning_rate))
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: transfer_lr_factor(step, max_steps)
-        )
-        if resume_from_checkpoint is not None:
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Add the gradients of one batch to those of the learned parts. Returns the loss, averaged over layers."""
-        step = self.state.global_step + 1
-        losses = self.objective(self._prepare_inputs(inputs), step)
-        loss = losses.mean() / self.current_gradient_accumulation_steps
-        assert self.lr_scheduler is not None
-        check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
-        if self.accelerator.sync_gradients:
-            average_gradients(self.objective.parameters)
-            for gradient in self._gradients():
-                gradient /= self.current_gradient_accumulation_steps
-        return loss
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        largest = self.args.max_grad_norm * len(self.objective.learned)
-        return torch.nn.utils.clip_grad_norm_(self.objective.parameters, largest)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.objective.parameters if parameter.grad is not None]
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor, None, None]:
-        """Return the loss of a batch, averaged over layers."""
-        return self.objective(self._prepare_inputs(inputs)).mean(), None, None
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super()._evaluate(*args, **kwargs)
-        state, loss = self.state, metrics["eval_loss"]
-        if state.best_metric is None or loss < state.best_metric:
-            state.best_metric, state.best_global_step = loss, state.global_step
-            self._best_parameters = {name: value.clone() for name, value in self.learned_state_dict().items()}
-        patience = self.args.patience
-        if patience is not None and state.global_step - state.best_global_step >= patience * state.eval_steps:
-            self.control.should_training_stop = True
-        return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return self.state.best_global_step == self.state.global_step or self.control.should_save
-
-    def learned_state_dict(self) -> dict[str, Tensor]:
-        """Return the learned parts by the names of their parameters."""
-        learned = {id(parameter) for parameter in self.objective.parameters}
-        return {name: value.detach() for name, value in self.model.named_parameters() if id(value) in learned}
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; in a checkpoint, the learned parts and their best values so far."""
-        if not _internal_call:
-            super().save_model(output_dir, _internal_call)
-            return
-        state = self.learned_state_dict()
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir) if output_dir else self._output_folder
-        folder.mkdir(parents=True, exist_ok=True)
-        best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
-        tensors = {name: value.cpu().contiguous() for name, value in (state | best).items()}
-        save_file(tensors, str(folder / LEARNED_FILE))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
-        best = [name for name in tensors if name.startswith(BEST_PREFIX)]
-        self._best_parameters = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in best}
-        _copy_parameters(self.model, tensors)
-
-
 def _is_learned(name: str) -> bool:
     """Whether a parameter of this name belongs to a mechanism."""
     return f".{SUBMODULE}." in f".{name}"
@@ -662,7 +510,7 @@ def _disable_dropout(model: nn.Module) -> None:
             module.training = True
 
 
-def _copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
+def copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     for name, value in values.items():
         parameters[name].data.copy_(value)
@@ -676,3 +524,9 @@ def _check_processes(checkpoint: Path, processes: int) -> None:
             f"{str(checkpoint)!r} was written by {before} process(es), and this run has {processes}: the order of the "
             "data would change. Resume with as many as before."
         )
+
+
+def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
+    """Raise a FloatingPointError that names the learning rate if the loss of a step is infinite or NaN."""
+    if not math.isfinite(value):
+        raise FloatingPointError(f"The loss became {value} at step {step}. {remedy} (now {lr:g}).")

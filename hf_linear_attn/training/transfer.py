@@ -14,10 +14,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,15 +28,20 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.base import LinearAttention
 from ..patching import check_model, is_patched
 from ..utils.arguments import check_positive
+from .arguments import AttentionTransferConfig
 from .losses import layer_loss
 from .options import check_transfer_options
-from .sharding import reshard
+from .sharding import meta_copy, reshard, shard_frozen_model
+from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss, copy_parameters
 
 Batch = Mapping[str, Tensor]
 ProgressFunction = Callable[[int, int, float], None]
 
 #: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
 MAX_LAYERS = 10_000
+
+#: In a checkpoint of `AttentionTransferTrainer`: what precedes the names of the best parameters so far.
+BEST_PREFIX = "best:"
 
 
 @dataclass(frozen=True)
@@ -67,15 +74,12 @@ def transfer_attention(
     loss: str = "auto",
     validation: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
-    patience: int | None = None,
-    branch_first: float = 0.0,
-    window_dropout: float = 0.0,
     progress: ProgressFunction | None = None,
 ) -> TransferResult:
     """Train the learned parts of a patched model, in place, to mimic exact attention. Nothing else changes.
 
     This is the short form for a few batches in memory. `AttentionTransferTrainer` minimises the same losses in the same
-    way on a data set, with checkpoints, trackers and sharding.
+    way on a data set, with checkpoints, trackers, sharding and early stopping.
 
     The loss of a layer, averaged over heads and real tokens, is one of:
 
@@ -85,9 +89,7 @@ def transfer_attention(
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`.
 
     A hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the window would
-    do all the work. `branch_first` and `window_dropout` train that branch alone in some steps (the two phases of Zhang
-    et al. 2024, arXiv:2410.10254); beside the joint loss neither helped where it was measured. In a distributed run
-    every process passes its own batches, and gradients are averaged.
+    do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
 
     Args:
         model: A patched model. Its learned parts are trained in float32.
@@ -102,9 +104,6 @@ def transfer_attention(
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.
-        patience: Stop after this number of evaluations without a lower loss; None to take all steps.
-        branch_first: Share of the steps, at the beginning, in which a hybrid trains its linear branch alone.
-        window_dropout: Share of the later steps in which it does so again.
         progress: Called as `progress(step, steps, loss)` after each step.
 
     Returns:
@@ -116,14 +115,12 @@ def transfer_attention(
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
     check_model(model)
-    if not isinstance(steps, int):
-        raise TypeError(f"steps must be an integer, got {steps!r}.")
-    options = SimpleNamespace(**locals())
-    check_positive("", options, "steps", "lr", "evaluate_every", "patience")
+    options = SimpleNamespace(steps=steps, lr=lr, evaluate_every=evaluate_every, loss=loss)
+    check_positive("", options, "steps", "lr", "evaluate_every")
     check_transfer_options("", options)
-    objective = AttentionTransferLoss(model, loss, branch_steps(steps, branch_first, window_dropout))
+    objective = AttentionTransferLoss(model, loss)
     # In several processes each has batches of its own, and all must take the same steps.
-    beyond = 0 if _processes() > 1 else exact_length(model)
+    beyond = 0 if torch.distributed.is_initialized() else exact_length(model)
     source = _repeat(batches, beyond)
     first = next(source, None)
     if first is None:
@@ -134,14 +131,37 @@ def transfer_attention(
         )
         return TransferResult(0, 0, 0.0, [])
     source = itertools.chain([first], source)
-    validation_batches = [batch for batch in validation or () if _longest(batch) > beyond]
+    held_out = [batch for batch in validation or () if _longest(batch) > beyond]
+    groups, parameters = objective.parameter_groups(lr), objective.parameters
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transfer_lr_factor(step, steps))
+    losses: list[float] = []
+    evaluations: list[tuple[int, float]] = []
+    best: tuple[float, int, list[Tensor]] | None = None
     started = time.perf_counter()
     with objective.training():
-        losses, evaluations, best_step = _minimise(
-            objective, source, validation_batches, steps, lr, evaluate_every, patience, progress
-        )
+        for step in range(steps + 1):
+            if step:
+                optimizer.zero_grad()
+                layers = objective(next(source), step)
+                losses.append(float(layers.mean()))
+                check_finite_loss(losses[-1], step, groups[0]["lr"], "Lower lr")
+                average_gradients(parameters)
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
+                optimizer.step()
+                schedule.step()
+                if progress is not None:
+                    progress(step, steps, losses[-1])
+            if held_out and (step % evaluate_every == 0 or step == steps):
+                total = torch.stack([objective(batch).mean() for batch in held_out]).mean()
+                score = float(_average(total))
+                evaluations.append((step, score))
+                if best is None or score < best[0]:
+                    best = (score, step, [parameter.detach().clone() for parameter in parameters])
+        for parameter, value in zip(parameters, best[2] if best else parameters, strict=True):
+            parameter.data.copy_(value.data)
     seconds = time.perf_counter() - started
-    return TransferResult(len(losses), objective.tokens, seconds, losses, evaluations, best_step)
+    return TransferResult(steps, objective.tokens, seconds, losses, evaluations, best[1] if best else None)
 
 
 class AttentionTransferLoss:
@@ -275,87 +295,20 @@ def branch_steps(steps: int, first: float, dropout: float) -> frozenset[int]:
     return frozenset(step for step in range(1, steps + 1) if step <= beginning or dropped[step - 1])
 
 
+def _average(tensor: Tensor) -> Tensor:
+    """Average a tensor over the processes of a distributed run, in place."""
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(tensor)
+        tensor /= torch.distributed.get_world_size()
+    return tensor
+
+
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Average the gradients of replicated parameters over the processes of a distributed run, in place."""
-    if _processes() == 1:
-        return
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        torch.distributed.all_reduce(parameter.grad)
-        parameter.grad /= _processes()
-
-
-def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
-    """Raise a FloatingPointError that names the learning rate if the loss of a step is infinite or NaN."""
-    if not math.isfinite(value):
-        raise FloatingPointError(f"The loss became {value} at step {step}. {remedy} (now {lr:g}).")
-
-
-def _minimise(
-    objective: AttentionTransferLoss,
-    source: Iterator[Batch],
-    validation: list[Batch] | None,
-    steps: int,
-    lr: float | None,
-    evaluate_every: int,
-    patience: int | None,
-    progress: ProgressFunction | None,
-) -> tuple[list[float], list[tuple[int, float]], int | None]:
-    """Run the optimizer. Returns the losses, the evaluations and the best step."""
-    groups, parameters = objective.parameter_groups(lr), objective.parameters
-    peak = groups[0]["lr"]
-    optimizer = torch.optim.AdamW(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transfer_lr_factor(step, steps))
-    losses: list[float] = []
-    evaluations: list[tuple[int, float]] = []
-    best: tuple[float, int, list[Tensor]] | None = None
-
-    def evaluate(step: int, batches: list[Batch]) -> None:
-        nonlocal best
-        total = sum(float(objective(batch).mean()) for batch in batches) / len(batches)
-        score = _average(total, parameters[0].device)
-        evaluations.append((step, score))
-        if best is None or score < best[0]:
-            best = (score, step, [parameter.detach().clone() for parameter in parameters])
-
-    if validation:
-        evaluate(0, validation)
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        layers = objective(next(source), step)
-        value = float(layers.mean())
-        check_finite_loss(value, step, peak, "Lower lr")
-        average_gradients(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
-        optimizer.step()
-        schedule.step()
-        losses.append(value)
-        if progress is not None:
-            progress(step, steps, value)
-        if validation and (step % evaluate_every == 0 or step == steps):
-            evaluate(step, validation)
-            if best is not None and patience is not None and step - best[1] >= patience * evaluate_every:
-                break
-    if best is None:
-        return losses, evaluations, None
-    with torch.no_grad():
-        for parameter, best_value in zip(parameters, best[2], strict=True):
-            parameter.copy_(best_value)
-    return losses, evaluations, best[1]
-
-
-def _processes() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _average(value: float, device: torch.device) -> float:
-    """Return the mean over all processes, which must agree on the best step."""
-    if _processes() == 1:
-        return value
-    total = torch.tensor(value, device=device, dtype=torch.float32)
-    torch.distributed.all_reduce(total)
-    return float(total) / _processes()
+        _average(parameter.grad)
 
 
 def _learned_modules(model: PreTrainedModel) -> list[Any]:
@@ -408,3 +361,144 @@ def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
             raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
         if not useful:
             return
+
+
+class AttentionTransferTrainer(FinetuningTrainer):
+    """Trains the learned parts of a patched model to mimic the softmax attention that they replace, layer by layer.
+
+    The losses are those of `transfer_attention`, and so are optimizer, schedule and the largest norm per layer. Only
+    the learned parts are trained, in float32; all other parameters and the mode of the model are left as they are.
+    With an `eval_dataset` the loss is evaluated before the first step and every `eval_steps` steps, and the parameters
+    of the best evaluation remain, those of the start if nothing was better.
+
+    The layers' losses are differentiated inside the model's forward pass, one block of queries after another, which
+    bounds their memory. Wrappers that reduce gradients in a backward pass of the whole model (DDP, the engines of
+    DeepSpeed) have no part in that: the learned parts, a small share of the weights, are replicated, and the trainer
+    averages their gradients itself. FSDP2 and ZeRO-3 shard all other parameters. Checkpoints hold the learned parts
+    only; `save_model` writes the whole model.
+
+    Args:
+        model: A patched model.
+        args: The config.
+        kwargs: As of `transformers.Trainer`.
+
+    Raises:
+        ValueError: The model is not patched, or none of its mechanisms has anything to learn.
+
+    Attributes:
+        objective: The losses of the layers.
+    """
+
+    config_class = AttentionTransferConfig
+    args: AttentionTransferConfig
+    model: PreTrainedModel
+
+    def __init__(
+        self, model: PreTrainedModel | None = None, args: AttentionTransferConfig | None = None, **kwargs: Any
+    ) -> None:
+        check_model(model)
+        super().__init__(model, args, **kwargs)
+        config = self.args
+        steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
+        self._shards: bool = self._is_sharded()
+        objective = AttentionTransferLoss(self.model, config.loss, steps, whole_model=self._shards)
+        self.objective: AttentionTransferLoss = objective
+        # From here on the trainer sees to the shards itself.
+        self.is_fsdp_enabled = self.is_deepspeed_enabled = False
+        self._best_parameters: dict[str, Tensor] = {}
+        if self.eval_dataset is not None and config.eval_strategy == "no":
+            raise ValueError("There is an eval_dataset, and eval_strategy is 'no'. Set eval_strategy='steps'.")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `FinetuningTrainer.train` does. After a FloatingPointError the parameters are restored."""
+        self._best_parameters = {}
+        # A resumed run has the evaluation of its start in the checkpoint.
+        self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
+        with self.objective.training():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            copy_parameters(self.model, self._best_parameters)
+        return output
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self._shards and self._skeleton is None:
+            self._skeleton = meta_copy(self.model)
+        self.model = shard_frozen_model(self.accelerator, self.model)
+        self.model_wrapped = self.model
+        self.optimizer = torch.optim.AdamW(self.objective.parameter_groups(self.args.learning_rate))
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: transfer_lr_factor(step, max_steps)
+        )
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Add the gradients of one batch to those of the learned parts. Returns the loss, averaged over layers."""
+        step = self.state.global_step + 1
+        losses = self.objective(self._prepare_inputs(inputs), step)
+        loss = losses.mean() / self.current_gradient_accumulation_steps
+        assert self.lr_scheduler is not None
+        check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
+        if self.accelerator.sync_gradients:
+            average_gradients(self.objective.parameters)
+            for gradient in self._gradients():
+                gradient /= self.current_gradient_accumulation_steps
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        largest = self.args.max_grad_norm * len(self.objective.learned)
+        return torch.nn.utils.clip_grad_norm_(self.objective.parameters, largest)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.objective.parameters if parameter.grad is not None]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss of a batch, averaged over layers."""
+        return self.objective(self._prepare_inputs(inputs)).mean(), None, None
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super()._evaluate(*args, **kwargs)
+        state, loss = self.state, metrics["eval_loss"]
+        if state.best_metric is None or loss < state.best_metric:
+            state.best_metric, state.best_global_step = loss, state.global_step
+            self._best_parameters = {name: value.clone() for name, value in self.learned_state_dict().items()}
+        patience, since = self.args.patience, state.global_step - (state.best_global_step or 0)
+        if patience is not None and since >= patience * state.eval_steps:
+            self.control.should_training_stop = True
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return self.state.best_global_step == self.state.global_step or self.control.should_save
+
+    def learned_state_dict(self) -> dict[str, Tensor]:
+        """Return the learned parts by the names of their parameters."""
+        learned = {id(parameter) for parameter in self.objective.parameters}
+        return {name: value.detach() for name, value in self.model.named_parameters() if id(value) in learned}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; in a checkpoint, the learned parts and their best values so far."""
+        if not _internal_call:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = self.learned_state_dict()
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir) if output_dir else self._output_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
+        tensors = {name: value.cpu().contiguous() for name, value in (state | best).items()}
+        save_file(tensors, str(folder / LEARNED_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
+        best = [name for name in tensors if name.startswith(BEST_PREFIX)]
+        self._best_parameters = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in best}
+        copy_parameters(self.model, tensors)

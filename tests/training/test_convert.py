@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.convert import convert, finetune
-from hf_linear_attn.training.trainers import AttentionTransferTrainer
+from hf_linear_attn.training.transfer import AttentionTransferTrainer
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,

@@ -122,16 +122,3 @@ def test_what_is_cut_is_said(folder: Path, tmp_path: Path) -> None:
 )
 def test_the_longest_row_is_the_models(options: dict[str, Any], length: int) -> None:
     assert longest_row(ConvertConfig(**options))[0] == length
-
-
-def test_attention_dropout_on_long_rows_is_mentioned(folder: Path, tmp_path: Path) -> None:
-    screen = io.StringIO()
-    encoder = save_encoder(tmp_path / "encoder", attention_probs_dropout_prob=0.1, max_position_embeddings=700)
-    save_task(tmp_path / "task", rows=8, validation=4)
-    for path in (tmp_path / "task").glob("*.csv"):
-        head, *rows = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join([head, *(f"{'red ' * 600}{row}" for row in rows)]), encoding="utf-8")
-    changes = {"data__max_length": None, "train__max_steps": 1, "train__per_device_train_batch_size": 1}
-    config = finetune_config(encoder, tmp_path / "task", tmp_path / "out", **changes)
-    finetune(config, console=Console(file=screen, width=400))
-    assert "Turn it off by --config_overrides.attention_probs_dropout_prob 0.0." in screen.getvalue()

@@ -18,11 +18,11 @@ from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, Trainin
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
-from hf_linear_attn.training.callbacks import InterruptedRunError, JsonLinesCallback, PeriodicCheckpointCallback
+from hf_linear_attn.training.callbacks import InterruptedRunError, StageCallback
 from hf_linear_attn.training.losses import row_losses
 from hf_linear_attn.training.reproducible import EpochSampler, SeededCollator
-from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer, FinetuningTrainer
-from hf_linear_attn.training.transfer import AttentionTransferLoss, transfer_attention
+from hf_linear_attn.training.trainers import DistillationTrainer, FinetuningTrainer
+from hf_linear_attn.training.transfer import AttentionTransferLoss, AttentionTransferTrainer, transfer_attention
 from tests.helpers import tiny_model
 from tests.training.tiny_data import (
     Rows,
@@ -195,7 +195,7 @@ def test_the_best_step_is_loaded_and_survives_a_move(tmp_path: Path) -> None:
         "greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 2,
     }  # fmt: skip
     options = {"eval_dataset": Rows(9, 1), "compute_metrics": metrics}
-    first = {**options, "callbacks": [At(4, die), PeriodicCheckpointCallback(3)]}
+    first = {**options, "callbacks": [At(4, die), StageCallback("finetune", tmp_path / "log.jsonl", 3)]}
     trainer = make_trainer("finetune", tmp_path / "old", max_steps=5, **changes, trainer=first)
     with pytest.raises(Killed):
         trainer.train()
@@ -455,7 +455,7 @@ def test_a_trainer_wants_its_config(tmp_path: Path) -> None:
 
 def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    callbacks = [JsonLinesCallback(log, "distill"), At(5, die)]
+    callbacks = [StageCallback("distill", log), At(5, die)]
     with pytest.raises(Killed):
         make_trainer("distill", tmp_path / "out", save_steps=3, trainer={"callbacks": callbacks}).train()
     with log.open("a") as file:

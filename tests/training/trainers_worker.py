@@ -11,7 +11,8 @@ from typing import Any
 import hf_linear_attn as hla
 from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig
 from hf_linear_attn.training.sharding import reshard
-from hf_linear_attn.training.trainers import AttentionTransferTrainer, DistillationTrainer
+from hf_linear_attn.training.trainers import DistillationTrainer
+from hf_linear_attn.training.transfer import AttentionTransferTrainer
 from tests.training.sharded_worker import pretend_gpus
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
