@@ -24,6 +24,7 @@ from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
 from ..training.transfer import transfer_attention
 from ..utils.files import atomic_write
+from ..utils.formatting import fixed
 from ..utils.models import shared_copy
 from .config import Settings
 from .inputs import EvaluationInputs
@@ -48,8 +49,8 @@ from .speed import (
 #: The label of the exact model, and the mechanism's name of a model without attention.
 EXACT_LABEL, NO_ATTENTION = "exact", "none"
 
-#: Lengths at which throughput is timed, where they are measured; the shortest and the longest are added.
-USUAL_LENGTHS = (512, 2048, 8192)
+#: Of the settings, what an attention transfer depends on.
+TRANSFER_SETTINGS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
 
 #: The number of learned parameters of a patched model.
 PARAMETERS = QualityMetric(
@@ -89,7 +90,11 @@ class Evaluator:
             for seed in self.settings.seeds:
                 self._measure_mechanism(name, seed)
         for group in self.groups:
-            self._measure_checkpoints(group)
+            for folder, fingerprint in group.folders.items():
+                load = cache(partial(group.load, folder, self.exact.kind, model.device))
+                settings = {"checkpoint": fingerprint}
+                results = self._quality(group.label, group.attention, load, state=group.state, settings=settings)
+                self._log(f"{group.label}, {Path(folder).name}", results)
 
     def _status(self, label: str, stage: str, done: int = 0, total: int | None = None) -> None:
         """Show the stage, and which of the models is measured."""
@@ -123,19 +128,16 @@ class Evaluator:
             return  # nothing is random here
         patched = cache(lambda: patch_model(shared_copy(self.exact.model), name, **options))
         identity: dict[str, Any] = {"options": options, "seed": seed if trains or options else None}
-        before = after = self._quality(name, name, patched, state="untrained", **identity)
+        stages = [self._quality(name, name, patched, state="untrained", **identity)]
         if trains:
-            identity.update(state="transferred", settings={"transfer": self._transfer_settings(seed)})
+            transfer = {name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}
+            transfer |= {"data": self.inputs.hash, "order": self.settings.seed}
+            identity.update(state="transferred", settings={"transfer": transfer})
             transferred = cache(lambda: self._transferred(name, seed, patched(), identity))
             if self.records.known(self.exact.conditions(name, "attention_transfer", **identity)) is None:
                 transferred()
-            after = self._quality(name, name, transferred, **identity)
-        self._log(name, before, after)
-
-    def _transfer_settings(self, seed: int) -> dict[str, Any]:
-        names = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
-        own = {name: getattr(self.settings, name) for name in names}
-        return {**own, "data": self.inputs.hash, "order": self.settings.seed}
+            stages.append(self._quality(name, name, transferred, **identity))
+        self._log(name, *stages)
 
     def _transferred(
         self, name: str, seed: int, model: PreTrainedModel, identity: Mapping[str, Any]
@@ -156,26 +158,16 @@ class Evaluator:
         values = train_attention(model, batches, self.inputs.validation, self.settings, seed, watch)
         if path is not None:
             atomic_write(path, save(learned_tensors(model)))
-        seconds = next(one["value"] for one in values if one["metric"] == "transfer_seconds")
-        self.records.add(conditions, values, label=name, seconds=seconds)
+        self.records.add(conditions, values, label=name)
         return model
 
-    def _measure_checkpoints(self, group: CheckpointGroup) -> None:
-        """Measure checkpoints as they are."""
-        for folder, fingerprint in group.folders.items():
-            load = cache(partial(group.load, folder, self.exact.kind, self.exact.model.device))
-            settings = {"checkpoint": fingerprint}
-            results = self._quality(group.label, group.attention, load, state=group.state, settings=settings)
-            self._log(f"{group.label}, {Path(folder).name}", results, results)
-
-    def _log(self, label: str, before: Mapping[str, Record], after: Mapping[str, Record]) -> None:
-        """Report the scores of a mechanism."""
+    def _log(self, label: str, *stages: Mapping[str, Record]) -> None:
+        """Report the scores of a mechanism, before and after its transfer."""
         parts = []
         for score in self.scores:
-            first, last = (records[score.measurement].value(score.metric) for records in (before, after))
-            if first is not None and last is not None:
-                start = "" if before is after else f"{first:.{score.digits}f} → "
-                parts.append(f"{score.title} {start}{last:.{score.digits}f}")
+            numbers = [records[score.measurement].value(score.metric) for records in stages]
+            texts = (fixed(number, score.digits) for number in numbers if number is not None)
+            parts.append(f"{score.title} {' → '.join(texts)}")
         self.progress.log(f"{label}: {', '.join(parts)}")
 
 
@@ -300,6 +292,9 @@ class _SpeedSweep:
         records, device = self.evaluator.records, self.exact.model.device
         name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
         labels = [label for label in self.models if measurement != DECODING or label != WITHOUT_ATTENTION]
+        # The time of exact attention grows with the square, and its memory too where all weights are in memory.
+        quadratic = [(EXACT_LABEL, "seconds")]
+        quadratic += [(EXACT_LABEL, "peak_memory")] if self.exact.implementation == "eager" else []
         for index, length in enumerate(lengths):
             parts = {"length": length, "batch_size": batch_size}
             conditions = {
@@ -309,9 +304,9 @@ class _SpeedSweep:
             }
             missing = [label for label in labels if records.known(conditions[label]) is None]
             if missing:
-                reason = self._reason_to_skip(done, length) if single is None else None
-                if single is not None:
-                    reason = reason_to_skip(single[length], batch_size, self.settings.seconds, device)
+                last = max(done, default=length)
+                rows, growth = (single[length], batch_size) if single else (done.get(last, {}), length / last)
+                reason = reason_to_skip(rows, growth, self.settings.seconds, device, () if single else quadratic)
                 if not reason:
                     self.evaluator.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
                     beside = [label for label in labels if label in (*missing, EXACT_LABEL, WITHOUT_ATTENTION)]
@@ -331,21 +326,8 @@ class _SpeedSweep:
             done[length] = {label: record for label, record in latest.items() if record is not None}
         return done
 
-    def _reason_to_skip(self, done: Mapping[int, Mapping[str, Record]], length: int) -> str | None:
-        """The time of exact attention grows with the square, and its memory too where all weights are in memory."""
-        if not done:
-            return None
-        growth, eager = length / max(done), self.exact.implementation == "eager"
-        options = {"quadratic_time": [EXACT_LABEL], "quadratic_memory": [EXACT_LABEL] if eager else []}
-        return reason_to_skip(done[max(done)], growth, self.settings.seconds, self.exact.model.device, **options)
 
-
-def lengths_to_show(lengths: Sequence[int], own: int | None = None) -> list[int]:
-    """Return at most four lengths to show: the user's own, the usual ones if measured, the shortest, the longest."""
-    if not lengths:
-        return []
-    chosen = sorted({lengths[0], lengths[-1], *(length for length in USUAL_LENGTHS if length in lengths)})[-4:]
-    if own is not None and own in lengths and own not in chosen:
-        nearest = min(chosen, key=lambda length: abs(length - own))
-        chosen[chosen.index(nearest)] = own
-    return sorted(chosen)
+def lengths_to_show(lengths: Sequence[int], own: int | None) -> list[int]:
+    """Return at most five lengths to show: the user's own if measured, and four that are evenly spread."""
+    spread = {lengths[index * (len(lengths) - 1) // 3] for index in range(4)} if lengths else set()
+    return sorted(spread | ({own} & set(lengths)))  # type: ignore[arg-type]

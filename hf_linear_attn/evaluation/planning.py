@@ -26,7 +26,7 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, Settings, resolve_settings
-from .evaluator import learned_tensors, train_attention
+from .evaluator import TRANSFER_SETTINGS, learned_tensors, train_attention
 from .inputs import EvaluationInputs, input_lengths, inputs_text, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page
@@ -46,9 +46,6 @@ LEARNED = "learned.safetensors"
 RESULTS = (RECORDS_FILE, LEARNED)
 
 FORMAT_VERSION = 4
-
-#: Of the settings, what the transfer depends on; the metrics and timings name the others in their own settings.
-TRANSFER_SETTINGS = ("steps", "evaluations", "batch_size", "sequence_length", "train_sequences", "validation_sequences")
 
 #: The measurement that chooses the layers of each kind of model.
 MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed, format_bytes, format_seconds
 from .evaluator import EXACT_LABEL
-from .metrics import Score
 from .speed import DECODING, FORWARD, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
@@ -99,11 +98,9 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
     """Return a figure of the common width (height in inches) and its axes."""
     # The figure is not pyplot's: it needs no window system and leaves nothing global behind.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, **options)
 
 
@@ -118,24 +115,22 @@ def _quality_vs_speed(evaluation: Evaluation) -> Any:
     score, length = evaluation.scores[0], evaluation.length
     assert length is not None
     figure, axes = new_figure(4.3)
-    points = []
+    means = []
     for label in evaluation.labels:
-        after, before = evaluation.quality(score, label), evaluation.quality(score, label, before=True)
-        speedup = 1.0 if label == EXACT_LABEL else evaluation.speedup(label, length)
-        if after is None or speedup is None:
+        points = [evaluation.quality(score, label, before=before) for before in (True, False)]
+        known, speedup = [point.mean for point in points if point is not None], evaluation.speedup(label, length)
+        if not known or speedup is None:
             continue
         style = {**_style(evaluation, label), "linestyle": "none", "markersize": 9}
         style["marker"] = style["marker"] or "x"
-        if before is not None:
-            axes.plot([speedup], [before.mean], **{**style, "markersize": 7}, markerfacecolor="white")
-            axes.plot([speedup] * 2, [before.mean, after.mean], color=style["color"], linewidth=1.0, alpha=0.7)
-            points.append(before.mean)
-        axes.plot([speedup], [after.mean], label=_name(evaluation, label), **style)
-        points.append(after.mean)
+        axes.plot([speedup] * len(known), known, color=style["color"], linewidth=1.0, alpha=0.7)
+        axes.plot([speedup] * (len(known) - 1), known[:-1], **style, markerfacecolor="white")
+        axes.plot([speedup], known[-1:], label=_name(evaluation, label), **style)
+        means += known
     axes.axvline(1.0, color="#000000", linewidth=0.8)
     if not score.higher_is_better:
-        if min(points) > 0 and max(points) / min(points) > 4:
-            _logarithmic(axes, points, "{:g}".format)
+        if min(means) > 0 and max(means) / min(means) > 4:
+            _logarithmic(axes, means, "{:g}".format)
         axes.invert_yaxis()
     axes.set_xlabel(f"times as fast as exact attention at {length:,} tokens")
     axes.set_title(f"{score.title} against speed")
@@ -149,44 +144,36 @@ def _quality(evaluation: Evaluation) -> Any:
     labels = [label for label in evaluation.labels if label not in REFERENCES]
     figure, grid = new_figure((0.55 * len(labels) + 1.4) * len(scores), rows=len(scores), squeeze=False)
     for axes, score in zip(grid[:, 0], scores, strict=True):
-        _score_bars(evaluation, axes, score, labels)
+        for before, color, shift in ((True, BEFORE_COLOR, 0.2), (False, COLORS[0], -0.2)):
+            bars = {label: evaluation.quality(score, label, before=before) for label in labels}
+            single = [evaluation.quality(score, label, before=True) is None for label in labels]
+            rows = [shift * (not single[row]) - row for row, label in enumerate(labels) if bars[label] is not None]
+            known = [bar for bar in bars.values() if bar is not None]
+            errors = [bar.std or 0.0 for bar in known]
+            drawn = axes.barh(rows, [bar.mean for bar in known], 0.36, color=color, xerr=errors, ecolor="#444444")
+            axes.bar_label(drawn, [fixed(bar.mean, score.digits) for bar in known], padding=2, fontsize=8.5)
+        for label in REFERENCES:
+            quality = evaluation.quality(score, label)
+            if quality is not None:
+                style = {**_style(evaluation, label), "marker": ""}
+                axes.axvline(quality.mean, label=_name(evaluation, label), **style)
+        axes.set_yticks([-index for index in range(len(labels))], labels)
+        axes.margins(x=0.18)
+        axes.grid(axis="y", visible=False)
+        axes.set_title(f"{score.title} ({'higher' if score.higher_is_better else 'lower'} is better)")
     _legend(figure, grid[0, 0])
     return figure
-
-
-def _score_bars(evaluation: Evaluation, axes: Any, score: Score, labels: Sequence[str]) -> None:
-    top = 0.0
-    for index, label in enumerate(labels):
-        before, after = evaluation.quality(score, label, before=True), evaluation.quality(score, label)
-        for quality, color, shift in ((before, BEFORE_COLOR, 0.2), (after, COLORS[0], -0.2)):
-            if quality is None:
-                continue
-            row = -index + (shift if before is not None else 0.0)
-            axes.barh(row, quality.mean, height=0.36, color=color, xerr=quality.std, ecolor="#444444", capsize=2)
-            end = max(quality.mean, 0.0) + (quality.std or 0.0)
-            axes.text(end, row, f" {fixed(quality.mean, score.digits)}", va="center", fontsize=8.5)
-            top = max(top, end)
-    for label in REFERENCES:
-        quality = evaluation.quality(score, label)
-        if quality is not None:
-            axes.axvline(quality.mean, label=_name(evaluation, label), **{**_style(evaluation, label), "marker": ""})
-            top = max(top, quality.mean)
-    axes.set_yticks([-index for index in range(len(labels))], labels)
-    axes.set_xlim(right=top * 1.18)
-    axes.grid(axis="y", visible=False)
-    axes.set_title(f"{score.title} ({'higher' if score.higher_is_better else 'lower'} is better)")
 
 
 def _fidelity(evaluation: Evaluation) -> Any:
     """A map of the output error: mechanisms by layers."""
     rows = evaluation.select("fidelity", "output_error", before=False)
-    table = rows.pivot_table(index="label", columns="layer", values="value", aggfunc="mean", sort=False)
-    table = table.reindex([label for label in evaluation.labels if label in table.index])
+    table = rows.pivot_table("value", "label", "layer").reindex(evaluation.mechanisms).dropna()
     figure, axes = new_figure(0.36 * len(table) + 1.6)
     highest = max(1.0, float(table.max().max()))
-    image = axes.imshow(table.to_numpy(), aspect="auto", cmap="viridis_r", vmin=0.0, vmax=highest)
-    axes.set_yticks(range(len(table)), list(table.index))
-    axes.set_xticks(range(len(table.columns)), [f"{int(layer)}" for layer in table.columns])
+    image = axes.imshow(table, aspect="auto", cmap="viridis_r", vmin=0.0, vmax=highest)
+    axes.set_yticks(range(len(table)), table.index)
+    axes.set_xticks(range(len(table.columns)), table.columns.astype(int))
     axes.set_xlabel("layer")
     axes.grid(visible=False)
     axes.set_title("Error of the attention outputs")
@@ -200,10 +187,9 @@ def _curves(evaluation: Evaluation, panels: Sequence[Panel]) -> Any:
     for axes, (title, measurement, metric, column, unit) in zip(grid[0], panels, strict=True):
         rows = evaluation.select(measurement, metric, batch_size=1)
         rows = rows[rows[column] > 0].sort_values("length")
-        for label in evaluation.labels:
-            part, style = rows[rows["label"] == label], _style(evaluation, label)
-            if len(part):
-                axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
+        for label, part in rows.groupby("label", sort=False):
+            style = _style(evaluation, label)
+            axes.plot(part["length"], part[column], label=_name(evaluation, label), markersize=5, **style)
             if metric == "seconds" and column == "value":
                 axes.fill_between(part["length"], part["p20"], part["p80"], color=style["color"], alpha=0.15, lw=0)
         axes.set_xscale("log", base=2)
@@ -220,7 +206,7 @@ def _curves(evaluation: Evaluation, panels: Sequence[Panel]) -> Any:
 
 def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str]) -> None:
     """A logarithmic y axis with ticks at 1, 2, 5 times a power of ten (at powers only on a long one), with units."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = min(values) * 0.8, max(values) * 1.25
     decades = math.log10(high / low)
@@ -228,7 +214,7 @@ def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: unit(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

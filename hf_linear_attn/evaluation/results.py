@@ -38,15 +38,14 @@ FASTER, EQUAL = 1.05, 0.95
 #: Quality on inputs shorter than this share of the user's length says little about that length.
 SHORT_SHARE = 0.5
 
-#: Below this relative error of all outputs, a mechanism computes exact attention on these inputs.
-EXACT_ERROR = 1e-3
-
 #: p80 / p20 of the exact model's times from which the report warns.
 NOISY = 1.5
 
 #: Columns of the summary that say how near a mechanism is to its own exact attention.
-OUTPUT_ERROR = Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2)
-FIDELITY = (Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2), OUTPUT_ERROR)
+FIDELITY = (
+    Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
+    Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2),
+)
 
 #: States of the models, in the order of the summary's rows.
 STATES = ("exact", "tuned", "untrained", "transferred", "converted", "without attention")
@@ -236,11 +235,10 @@ class Evaluation:
         """Return the time of the exact model divided by this one's; both were timed side by side."""
         return self.value(measurement, "seconds", column="speedup", label=label, length=length, batch_size=1)
 
-    def crossover(self, label: str, measurement: str = FORWARD) -> Crossover | None:
+    def crossover(self, label: str) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model."""
-        speedups = {length: self.speedup(label, length, measurement) for length in self.lengths(measurement)}
-        known = {length: speedup for length, speedup in speedups.items() if speedup is not None}
-        return crossover(list(known), list(known.values())) if known else None
+        rows = self.select(FORWARD, "seconds", label=label, batch_size=1).dropna(subset="speedup").sort_values("length")
+        return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
 
     def text(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:
         """Return a measured value with its unit, or a dash. In place of a speedup, the exact model has its time."""
@@ -313,14 +311,11 @@ class Evaluation:
         parts = [] if speedup is None else [f"{_speed_text(speedup)} at {self.length:,} tokens"]
         comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
         parts += [one.sentence() for one in comparisons]
-        mean, error, longest = self.mean_share(label), self.quality(OUTPUT_ERROR, label), self.longest_quality_input()
+        mean, longest = self.mean_share(label), self.longest_quality_input()
         if mean is not None:
             parts.append(f"keeps {mean.text(1)} % on average over the tasks")
         worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
-        if error is not None and error.mean < EXACT_ERROR:
-            parts.append(f"exact here only because inputs of at most {longest:,} tokens fit its window or block")
-            worthwhile = None
-        elif self.length is not None and longest < SHORT_SHARE * self.length and worthwhile is not False:
+        if self.length is not None and longest < SHORT_SHARE * self.length and worthwhile is not False:
             parts.append(f"quality was measured on inputs of at most {longest:,} tokens only")
             worthwhile = None
         return Conclusion(label, f"{'; '.join(parts)}.", worthwhile)
@@ -388,9 +383,7 @@ class Evaluation:
         }
         row["faster from"] = self.crossover_text(label)
         shown = [("memory", FORWARD, "peak_memory", 1)]
-        if size > 1:
-            shown += [(f"tokens/s, {size} ×,", FORWARD, "tokens_per_second", size)]
-            shown += [(f"training tokens/s, {size} ×,", TRAINING, "tokens_per_second", size)]
+        shown += [(f"tokens/s, {size} ×,", FORWARD, "tokens_per_second", size)] if size > 1 else []
         shown += [(measurement, measurement, "speedup", 1) for measurement in (TRAINING, PREFILL, DECODING)]
         for title, measurement, metric, batch_size in [*shown, ("cache", DECODING, "cache_bytes", 1)]:
             length = self._nearest(measurement, batch_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
@@ -232,9 +232,7 @@ def reason_to_skip(
     growth: float,
     seconds: float,
     device: torch.device,
-    *,
-    quadratic_time: Sequence[str] = (),
-    quadratic_memory: Sequence[str] = (),
+    quadratic: Collection[tuple[str, str]] = (),
 ) -> str | None:
     """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
 
@@ -244,16 +242,15 @@ def reason_to_skip(
         growth: By how much time and memory grow.
         seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
         device: Whose free memory counts.
-        quadratic_time, quadratic_memory: Models for which they grow with the square.
+        quadratic: Models with the metric that grows with the square.
     """
 
-    def expected(name: str, metric: str, quadratic: Sequence[str] = ()) -> float:
-        return (rows[name].value(metric) or 0.0) * growth ** (2 if name in quadratic else 1)
+    def expected(metric: str) -> list[float]:
+        factors = {name: growth ** (2 if (name, metric) in quadratic else 1) for name in rows}
+        return [(record.value(metric) or 0.0) * factors[name] for name, record in rows.items()]
 
-    needed = max(expected(name, "peak_memory", quadratic_memory) for name in rows)
-    needed += sum(expected(name, "cache_bytes") for name in rows)
-    free = free_memory(device)
+    needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
     if free is not None and needed > MEMORY_SHARE * free:
         return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
-    duration = 4 * sum(expected(name, "seconds", quadratic_time) for name in rows)
+    duration = 4 * sum(expected("seconds"))
     return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None

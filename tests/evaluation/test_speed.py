@@ -195,8 +195,8 @@ def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pyt
 
     def reason(rows: dict[str, Any], free: int | None, seconds: float = 10.0) -> str | None:
         monkeypatch.setattr(speed, "free_memory", lambda device: free)
-        options = {"quadratic_time": ["exact"], "quadratic_memory": ["exact"]}
-        return speed.reason_to_skip(rows, 2, seconds, device, **({} if rows is caches else options))
+        quadratic = [("exact", "seconds"), ("exact", "peak_memory")]
+        return speed.reason_to_skip(rows, 2, seconds, device, () if rows is caches else quadratic)
 
     assert reason(rows, 501) is None
     assert reason(rows, 499) == "it would need about 400 B, and 499 B are free"
