@@ -34,9 +34,6 @@ static inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 // Both factors in pairs of bfloat16 along the sum: left [rows, depth / 2], right [depth / 2, columns], in 32-bit words.
 class TileProducts {
  public:
-  static size_t floats(bool enabled) {
-    return enabled && tiles_granted() ? ROWS * DEPTH / 2 + DEPTH / 2 * COLUMNS + 2 * WEIGHTS : 0;
-  }
   TileProducts(bool enabled, Workspace& workspace) : active_(enabled && tiles_granted()) {
     if (!active_) return;
     left_ = words_of(workspace, ROWS * DEPTH / 2);
@@ -292,7 +289,6 @@ static inline TileProducts* tiles_for(int rows) { return rows >= MIN_TILE_ROWS ?
 
 class TileProducts {
  public:
-  static size_t floats(bool) { return 0; }
   TileProducts(bool, Workspace&) {}
   void multiply(int, int, int, const float*, long, long, const float*, long, float*, long, bool) {}
   void multiply_transposed(int, int, int, const float*, long, const float*, long, float*, long) {}
@@ -312,23 +308,17 @@ static void multiply(int rows, int columns, int depth, const float* a, long a_ro
     multiply_floats(rows, columns, depth, a, a_row, a_step, b, b_row, c, c_row, add);
 }
 
-// Runs `body(workspace)` on every thread of a team, each with a workspace of so many floats and, for bfloat16 inputs (T),
-// its tile products; the loops in it share their iterations (`omp for`). Returns 1 if a thread got no memory.
+// Runs `body(workspace)` on every thread of a team, for bfloat16 inputs (T) with its tile products. The body takes its
+// memory, returns unless the workspace is ready, and has loops that share their iterations (`omp for`). Returns 1 if a
+// thread got no memory.
 template <typename T, typename Body>
-static int run_parallel(const int threads, size_t floats, Body body) {
+static int run_parallel(const int threads, Body body) {
   int failed = 0;
 #pragma omp parallel num_threads(threads)
   {
-    Workspace workspace(floats + TileProducts::floats(bfloat16_factors<T>));
-    if (workspace.failed()) {
-#pragma omp atomic write
-      failed = 1;
-    }
-#pragma omp barrier
-    if (!failed) {
-      TileProducts tiles(bfloat16_factors<T>, workspace);
-      body(workspace);
-    }
+    Workspace workspace(failed);
+    TileProducts tiles(bfloat16_factors<T>, workspace);
+    body(workspace);
   }
   return failed;
 }

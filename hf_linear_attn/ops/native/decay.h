@@ -15,7 +15,6 @@ struct Decay {
   float* factors;  // [BLOCK, row]: exp(G_t - G_mid)
   float* middle;   // [row]: exp(G_mid)
 
-  static size_t floats(int row, int tokens) { return (size_t)(tokens + 1) * row + 32; }
   Decay(int features, int tokens, Workspace& workspace)
       : row(features), factors(workspace.take((size_t)tokens * features)), middle(workspace.take(features)) {}
 
@@ -42,18 +41,16 @@ struct Decay {
     for (size_t i = 0; i < (size_t)count * row; i += LANES) store(features + i, load(features + i) / load(factors + i));
   }
 
-  // Decays S and z from the block's start to its middle, where queries read them, and from there to its end.
-  void move_to_middle(float* kv, float* k, int columns) const { scale_state(middle, kv, k, columns); }
-  void move_to_end(float* kv, float* k, int columns, int count) const {
-    scale_state(factors + (size_t)(count - 1) * row, kv, k, columns);
+  // Decays S and, behind it, z from the block's start to its middle, where queries read them, and from there to its end.
+  void move_to_middle(float* kv, int columns) const { scale_state(middle, kv, columns); }
+  void move_to_end(float* kv, int columns, int count) const {
+    scale_state(factors + (size_t)(count - 1) * row, kv, columns);
   }
 
  private:
-  void scale_state(const float* by, float* kv, float* k, int columns) const {
-    for (int f = 0; f < row; ++f)
-      for (int j = 0; j < columns; j += LANES)
-        store(kv + (size_t)f * columns + j, load(kv + (size_t)f * columns + j) * by[f]);
-    for (int f = 0; f < row; f += LANES) store(k + f, load(k + f) * load(by + f));
+  void scale_state(const float* by, float* kv, int columns) const {
+    for (int f = 0; f < row; ++f) scale_all(kv + (size_t)f * columns, columns, by[f]);
+    for (int f = 0; f < row; f += LANES) store(kv + row * columns + f, load(kv + row * columns + f) * load(by + f));
   }
 };
 

@@ -46,227 +46,222 @@ struct Map {
 
 constexpr int BLOCK = 64;  // tokens
 
-// [softmax(y), softmax(-y)] with y = in_scale x + bias_scale b, for rows of N whole vectors, at most a block; x becomes y.
-// Three passes over all rows, because within a row each step waits for the one before.
-template <int N>
-static void softmax_pairs(int count, float* x, float in_scale, const float* bias, float bias_scale, float* out) {
-  float maximum[BLOCK], negated_minimum[BLOCK], total_up[BLOCK], total_down[BLOCK];
-  for (int t = 0; t < count; ++t) {
-    Vec minima = splat(INFINITY), maxima = splat(-INFINITY);
-    for (int j = 0; j < N; ++j) {
-      float* at = x + (t * N + j) * LANES;
-      Vec y = load(at) * in_scale;
-      if (bias) y += load(bias + j * LANES) * bias_scale;
-      store(at, y);
-      minima = smaller(minima, y);
-      maxima = larger(maxima, y);
-    }
-    maxima_of(maxima, -minima, maximum[t], negated_minimum[t]);
-  }
-  for (int t = 0; t < count; ++t) {
-    Vec sum_up{}, sum_down{};
-    for (int j = 0; j < N; ++j) {
-      const Vec y = load(x + (t * N + j) * LANES), up = exp_of(y - maximum[t]), down = exp_of(-y - negated_minimum[t]);
-      store(out + (2 * t * N + j) * LANES, up);
-      store(out + ((2 * t + 1) * N + j) * LANES, down);
-      sum_up += up;
-      sum_down += down;
-    }
-    sums_of(sum_up, sum_down, total_up[t], total_down[t]);
-  }
-  for (int t = 0; t < count; ++t) {
-    scale_all(out + 2 * t * N * LANES, N * LANES, 1.0f / total_up[t]);
-    scale_all(out + (2 * t + 1) * N * LANES, N * LANES, 1.0f / total_down[t]);
-  }
-}
-
 static inline void range_of(const float* y, int width, float& low, float& high) {
   Vec minima = splat(INFINITY), maxima = splat(-INFINITY);
   for (int j = 0; j < width; j += LANES) {
-    const Vec value = load(y + j);
-    if (j + LANES > width) {
-      const VecInt real = first_lanes(width - j);
-      minima = smaller(minima, select(real, value, splat(INFINITY)));
-      maxima = larger(maxima, select(real, value, splat(-INFINITY)));
-    } else {
-      minima = smaller(minima, value);
-      maxima = larger(maxima, value);
-    }
+    minima = smaller(minima, first_lanes(load(y + j), width - j, INFINITY));
+    maxima = larger(maxima, first_lanes(load(y + j), width - j, -INFINITY));
   }
   low = -max_of(-minima);
   high = max_of(maxima);
 }
 
-// Returns the sum of the row.
-static inline float exp_row(const float* y, float sign, int width, float shift, float factor, float* out) {
+// out = exp(gain y - shift) factor; returns the sum of the row.
+static inline float exp_row(const float* y, float gain, int width, float shift, float factor, float* out) {
   Vec lane_totals{};
   for (int j = 0; j < padded(width); j += LANES) {
-    Vec value = exp_of(load(y + j) * sign + shift) * factor;
-    if (j + LANES > width) value = select(first_lanes(width - j), value, Vec{});
+    const Vec value = first_lanes(exp_of(load(y + j) * gain - shift) * factor, width - j);
     store(out + j, value);
     lane_totals += value;
   }
   return sum_of(lane_totals);
 }
 
-// x [count, padded d] -> out [count, features]; scale [count] where the map has a log scale. y: buffer for a block.
-static void apply_map(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x, int x_row,
-                      int count, float* y, float* out, float* scale) {
-  const int width = map.width, segment = map.segment(), row = map.features();
-  const float* in = x;
-  int in_row = x_row;
-  if (map.projected) {
-    const float* weight = map.weight + head * map.weight_head;
-    if (TileProducts* tiles = tiles_for(count))
-      tiles->multiply_by_weights(count, segment, map.input, x, x_row, weight, segment, y, segment);
+// A block of tokens of one head with its feature map: inputs x [tokens, padded d], products y, features and log scales.
+struct FeatureBlock {
+  const Map* map;
+  int row, x_row;  // features and inputs of a token, padded
+  float *x, *y, *features, *scale;
+  long head = 0, angle = 0;  // of what is read
+
+  FeatureBlock(const Map& m, Workspace& workspace, int tokens = BLOCK)
+      : map(&m),
+        row(m.features()),
+        x_row(padded(m.input)),
+        x(workspace.take((size_t)tokens * x_row)),
+        y(workspace.take(m.projected ? (size_t)tokens * m.segment() : 0)),
+        features(m.activation == PRECOMPUTED ? x : workspace.take((size_t)tokens * row)),
+        scale(workspace.take(tokens)) {}
+
+  // Masked tokens are zero; as keys they have no features either.
+  template <typename T>
+  void read(const Strided& from, long b, long of_head, long start, int count, const uint8_t* mask, bool are_keys = true) {
+    head = of_head;
+    angle = b * map->angle_batch + start;
+    if (map->activation == PRECOMPUTED)
+      read_rows<float>(from, b, head, start, count, map->input, mask, x, x_row);
     else
-      multiply_floats(count, segment, map.input, x, x_row, 1, weight, segment, y, segment, false);
-    const float* bias = map.bias ? map.bias + head * map.bias_head : nullptr;
-    if (map.activation == SOFTMAX_PAIR && width % LANES == 0) switch (width / LANES) {
-        case 2: return softmax_pairs<2>(count, y, map.in_scale, bias, map.bias_scale, out);
-        case 4: return softmax_pairs<4>(count, y, map.in_scale, bias, map.bias_scale, out);
-        case 8: return softmax_pairs<8>(count, y, map.in_scale, bias, map.bias_scale, out);
-      }
-    if (bias || map.in_scale != 1.0f)
+      read_rows<T>(from, b, head, start, count, map->input, mask, x, x_row);
+    if (map->scales)
+      memcpy(scale, map->scales + b * map->scale_batch + head * map->scale_head + start, count * sizeof(float));
+    apply(count);
+    if (mask && are_keys)
       for (int t = 0; t < count; ++t)
-        for (int j = 0; j < segment; j += LANES) {
-          Vec value = load(y + t * segment + j) * map.in_scale;
-          store(y + t * segment + j, bias ? value + load(bias + j) * map.bias_scale : value);
+        if (!mask[start + t]) {
+          memset(features + (size_t)t * row, 0, row * sizeof(float));
+          scale[t] = -INFINITY;
         }
-    in = y;
-    in_row = segment;
   }
-  const float input_scale = map.projected ? 1.0f : map.in_scale;
-  for (int t = 0; t < count; ++t) {
-    const float* from = in + t * in_row;
-    float* to = out + t * row;
-    float low, high;
-    switch (map.activation) {
-      case PRECOMPUTED: break;  // `out` is x
-      case ELU:
-        for (int j = 0; j < segment; j += LANES) {
-          const Vec value = load(from + j) * input_scale;
-          Vec feature = select(value > 0.0f, value + 1.0f, (exp_of(value) - 1.0f) * map.alpha + 1.0f);
-          if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
-          store(to + j, feature);
-        }
-        break;
-      case RELU:
-      case ROTATED_RELU:
-        for (int j = 0; j < segment; j += LANES) {
-          Vec feature = larger(load(from + j) * input_scale, Vec{}) + map.epsilon;
-          if (j + LANES > width) feature = select(first_lanes(width - j), feature, Vec{});
-          if (map.activation == RELU) {
-            store(to + j, feature);
-          } else {
-            store(to + j, feature * angles_cos[t]);
-            store(to + segment + j, feature * angles_sin[t]);
+
+  // One token of heads first ... first + count - 1. Where they share their weights these are read once.
+  template <typename T>
+  void read_heads(Strided from, long b, long first, int count, const uint8_t* mask) {
+    static const uint8_t masked[BLOCK] = {};
+    const bool shared = map->projected && !map->weight_head && !map->bias_head && !map->cosine;
+    from.token = from.head;
+    FeatureBlock part = *this;
+    for (int t = 0, step = shared ? count : 1; t < count; t += step) {
+      part.read<T>(from, b, first + t, 0, step, mask && !*mask ? masked : nullptr);
+      part.x += part.x_row;
+      part.features += part.row;
+      ++part.scale;
+    }
+  }
+
+  void scale_rows(int count, float reference) {
+    for (int t = 0; t < count; ++t)
+      scale_all(features + (size_t)t * row, row, scale[t] == -INFINITY ? 0.0f : std::exp(scale[t] - reference));
+  }
+
+  // From the gradient of features to that of x [count, x_row]; those of W and b are added up. Features may be relative to
+  // anything that is constant along a row. slope: buffer for a block.
+  void backward(int count, const float* gradient, float* slope, float* x_gradient, float* weight_gradient,
+                float* bias_gradient) const {
+    const int segment = map->segment(), in_row = map->projected ? segment : x_row;
+    const float *in = map->projected ? y : x, input_scale = map->projected ? 1.0f : map->in_scale;
+    for (int t = 0; t < count; ++t) {
+      const float *from = in + t * in_row, *value = features + t * row, *up = gradient + t * row;
+      float* to = (map->projected ? slope : x_gradient) + t * in_row;
+      switch (map->activation) {
+        case ELU:
+          for (int j = 0; j < segment; j += LANES) {
+            const Vec derivative =
+                select(load(from + j) * input_scale > 0.0f, splat(1.0f), load(value + j) + (map->alpha - 1.0f));
+            store(to + j, load(up + j) * derivative * input_scale);
+          }
+          break;
+        case RELU:
+        case ROTATED_RELU:
+          for (int j = 0; j < segment; j += LANES) {
+            Vec incoming = load(up + j);
+            if (map->activation == ROTATED_RELU)
+              incoming = incoming * map->cosine[angle + t] + load(up + segment + j) * map->sine[angle + t];
+            store(to + j, select(load(from + j) * input_scale > 0.0f, incoming * input_scale, Vec{}));
+          }
+          break;
+        default: {  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
+          const bool joint = map->activation == SOFTMAX_JOINT, separate = map->activation == SOFTMAX_PAIR;
+          const float first = joint ? dot(value, up, row) : separate ? dot(value, up, segment) : 0.0f;
+          const float second = separate ? dot(value + segment, up + segment, segment) : first;
+          for (int j = 0; j < segment; j += LANES) {
+            Vec product = load(value + j) * (load(up + j) - first);
+            if (map->parts == 2) product -= load(value + segment + j) * (load(up + segment + j) - second);
+            store(to + j, joint ? product * 2.0f : product);
           }
         }
-        break;
-      case SOFTMAX_PAIR:
-        range_of(from, width, low, high);
-        scale_all(to, segment, 1.0f / exp_row(from, 1.0f, width, -high, 1.0f, to));
-        scale_all(to + segment, segment, 1.0f / exp_row(from, -1.0f, width, low, 1.0f, to + segment));
-        break;
-      case SOFTMAX_JOINT: {
-        range_of(from, width, low, high);
-        const float top = 2.0f * (high > -low ? high : -low);
-        const float up = exp_row(from, 2.0f, width, -top, 1.0f, to);
-        const float down = exp_row(from, -2.0f, width, -top, 1.0f, to + segment);
-        scale_all(to, row, 1.0f / (up + down));
-        break;
-      }
-      case EXP_PAIR:
-        range_of(from, width, low, high);
-        scale[t] = high > -low ? high : -low;
-        exp_row(from, 1.0f, width, -scale[t], 1.0f, to);
-        exp_row(from, -1.0f, width, -scale[t], 1.0f, to + segment);
-        break;
-      default: {  // POSITIVE, POSITIVE_PAIR
-        const float* raw = x + t * x_row;
-        const float half = 0.5f * map.in_scale * map.in_scale * dot(raw, raw, x_row);
-        range_of(from, width, low, high);
-        const bool pair = map.activation == POSITIVE_PAIR;
-        const float top = pair && -low > high ? -low : high;
-        scale[t] = top - half;
-        exp_row(from, 1.0f, width, -top, map.factor, to);
-        if (pair) exp_row(from, -1.0f, width, -top, map.factor, to + segment);
       }
     }
+    if (!map->projected) return;
+    if (bias_gradient)
+      for (int t = 0; t < count; ++t)
+        for (int j = 0; j < segment; j += LANES)
+          store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j) * map->bias_scale);
+    if (map->in_scale != 1.0f) scale_all(slope, (long)count * segment, map->in_scale);
+    multiply(count, x_row, segment, slope, segment, 1, map->weight_t + head * map->weight_t_head, x_row, x_gradient, x_row,
+             false);
+    if (positive())  // through |x'|^2 / 2
+      for (int t = 0; t < count; ++t) {
+        const float all = dot(features + (size_t)t * row, gradient + (size_t)t * row, row) * map->in_scale * map->in_scale;
+        for (int j = 0; j < x_row; j += LANES)
+          store(x_gradient + t * x_row + j, load(x_gradient + t * x_row + j) - load(x + t * x_row + j) * all);
+      }
+    if (weight_gradient) multiply(map->input, segment, count, x, 1, x_row, slope, segment, weight_gradient, segment, true);
   }
-}
 
-// Gradients of one block: features and their gradient -> gradient of x [count, x_row]; those of W and b are added up.
-// Features may be relative to anything that is constant along a row. y: the block's products as apply_map left them; slope:
-// buffer for a block.
-static void apply_map_backward(const Map& map, int head, const float* angles_cos, const float* angles_sin, const float* x,
-                               int x_row, int count, const float* y, const float* features, const float* gradient,
-                               float* slope, float* x_gradient, float* weight_gradient, float* bias_gradient) {
-  const int segment = map.segment(), row = map.features();
-  const float* in = map.projected ? y : x;
-  const int in_row = map.projected ? segment : x_row;
-  float* to_rows = map.projected ? slope : x_gradient;
-  const int to_row = map.projected ? segment : x_row;
-  const float input_scale = map.projected ? 1.0f : map.in_scale;
-  for (int t = 0; t < count; ++t) {
-    const float *from = in + t * in_row, *value = features + t * row, *up = gradient + t * row;
-    float* to = to_rows + t * to_row;
-    switch (map.activation) {
+ private:
+  bool positive() const { return map->activation == POSITIVE || map->activation == POSITIVE_PAIR; }
+
+  void apply(int count) {
+    const int segment = map->segment();
+    if (!map->projected) {
+      if (map->activation != PRECOMPUTED) activate(count, x, x_row, map->in_scale);
+      return;
+    }
+    const float* weight = map->weight + head * map->weight_head;
+    if (TileProducts* tiles = tiles_for(count))
+      tiles->multiply_by_weights(count, segment, map->input, x, x_row, weight, segment, y, segment);
+    else
+      multiply_floats(count, segment, map->input, x, x_row, 1, weight, segment, y, segment, false);
+    if (map->bias || map->in_scale != 1.0f)
+      for (int t = 0; t < count; ++t)
+        for (int j = 0; j < segment; j += LANES) {
+          const Vec value = load(y + t * segment + j) * map->in_scale;
+          store(y + t * segment + j,
+                map->bias ? value + load(map->bias + head * map->bias_head + j) * map->bias_scale : value);
+        }
+    activate(count, y, segment, 1.0f);
+  }
+
+  void activate(int count, const float* in, int in_row, float in_scale) {
+    switch (map->activation) {
       case ELU:
-        for (int j = 0; j < segment; j += LANES) {
-          const Vec derivative =
-              select(load(from + j) * input_scale > 0.0f, splat(1.0f), load(value + j) + (map.alpha - 1.0f));
-          store(to + j, load(up + j) * derivative * input_scale);
-        }
-        break;
+        return for_each(count, in, in_row, [=](int t, int j, Vec value) {
+          value *= in_scale;
+          const Vec feature = select(value > 0.0f, value + 1.0f, (exp_of(value) - 1.0f) * map->alpha + 1.0f);
+          store(features + t * row + j, first_lanes(feature, map->width - j));
+        });
       case RELU:
+        return for_each(count, in, in_row, [=](int t, int j, Vec value) {
+          store(features + t * row + j, first_lanes(larger(value * in_scale, Vec{}) + map->epsilon, map->width - j));
+        });
       case ROTATED_RELU:
-        for (int j = 0; j < segment; j += LANES) {
-          Vec incoming = load(up + j);
-          if (map.activation == ROTATED_RELU) incoming = incoming * angles_cos[t] + load(up + segment + j) * angles_sin[t];
-          store(to + j, select(load(from + j) * input_scale > 0.0f, incoming * input_scale, Vec{}));
-        }
-        break;
-      case SOFTMAX_PAIR: {
-        const float first = dot(value, up, segment), second = dot(value + segment, up + segment, segment);
-        for (int j = 0; j < segment; j += LANES)
-          store(to + j,
-                load(value + j) * (load(up + j) - first) - load(value + segment + j) * (load(up + segment + j) - second));
-        break;
-      }
-      case SOFTMAX_JOINT: {
-        const float mean = dot(value, up, row);
-        for (int j = 0; j < segment; j += LANES)
-          store(to + j,
-                (load(value + j) * (load(up + j) - mean) - load(value + segment + j) * (load(up + segment + j) - mean)) *
-                    2.0f);
-        break;
-      }
-      default:  // exponentials, whatever they are relative to: the gradient of an exponent is feature times gradient
-        for (int j = 0; j < segment; j += LANES) {
-          Vec product = load(value + j) * load(up + j);
-          if (map.parts == 2) product -= load(value + segment + j) * load(up + segment + j);
-          store(to + j, product);
-        }
+        return for_each(count, in, in_row, [=](int t, int j, Vec value) {
+          const Vec feature = first_lanes(larger(value * in_scale, Vec{}) + map->epsilon, map->width - j);
+          store(features + t * row + j, feature * map->cosine[angle + t]);
+          store(features + t * row + map->segment() + j, feature * map->sine[angle + t]);
+        });
+      default: exponentials(count, in, in_row, in_scale);
     }
   }
-  if (!map.projected) return;
-  if (bias_gradient)
+
+  template <typename Body>
+  void for_each(int count, const float* in, int in_row, Body body) {
     for (int t = 0; t < count; ++t)
-      for (int j = 0; j < segment; j += LANES)
-        store(bias_gradient + j, load(bias_gradient + j) + load(slope + t * segment + j) * map.bias_scale);
-  if (map.in_scale != 1.0f)
-    for (int i = 0; i < count * segment; i += LANES) store(slope + i, load(slope + i) * map.in_scale);
-  multiply(count, x_row, segment, slope, segment, 1, map.weight_t + head * map.weight_t_head, x_row, x_gradient, x_row,
-           false);
-  if (map.activation == POSITIVE || map.activation == POSITIVE_PAIR)  // through |x'|^2 / 2
+      for (int j = 0; j < map->segment(); j += LANES) body(t, j, load(in + t * in_row + j));
+  }
+
+  // One loop over all tokens for each step, because within a token each step waits for the one before.
+  void exponentials(int count, const float* in, int in_row, float in_scale) {
+    const bool joint = map->activation == SOFTMAX_JOINT, separate = map->activation == SOFTMAX_PAIR, pair = map->parts == 2;
+    const float gain = joint ? 2.0f * in_scale : in_scale;
+    float shift[BLOCK], second_shift[BLOCK], total[BLOCK], second_total[BLOCK];
     for (int t = 0; t < count; ++t) {
-      const Vec all = splat(dot(features + (size_t)t * row, gradient + (size_t)t * row, row) * map.in_scale * map.in_scale);
-      for (int j = 0; j < x_row; j += LANES)
-        store(x_gradient + t * x_row + j, load(x_gradient + t * x_row + j) - load(x + t * x_row + j) * all);
+      float low, high;
+      range_of(in + t * in_row, map->width, low, high);
+      const float top = gain * (pair && -low > high ? -low : high);
+      shift[t] = separate ? gain * high : top;
+      second_shift[t] = separate ? -gain * low : top;
+      if (positive()) {
+        const float* raw = x + t * x_row;
+        scale[t] = top - 0.5f * map->in_scale * map->in_scale * dot(raw, raw, x_row);
+      } else if (map->activation == EXP_PAIR) {
+        scale[t] = top;
+      }
     }
-  if (weight_gradient) multiply(map.input, segment, count, x, 1, x_row, slope, segment, weight_gradient, segment, true);
-}
+    const float factor = positive() ? map->factor : 1.0f;
+    for (int t = 0; t < count; ++t) {
+      const float* from = in + t * in_row;
+      float *to = features + t * row, *second = to + map->segment();
+      total[t] = exp_row(from, gain, map->width, shift[t], factor, to);
+      if (pair) second_total[t] = exp_row(from, -gain, map->width, second_shift[t], factor, second);
+    }
+    if (!joint && !separate) return;
+    for (int t = 0; t < count; ++t) {
+      float *to = features + t * row, *second = to + map->segment();
+      scale_all(to, map->segment(), 1.0f / (joint ? total[t] + second_total[t] : total[t]));
+      scale_all(second, map->segment(), 1.0f / (joint ? total[t] + second_total[t] : second_total[t]));
+    }
+  }
+};
 
 }  // namespace hla

@@ -2,29 +2,51 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
+#include <vector>
 
 #include "simd.h"
 
 namespace hla {
 
-// The memory of one thread, cut into pieces of whole cache lines.
+// The memory of one thread of a team, in pieces of whole cache lines.
 class Workspace {
  public:
-  explicit Workspace(size_t floats)
-      : begin_(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))), next_(begin_) {}
-  ~Workspace() { std::free(begin_); }
+  explicit Workspace(int& failed) : failed_(failed) {}
+  ~Workspace() {
+    for (float* chunk : chunks_) std::free(chunk);
+  }
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
   float* take(size_t floats) {
+    floats = (floats + 15) / 16 * 16;
+    if (floats > left_) {
+      left_ = std::max(floats, CHUNK);
+      next_ = static_cast<float*>(std::aligned_alloc(64, left_ * sizeof(float)));
+      chunks_.push_back(next_);
+      if (!next_) {
+#pragma omp atomic write
+        failed_ = 1;
+      }
+    }
+    left_ -= floats;
     float* piece = next_;
-    next_ += (floats + 15) / 16 * 16;
+    next_ += floats;
     return piece;
   }
-  bool failed() const { return begin_ == nullptr; }
+  // Waits for all threads of the team; false if one of them got no memory.
+  bool ready() const {
+#pragma omp barrier
+    return !failed_;
+  }
 
  private:
-  float *begin_, *next_;
+  static constexpr size_t CHUNK = 1 << 16;
+  int& failed_;
+  float* next_ = nullptr;
+  size_t left_ = 0;
+  std::vector<float*> chunks_;
 };
 
 // Batch, head and token strides in elements; the numbers of a token are contiguous.

@@ -6,12 +6,8 @@
 
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
 #include "decay.h"
 #include "feature_maps.h"
-#include "io.h"
 
 namespace hla {
 
@@ -61,6 +57,13 @@ struct Call {
   int64_t sinks;
   // Causal form with precomputed features only: log decays [B, G, L, m] of the state, in float32; null data: none.
   Strided decay;
+
+  int x_row() const { return padded(size); }
+  int e_row() const { return padded(value_size); }
+  int m_row() const { return key_map.features(); }
+  long repeats() const { return heads / groups; }
+  long num_features() const { return (long)key_map.parts * key_map.width; }
+  const uint8_t* mask_of(long b) const { return mask ? mask + b * mask_batch : nullptr; }
 };
 
 // What turns numbers relative to one log scale into numbers relative to a higher one.
@@ -68,76 +71,37 @@ static inline float rescale_factor(float lower, float higher) {
   return lower == higher ? 1.0f : lower == -INFINITY ? 0.0f : std::exp(lower - higher);
 }
 
-// A block of tokens of one head with its feature map: inputs x, products y, features and log scales.
-struct FeatureBlock {
-  const Map* map;
-  int row;    // features of a token, padded
-  int x_row;  // padded d
-  float *x, *y, *features, *scale;
-
-  static size_t floats(const Map& map, int x_row, int tokens = BLOCK) {
-    const size_t mapped = map.activation == PRECOMPUTED ? 0 : map.segment() + map.features();
-    return tokens * (x_row + mapped + 1) + 64;
+// total += sum_t rows[t], each times scale[t] if there is one.
+static void add_rows(const float* rows, int width, int count, float* total, const float* scale = nullptr) {
+  for (int j = 0; j < width; j += LANES) {
+    Vec sum{};
+    for (int t = 0; t < count; ++t) sum += load(rows + (size_t)t * width + j) * (scale ? scale[t] : 1.0f);
+    store(total + j, load(total + j) + sum);
   }
-  FeatureBlock(const Map& m, int x_padded, Workspace& workspace, int tokens = BLOCK)
-      : map(&m),
-        row(m.features()),
-        x_row(x_padded),
-        x(workspace.take((size_t)tokens * x_padded)),
-        y(m.activation == PRECOMPUTED ? nullptr : workspace.take((size_t)tokens * m.segment())),
-        features(m.activation == PRECOMPUTED ? x : workspace.take((size_t)tokens * m.features())),
-        scale(workspace.take(tokens)) {}
+}
 
-  // Masked tokens are zero; as keys they have no features either.
-  template <typename T>
-  void read(const Strided& from, long b, long head, long start, int count, int size, const uint8_t* mask,
-            bool are_keys = true) {
-    if (map->activation == PRECOMPUTED)
-      read_rows<float>(from, b, head, start, count, size, mask, x, x_row);
-    else
-      read_rows<T>(from, b, head, start, count, size, mask, x, x_row);
-    if (map->scales)
-      memcpy(scale, map->scales + b * map->scale_batch + head * map->scale_head + start, count * sizeof(float));
-    const long angle = b * map->angle_batch + start;
-    apply_map(*map, (int)head, map->cosine ? map->cosine + angle : nullptr, map->sine ? map->sine + angle : nullptr, x,
-              x_row, count, y, features, scale);
-    if (mask && are_keys)
-      for (int t = 0; t < count; ++t)
-        if (!mask[start + t]) {
-          memset(features + (size_t)t * row, 0, row * sizeof(float));
-          scale[t] = -INFINITY;
-        }
-  }
-
-  void scale_rows(int count, float reference) {
-    for (int t = 0; t < count; ++t)
-      scale_all(features + (size_t)t * row, row, scale[t] == -INFINITY ? 0.0f : std::exp(scale[t] - reference));
-  }
-};
-
-// S [m, e], z [m] and the log scale that both are relative to.
+// S [m, e], z [m] behind it, and the log scale that both are relative to.
 struct State {
   float *kv, *k;
-  float scale;
+  float scale = -INFINITY;
   int rows, columns;
 
-  static size_t floats(int rows, int columns) { return (size_t)rows * columns + rows + 32; }
-  State(int m, int e, Workspace& workspace)
-      : kv(workspace.take((size_t)m * e)), k(workspace.take(m)), scale(-INFINITY), rows(m), columns(e) {}
-  State(int m, int e, float* at) : kv(at), k(at + (size_t)m * e), scale(-INFINITY), rows(m), columns(e) {}
+  State(const Call& c, Workspace& workspace)
+      : kv(workspace.take((size_t)c.m_row() * (c.e_row() + 1))),
+        k(kv + (size_t)c.m_row() * c.e_row()),
+        rows(c.m_row()),
+        columns(c.e_row()) {}
 
+  long numbers() const { return (long)rows * (columns + 1); }
   void clear() {
-    memset(kv, 0, (size_t)rows * columns * sizeof(float));
-    memset(k, 0, rows * sizeof(float));
+    memset(kv, 0, numbers() * sizeof(float));
     scale = -INFINITY;
   }
 
   // Makes the state relative to `reference`, which is at least the present scale.
   void rescale(float reference) {
     if (reference == scale) return;
-    const float factor = rescale_factor(scale, reference);
-    scale_all(kv, (long)rows * columns, factor);
-    scale_all(k, rows, factor);
+    scale_all(kv, numbers(), rescale_factor(scale, reference));
     scale = reference;
   }
 
@@ -146,19 +110,12 @@ struct State {
     add_rows(features, rows, count, k);
   }
 
-  static void add_rows(const float* from, int width, int count, float* total) {
-    for (int j = 0; j < width; j += LANES) {
-      Vec sum{};
-      for (int t = 0; t < count; ++t) sum += load(from + (size_t)t * width + j);
-      store(total + j, load(total + j) + sum);
-    }
-  }
-
   void merge(const State& other) {
     if (other.scale > scale) rescale(other.scale);
-    const float factor = rescale_factor(other.scale, scale);
-    for (long i = 0; i < (long)rows * columns; i += LANES) store(kv + i, load(kv + i) + load(other.kv + i) * factor);
-    for (int i = 0; i < rows; i += LANES) store(k + i, load(k + i) + load(other.k + i) * factor);
+    set_sum(*this, other, rescale_factor(other.scale, scale));
+  }
+  void set_sum(const State& first, const State& second, float factor = 1.0f) {
+    for (long i = 0; i < numbers(); i += LANES) store(kv + i, load(first.kv + i) + load(second.kv + i) * factor);
   }
 };
 
@@ -170,12 +127,10 @@ static inline float max_of_values(const float* values, int count) {
 
 template <typename T>
 static void sum_keys(const Call& c, long b, long g, long from, long to, FeatureBlock& keys, float* value, State& state) {
-  const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-  const int value_row = padded(c.value_size);
   for (long start = from; start < to; start += BLOCK) {
-    const int count = (int)(to - start < BLOCK ? to - start : BLOCK);
-    keys.read<T>(c.key, b, g, start, count, c.size, mask);
-    read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, value_row);
+    const int count = (int)std::min<long>(to - start, BLOCK);
+    keys.read<T>(c.key, b, g, start, count, c.mask_of(b));
+    read_rows<T>(c.value, b, g, start, count, c.value_size, c.mask_of(b), value, c.e_row());
     if (keys.map->scaled()) {
       const float top = max_of_values(keys.scale, count);
       if (top == -INFINITY) continue;
@@ -188,7 +143,7 @@ static void sum_keys(const Call& c, long b, long g, long from, long to, FeatureB
 
 template <typename T>
 static void divide_rows(const Call& c, long b, long h, long start, int count, float* numerator, const float* denominator) {
-  const int row = padded(c.value_size);
+  const int row = c.e_row();
   for (int t = 0; t < count; ++t)
     scale_all(numerator + (size_t)t * row, row, 1.0f / (denominator[t] > FLOOR ? denominator[t] : FLOOR));
   write_rows<T>(c.out, b, h, start, count, c.value_size, numerator, row);
@@ -203,54 +158,41 @@ static void read_state(int count, const FeatureBlock& queries, const State& stat
 
 template <typename T>
 static int bidirectional(const Call& c) {
-  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-  const long segments = (c.keys + SEGMENT - 1) / SEGMENT, repeats = c.heads / c.groups;
-  const long streams = c.batch * c.groups;
-  const size_t state_floats = (State::floats(m_row, e_row) + 15) / 16 * 16;
-  const size_t workspace_floats =
-      FeatureBlock::floats(c.key_map, x_row) + FeatureBlock::floats(c.query_map, x_row) + BLOCK * (e_row + 1) + 256;
-  float* totals = static_cast<float*>(
-      std::aligned_alloc(64, (streams * (segments > 0 ? segments : 1) * state_floats * 4 + 63) / 64 * 64));
-  if (!totals) return 1;
-  std::vector<float> scales(streams * (segments > 0 ? segments : 1), -INFINITY);
-  const int failed = run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
-    FeatureBlock keys(c.key_map, x_row, workspace), queries(c.query_map, x_row, workspace);
-    float *block = workspace.take(BLOCK * e_row), *normaliser = workspace.take(BLOCK);
+  const long segments = std::max(1l, (long)(c.keys + SEGMENT - 1) / SEGMENT), streams = c.batch * c.groups;
+  int failed = 0;
+  Workspace shared(failed);
+  std::vector<State> totals;
+  for (long task = 0; task < streams * segments; ++task) totals.emplace_back(c, shared);
+  if (failed) return 1;
+  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, workspace), queries(c.query_map, workspace);
+    float *block = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < streams * segments; ++task) {
-      const long stream = task / segments, segment = task % segments;
-      State state(m_row, e_row, totals + task * state_floats);
-      state.clear();
-      const long stop = (segment + 1) * SEGMENT < c.keys ? (segment + 1) * SEGMENT : c.keys;
-      sum_keys<T>(c, stream / c.groups, stream % c.groups, segment * SEGMENT, stop, keys, block, state);
-      scales[task] = state.scale;
+      const long stream = task / segments, start = task % segments * SEGMENT;
+      totals[task].clear();
+      sum_keys<T>(c, stream / c.groups, stream % c.groups, start, std::min<long>(start + SEGMENT, c.keys), keys, block,
+                  totals[task]);
     }
 #pragma omp for schedule(static)
-    for (long stream = 0; stream < streams; ++stream) {
-      State state(m_row, e_row, totals + stream * segments * state_floats);
-      state.scale = scales[stream * segments];
-      for (long segment = 1; segment < segments; ++segment) {
-        State part(m_row, e_row, totals + (stream * segments + segment) * state_floats);
-        part.scale = scales[stream * segments + segment];
-        state.merge(part);
-      }
-    }
+    for (long stream = 0; stream < streams; ++stream)
+      for (long segment = 1; segment < segments; ++segment)
+        totals[stream * segments].merge(totals[stream * segments + segment]);
     const long pieces = (c.length + SEGMENT - 1) / SEGMENT;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.heads * pieces; ++task) {
-      const long b = task / pieces / c.heads, h = task / pieces % c.heads, piece = task % pieces;
-      const State state(m_row, e_row, totals + (b * c.groups + h / repeats) * segments * state_floats);
-      const long stop = (piece + 1) * SEGMENT < c.length ? (piece + 1) * SEGMENT : c.length;
-      for (long start = piece * SEGMENT; start < stop; start += BLOCK) {
-        const int count = (int)(stop - start < BLOCK ? stop - start : BLOCK);
-        queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+      const long b = task / pieces / c.heads, h = task / pieces % c.heads, first = task % pieces * SEGMENT;
+      const State& state = totals[(b * c.groups + h / c.repeats()) * segments];
+      const long stop = std::min<long>(first + SEGMENT, c.length);
+      for (long start = first; start < stop; start += BLOCK) {
+        const int count = (int)std::min<long>(stop - start, BLOCK);
+        queries.read<T>(c.query, b, h, start, count, nullptr);
         read_state(count, queries, state, block, normaliser);
         divide_rows<T>(c, b, h, start, count, block, normaliser);
       }
     }
   });
-  std::free(totals);
-  return failed;
 }
 
 // Transposes the tokens [n, width] for `lower_product`, unless tiles serve (which read them as they are).
@@ -258,33 +200,42 @@ static void transpose_tokens(int count, int width, const float* tokens, float* t
   if (!tiles_for(count)) transpose(count, width, tokens, width, transposed, BLOCK);
 }
 
-// Lower triangle of rows [n, m] columns [n, m]^T, zeros above it. transposed: the columns, by `transpose_tokens`.
-static void lower_product(int count, int depth, const float* rows, const float* columns, const float* transposed,
-                          float* out) {
-  if (TileProducts* tiles = tiles_for(count)) {  // skipping the other half would cost more
-    const int tile_columns = padded(count);
-    tiles->multiply_transposed(count, tile_columns, depth, rows, depth, columns, depth, out, BLOCK);
-    for (int r = 0; r < count; ++r) memset(out + r * BLOCK + r + 1, 0, (tile_columns - r - 1) * sizeof(float));
-    return;
-  }
+// Lower or upper triangle (with the diagonal) of rows [n, m] columns [num_columns, m]^T, zeros elsewhere. transposed: the
+// columns, by `transpose_tokens`.
+static void triangle_product(bool upper, int count, int num_columns, int depth, const float* rows, const float* columns,
+                             const float* transposed, float* out) {
+  TileProducts* tiles = tiles_for(count);  // all columns: skipping the other half would cost more
+  if (tiles) tiles->multiply_transposed(count, padded(num_columns), depth, rows, depth, columns, depth, out, BLOCK);
   for (int i = 0; i < count; i += TILE_ROWS) {
-    const int tile_rows = count - i < TILE_ROWS ? count - i : TILE_ROWS;
-    const int tile_columns = padded(i + tile_rows);
-    multiply_strip(tile_rows, tile_columns, depth, rows + (size_t)i * depth, depth, 1, transposed, BLOCK, out + i * BLOCK,
-                   BLOCK, false);
-    for (int r = i; r < i + tile_rows; ++r)
-      for (int j = r + 1; j < tile_columns; ++j) out[r * BLOCK + j] = 0.0f;
+    const int tile_rows = std::min(count - i, TILE_ROWS), begin = upper ? i / LANES * LANES : 0;
+    const int end = padded(upper || tiles ? num_columns : i + tile_rows);
+    if (!tiles)
+      multiply_strip(tile_rows, end - begin, depth, rows + (size_t)i * depth, depth, 1, transposed + begin, BLOCK,
+                     out + i * BLOCK + begin, BLOCK, false);
+    for (int r = i; r < i + tile_rows; ++r) {
+      const int first = upper ? 0 : r + 1;
+      memset(out + r * BLOCK + first, 0, ((upper ? r : end) - first) * sizeof(float));
+    }
   }
 }
 
-// out [n, width] (+)= lower_product [n, n] right [n, width], which reads only the lower part.
+// out [n, width] (+)= lower triangle [n, n] right [n, width], of which only the lower part is read.
 static void multiply_lower(int count, const float* weights, const float* right, int width, float* out, bool add) {
   if (tiles_for(count)) return multiply(count, width, count, weights, BLOCK, 1, right, width, out, width, add);
   for (int i = 0; i < count; i += TILE_ROWS) {
-    const int tile_rows = count - i < TILE_ROWS ? count - i : TILE_ROWS;
+    const int tile_rows = std::min(count - i, TILE_ROWS);
     multiply_strip(tile_rows, width, i + tile_rows, weights + i * BLOCK, BLOCK, 1, right, width, out + (size_t)i * width,
                    width, add);
   }
+}
+
+// out [n, width] += upper triangle [n, depth] right [depth, width], with these strides of weights.
+static void add_multiply_upper(int count, int depth, const float* weights, long row, long step, const float* right,
+                               int width, float* out) {
+  if (tiles_for(count)) return multiply(count, width, depth, weights, row, step, right, width, out, width, true);
+  for (int i = 0; i < count; i += TILE_ROWS)
+    multiply_strip(std::min(count - i, TILE_ROWS), width, depth - i, weights + i * (row + step), row, step,
+                   right + (size_t)i * width, width, out + (size_t)i * width, width, true);
 }
 
 static inline float row_sum(const float* row, int last) {
@@ -301,7 +252,7 @@ static void causal_rows(int count, const FeatureBlock& queries, const FeatureBlo
   const int m_row = state.rows, e_row = state.columns;
   if (has_state) read_state(count, queries, state, out, normaliser);
   if (count > 1) {
-    lower_product(count, m_row, queries.features, keys.features, transposed, weights);
+    triangle_product(false, count, count, m_row, queries.features, keys.features, transposed, weights);
   } else {
     weights[0] = dot(queries.features, keys.features, m_row);
     for (int j = 1; j < LANES; ++j) weights[j] = 0.0f;
@@ -310,24 +261,28 @@ static void causal_rows(int count, const FeatureBlock& queries, const FeatureBlo
   for (int t = 0; t < count; ++t) normaliser[t] = (has_state ? normaliser[t] : 0.0f) + row_sum(weights + t * BLOCK, t);
 }
 
-// Segments of f numbers <-> padded segments.
-static void unpack_state(const Map& map, int e, const float* kv, const float* k, State& state) {
+// The state before the call -> padded segments; whether there is one.
+static bool unpack_state(const Call& c, long stream, State& state) {
   state.clear();
-  for (int p = 0; p < map.parts; ++p)
-    for (int f = 0; f < map.width; ++f) {
-      const int from = p * map.width + f, to = p * map.segment() + f;
-      memcpy(state.kv + (size_t)to * state.columns, kv + (size_t)from * e, e * sizeof(float));
-      state.k[to] = k[from];
-    }
+  if (!c.state) return false;
+  const Map& map = c.key_map;
+  for (long f = 0, from = stream * c.num_features(); f < c.num_features(); ++f, ++from) {
+    const long to = f / map.width * map.segment() + f % map.width;
+    memcpy(state.kv + to * state.columns, c.state + from * c.value_size, c.value_size * sizeof(float));
+    state.k[to] = c.state_sum[from];
+  }
+  if (c.state_scale) state.scale = c.state_scale[stream];
+  return true;
 }
 
-static void pack_state(const Map& map, int e, const State& state, float* kv, float* k) {
-  for (int p = 0; p < map.parts; ++p)
-    for (int f = 0; f < map.width; ++f) {
-      const int to = p * map.width + f, from = p * map.segment() + f;
-      memcpy(kv + (size_t)to * e, state.kv + (size_t)from * state.columns, e * sizeof(float));
-      k[to] = state.k[from];
-    }
+static void pack_state(const Call& c, long stream, const State& state) {
+  const Map& map = c.key_map;
+  for (long f = 0, to = stream * c.num_features(); f < c.num_features(); ++f, ++to) {
+    const long from = f / map.width * map.segment() + f % map.width;
+    memcpy(c.next_state + to * c.value_size, state.kv + from * state.columns, c.value_size * sizeof(float));
+    c.next_sum[to] = state.k[from];
+  }
+  if (c.next_scale) c.next_scale[stream] = state.scale;
 }
 
 // How many of the tokens that follow can share one reference: log scales up to the last stay within SAFE_RANGE of the
@@ -347,9 +302,8 @@ static int shared_reference(const float* scale, int count, float carried, float&
 // Reads a block of keys, makes as many tokens as possible and the state relative to one reference, and returns the number
 // of these tokens. The scale of the state is that reference afterwards.
 template <typename T>
-static int read_causal_keys(const Call& c, long b, long g, long start, int count, const uint8_t* mask, FeatureBlock& keys,
-                            State& state) {
-  keys.read<T>(c.key, b, g, start, count, c.size, mask);
+static int read_causal_keys(const Call& c, long b, long g, long start, int count, FeatureBlock& keys, State& state) {
+  keys.read<T>(c.key, b, g, start, count, c.mask_of(b));
   if (!keys.map->scaled()) return count;
   float reference;
   count = shared_reference(keys.scale, count, state.scale, reference);
@@ -362,45 +316,32 @@ static int read_causal_keys(const Call& c, long b, long g, long start, int count
 
 template <typename T>
 static int causal(const Call& c) {
-  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-  const long repeats = c.heads / c.groups;
+  const int e_row = c.e_row(), m_row = c.m_row();
   const bool has_decay = c.decay.data != nullptr;
-  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row) + FeatureBlock::floats(c.query_map, x_row) +
-                                  State::floats(m_row, e_row) + (size_t)BLOCK * (2 * e_row + m_row + BLOCK + 1) + 512 +
-                                  (has_decay ? Decay::floats(m_row, BLOCK) : 0);
-  return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
-    FeatureBlock keys(c.key_map, x_row, workspace), queries(c.query_map, x_row, workspace);
-    State state(m_row, e_row, workspace);
-    float *value = workspace.take(BLOCK * e_row), *out = workspace.take(BLOCK * e_row),
-          *transposed = workspace.take((size_t)BLOCK * m_row);
-    float *weights = workspace.take(BLOCK * BLOCK), *normaliser = workspace.take(BLOCK);
+  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, workspace), queries(c.query_map, workspace);
+    State state(c, workspace);
+    float *value = workspace.take(BLOCK * e_row), *out = workspace.take(BLOCK * e_row);
+    float *transposed = workspace.take((size_t)BLOCK * m_row), *weights = workspace.take(BLOCK * BLOCK);
+    float* normaliser = workspace.take(BLOCK);
     Decay decay(m_row, has_decay ? BLOCK : 0, workspace);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
-      const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-      const long kv_size = (long)c.key_map.parts * c.key_map.width * c.value_size,
-                 k_size = (long)c.key_map.parts * c.key_map.width;
-      bool has_state = c.state != nullptr;
-      if (has_state) {
-        unpack_state(c.key_map, c.value_size, c.state + stream * kv_size, c.state_sum + stream * k_size, state);
-        if (c.state_scale) state.scale = c.state_scale[stream];
-      } else {
-        state.clear();
-      }
+      bool has_state = unpack_state(c, stream, state);
       for (long start = 0; start < c.length;) {
-        int count = (int)(c.length - start < BLOCK ? c.length - start : BLOCK);
-        count = read_causal_keys<T>(c, b, g, start, count, mask, keys, state);
-        read_rows<T>(c.value, b, g, start, count, c.value_size, mask, value, e_row);
+        int count = (int)std::min<long>(c.length - start, BLOCK);
+        count = read_causal_keys<T>(c, b, g, start, count, keys, state);
+        read_rows<T>(c.value, b, g, start, count, c.value_size, c.mask_of(b), value, e_row);
         if (has_decay) {
-          decay.read(c.decay, b, g, start, count, c.key_map.width, mask);
+          decay.read(c.decay, b, g, start, count, c.key_map.width, c.mask_of(b));
           decay.apply_to_keys(keys.features, count);
-          if (has_state) decay.move_to_middle(state.kv, state.k, e_row);
+          if (has_state) decay.move_to_middle(state.kv, e_row);
         }
         if (count > 1) transpose_tokens(count, m_row, keys.features, transposed);
-        for (long r = 0; r < repeats; ++r) {
-          const long h = g * repeats + r;
-          queries.read<T>(c.query, b, h, start, count, c.size, nullptr);
+        for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
+          queries.read<T>(c.query, b, h, start, count, nullptr);
           if (has_decay) decay.apply_to_queries(queries.features, count);
           causal_rows(count, queries, keys, transposed, value, state, has_state, weights, out, normaliser);
           if (c.normaliser) memcpy(c.normaliser + (b * c.heads + h) * c.length + start, normaliser, count * sizeof(float));
@@ -409,14 +350,11 @@ static int causal(const Call& c) {
         start += count;
         if (start < c.length || c.next_state) {  // else the state is not read again
           state.add(keys.features, value, count);
-          if (has_decay) decay.move_to_end(state.kv, state.k, e_row, count);
+          if (has_decay) decay.move_to_end(state.kv, e_row, count);
         }
         has_state = true;
       }
-      if (c.next_state) {
-        pack_state(c.key_map, c.value_size, state, c.next_state + stream * kv_size, c.next_sum + stream * k_size);
-        if (c.next_scale) c.next_scale[stream] = state.scale;
-      }
+      if (c.next_state) pack_state(c, stream, state);
     }
   });
 }

@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <algorithm>
-
 #include "kernelized.h"
 
 namespace hla {
@@ -53,35 +51,25 @@ static float advance_sum(int rows, const float* before, float decay, const float
   return rest;
 }
 
-// Features of one token in heads first ... first + count - 1. Where they share their weights these are read once.
-template <typename T>
-static void read_heads(FeatureBlock& block, const Strided& from, long b, long first, int count, int size,
-                       const uint8_t* mask) {
-  const Map& map = *block.map;
-  T* base = static_cast<T*>(from.data) + b * from.batch + first * from.head;
-  const Strided across{base, 0, 0, from.head};
-  if (mask && !*mask)
-    memset(block.x, 0, (size_t)count * block.x_row * sizeof(float));
-  else if (map.activation == PRECOMPUTED)
-    read_rows<float>({static_cast<float*>(from.data) + b * from.batch + first * from.head, 0, 0, from.head}, 0, 0, 0, count,
-                     size, nullptr, block.x, block.x_row);
-  else
-    read_rows<T>(across, 0, 0, 0, count, size, nullptr, block.x, block.x_row);
-  if (map.scales)
-    for (int t = 0; t < count; ++t) block.scale[t] = map.scales[b * map.scale_batch + (first + t) * map.scale_head];
-  const float* cosine = map.cosine ? map.cosine + b * map.angle_batch : nullptr;
-  const float* sine = map.sine ? map.sine + b * map.angle_batch : nullptr;
-  if (map.projected && !map.weight_head && !map.bias_head && !cosine) {
-    apply_map(map, 0, nullptr, nullptr, block.x, block.x_row, count, block.y, block.features, block.scale);
-  } else {
-    for (int t = 0; t < count; ++t)
-      apply_map(map, (int)first + t, cosine, sine, block.x + (size_t)t * block.x_row, block.x_row, 1, block.y,
-                block.features + (size_t)t * block.row, block.scale + t);
+// One row of head h after the state of its key-value head (stream); the first row also computes the new state. Returns the
+// normaliser.
+static float step_row(const Call& c, long stream, float decay, const float* phi_k, const float* phi_q, const float* value,
+                      bool first, float* out) {
+  const int width = c.key_map.width, segment = c.key_map.segment(), e = c.value_size;
+  float normaliser = 0.0f;
+  memset(out, 0, e * sizeof(float));
+  for (int p = 0; p < c.key_map.parts; ++p, phi_k += segment, phi_q += segment) {
+    const long at = stream * c.num_features() + (long)p * width;
+    float *next = c.next_state + at * e, *next_k = c.next_sum + at;
+    if (first) {
+      advance_rows(width, e, c.state + at * e, decay, phi_k, phi_q, value, next, out);
+      normaliser += advance_sum(width, c.state_sum + at, decay, phi_k, phi_q, next_k);
+    } else {
+      multiply(1, e, width, phi_q, segment, 1, next, e, out, e, true);
+      for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[f];
+    }
   }
-  if (mask && !*mask) {
-    memset(block.features, 0, (size_t)count * block.row * sizeof(float));
-    std::fill(block.scale, block.scale + count, -INFINITY);
-  }
+  return normaliser;
 }
 
 // Key-value heads whose features one task of a decoding step computes at once.
@@ -90,29 +78,23 @@ constexpr long STEP_HEADS = 8;
 // The causal form for one token after a state whose rows are whole vectors. The new state may lie where the old one does.
 template <typename T>
 static int causal_step(const Call& c) {
-  const int x_row = padded(c.size), e = c.value_size, m_row = c.key_map.features();
-  const long repeats = c.heads / c.groups, features = (long)c.key_map.parts * c.key_map.width;
-  const long heads_per_task = std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
+  const int e = c.value_size, m_row = c.m_row();
+  const long repeats = c.repeats(), heads_per_task = std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
   const long parts = (c.groups + heads_per_task - 1) / heads_per_task;
-  const int width = c.key_map.width, segment = c.key_map.segment(), rows = (int)(heads_per_task * repeats);
-  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row, (int)heads_per_task) +
-                                  FeatureBlock::floats(c.query_map, x_row, rows) + 2 * e + 128;
-  return run_parallel<float>(c.threads, workspace_floats, [&](Workspace& workspace) {  // one row: no tiles
-    FeatureBlock keys(c.key_map, x_row, workspace, (int)heads_per_task), queries(c.query_map, x_row, workspace, rows);
+  return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
+    FeatureBlock keys(c.key_map, workspace, (int)heads_per_task);
+    FeatureBlock queries(c.query_map, workspace, (int)(heads_per_task * repeats));
     float *value = workspace.take(e), *out = workspace.take(e);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(static)
     for (long task = 0; task < c.batch * parts; ++task) {
       const long b = task / parts, first = task % parts * heads_per_task, last = std::min(first + heads_per_task, c.groups);
-      const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-      read_heads<T>(keys, c.key, b, first, (int)(last - first), c.size, mask);
-      read_heads<T>(queries, c.query, b, first * repeats, (int)((last - first) * repeats), c.size, nullptr);
+      keys.read_heads<T>(c.key, b, first, (int)(last - first), c.mask_of(b));
+      queries.read_heads<T>(c.query, b, first * repeats, (int)((last - first) * repeats), nullptr);
       for (long g = first; g < last; ++g) {
         const long stream = b * c.groups + g;
-        const float *kv = c.state + stream * features * e, *k = c.state_sum + stream * features;
-        float *next = c.next_state + stream * features * e, *next_k = c.next_sum + stream * features;
-        float* phi_k = keys.features + (g - first) * m_row;
-        read_rows<T>(c.value, b, g, 0, 1, e, mask, value, e);
-        float decay = 1.0f;
+        float *phi_k = keys.features + (g - first) * m_row, decay = 1.0f;
+        read_rows<T>(c.value, b, g, 0, 1, e, c.mask_of(b), value, e);
         if (keys.map->scaled()) {
           const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
           decay = rescale_factor(previous, top);
@@ -121,19 +103,7 @@ static int causal_step(const Call& c) {
         }
         for (long r = 0; r < repeats; ++r) {
           const float* phi_q = queries.features + ((g - first) * repeats + r) * m_row;
-          memset(out, 0, e * sizeof(float));
-          float normaliser = 0.0f;
-          for (int p = 0; p < c.key_map.parts; ++p) {
-            const long at = (long)p * width;
-            if (r == 0) {
-              advance_rows(width, e, kv + at * e, decay, phi_k + p * segment, phi_q + p * segment, value, next + at * e,
-                           out);
-              normaliser += advance_sum(width, k + at, decay, phi_k + p * segment, phi_q + p * segment, next_k + at);
-            } else {
-              multiply(1, e, width, phi_q + p * segment, segment, 1, next + at * e, e, out, e, true);
-              for (int f = 0; f < width; ++f) normaliser += phi_q[p * segment + f] * next_k[at + f];
-            }
-          }
+          const float normaliser = step_row(c, stream, decay, phi_k, phi_q, value, r == 0, out);
           divide_rows<T>(c, b, g * repeats + r, 0, 1, out, &normaliser);
         }
       }
@@ -143,38 +113,32 @@ static int causal_step(const Call& c) {
 
 // Whether explicit weights between all rows and keys cost fewer operations than the state does.
 static inline bool prefers_explicit_weights(const Call& c) {
-  const long m = c.key_map.features(), e = padded(c.value_size);
+  const long m = c.m_row(), e = c.e_row();
   return c.keys > 0 && c.keys <= BLOCK && c.length * padded((int)c.keys) * (m + e) < (c.keys + c.length) * m * e;
 }
 
 // The bidirectional form with explicit weights: w = phi(q) phi(k)^T, o = w v / sum w.
 template <typename T>
 static int explicit_weights(const Call& c) {
-  const int x_row = padded(c.size), e_row = padded(c.value_size), m_row = c.key_map.features();
-  const int count = (int)c.keys, tile_columns = padded(count), row_block = (int)std::min<long>(c.length, BLOCK);
-  const long repeats = c.heads / c.groups;
-  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row, count) +
-                                  FeatureBlock::floats(c.query_map, x_row, row_block) +
-                                  (size_t)tile_columns * (e_row + m_row) + (size_t)BLOCK * (e_row + BLOCK + 1) + 256;
-  return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
-    FeatureBlock keys(c.key_map, x_row, workspace, count), queries(c.query_map, x_row, workspace, row_block);
-    float *value = workspace.take((size_t)count * e_row), *transposed = workspace.take((size_t)tile_columns * m_row);
-    float *out = workspace.take(BLOCK * e_row), *weights = workspace.take(BLOCK * BLOCK),
-          *normaliser = workspace.take(BLOCK);
+  const int e_row = c.e_row(), m_row = c.m_row(), count = (int)c.keys, columns = padded(count);
+  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, workspace, count), queries(c.query_map, workspace);
+    float *value = workspace.take((size_t)count * e_row), *transposed = workspace.take((size_t)columns * m_row);
+    float *out = workspace.take(BLOCK * e_row), *weights = workspace.take(BLOCK * BLOCK);
+    float* normaliser = workspace.take(BLOCK);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
-      const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
-      keys.read<T>(c.key, b, g, 0, count, c.size, mask);
-      read_rows<T>(c.value, b, g, 0, count, c.value_size, mask, value, e_row);
+      keys.read<T>(c.key, b, g, 0, count, c.mask_of(b));
+      read_rows<T>(c.value, b, g, 0, count, c.value_size, c.mask_of(b), value, e_row);
       if (keys.map->scaled()) keys.scale_rows(count, max_of_values(keys.scale, count));
-      transpose(count, m_row, keys.features, m_row, transposed, tile_columns);
-      for (long r = 0; r < repeats; ++r)
+      transpose(count, m_row, keys.features, m_row, transposed, columns);
+      for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h)
         for (long start = 0; start < c.length; start += BLOCK) {
-          const long h = g * repeats + r;
           const int rows = (int)std::min<long>(c.length - start, BLOCK);
-          queries.read<T>(c.query, b, h, start, rows, c.size, nullptr);
-          multiply(rows, tile_columns, m_row, queries.features, m_row, 1, transposed, tile_columns, weights, BLOCK, false);
+          queries.read<T>(c.query, b, h, start, rows, nullptr);
+          multiply(rows, columns, m_row, queries.features, m_row, 1, transposed, columns, weights, BLOCK, false);
           multiply(rows, e_row, count, weights, BLOCK, 1, value, e_row, out, e_row, false);
           for (int t = 0; t < rows; ++t) normaliser[t] = row_sum(weights + t * BLOCK, count - 1);
           divide_rows<T>(c, b, h, start, rows, out, normaliser);
@@ -190,7 +154,7 @@ static int dispatch_bidirectional(const Call& c) {
 
 template <typename T>
 static int dispatch_causal(const Call& c) {
-  const bool one = c.length == 1 && c.state && c.next_state && c.value_size % LANES == 0 && c.heads / c.groups <= BLOCK;
+  const bool one = c.length == 1 && c.state && c.next_state && c.value_size % LANES == 0 && c.repeats() <= BLOCK;
   return one && !c.normaliser && !c.decay.data ? causal_step<T>(c) : causal<T>(c);
 }
 

@@ -34,46 +34,19 @@ typedef float VecLoose __attribute__((vector_size(LANES * 4), aligned(4), may_al
 static inline Vec load(const float* p) { return *reinterpret_cast<const VecLoose*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<VecLoose*>(p) = v; }
 static inline Vec splat(float x) { return x - Vec{}; }  // not +: 0 + x is not x for -0, and would be computed
-static inline Vec select(VecInt which, Vec yes, Vec no) { return (Vec)(((VecInt)yes & which) | ((VecInt)no & ~which)); }
+static inline Vec select(VecInt which, Vec yes, Vec no) { return which ? yes : no; }
 // A NaN in the first argument stays.
-#if defined(__AVX512F__)
-static inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)b, (__m512)a); }
-static inline Vec smaller(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)b, (__m512)a); }
-#else
-static inline Vec larger(Vec a, Vec b) { return select(a < b, b, a); }
-static inline Vec smaller(Vec a, Vec b) { return select(a > b, b, a); }
-#endif
+static inline Vec larger(Vec a, Vec b) { return a < b ? b : a; }
+static inline Vec smaller(Vec a, Vec b) { return a > b ? b : a; }
 static inline int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
 
-// The lanes below n.
-static inline VecInt first_lanes(int n) {
+// The lanes below n of v, and zeros or another number behind them.
+static inline Vec first_lanes(Vec v, int n, float other = 0.0f) {
   VecInt lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
-  return lane < n;
+  return n < LANES ? select(lane < n, v, splat(other)) : v;
 }
 
-#if defined(__AVX512F__)
-static inline float sum_of(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
-static inline float max_of(Vec v) { return _mm512_reduce_max_ps((__m512)v); }
-
-// Both at once: the lower eight lanes come to stand for a, the upper eight for b.
-template <typename Fold>
-static inline void reduce_two(Vec a, Vec b, float& of_a, float& of_b, Fold fold) {
-  const __m512 x = (__m512)a, y = (__m512)b;
-  __m512 both = fold(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
-  both = fold(both, _mm512_shuffle_f32x4(both, both, 0xb1));
-  both = fold(both, _mm512_permute_ps(both, 0x4e));
-  both = fold(both, _mm512_permute_ps(both, 0xb1));
-  of_a = _mm512_cvtss_f32(both);
-  of_b = _mm_cvtss_f32(_mm512_extractf32x4_ps(both, 2));
-}
-static inline void sums_of(Vec a, Vec b, float& of_a, float& of_b) {
-  reduce_two(a, b, of_a, of_b, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
-}
-static inline void maxima_of(Vec a, Vec b, float& of_a, float& of_b) {
-  reduce_two(a, b, of_a, of_b, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
-}
-#else
 template <typename Fold>
 static inline float reduce(Vec v, Fold fold) {
   float x[LANES];
@@ -83,20 +56,19 @@ static inline float reduce(Vec v, Fold fold) {
   return x[0];
 }
 static inline float sum_of(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   return reduce(v, [](float a, float b) { return a + b; });
+#endif
 }
 static inline float max_of(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   return reduce(v, [](float a, float b) { return a > b ? a : b; });
-}
-static inline void sums_of(Vec a, Vec b, float& of_a, float& of_b) {
-  of_a = sum_of(a);
-  of_b = sum_of(b);
-}
-static inline void maxima_of(Vec a, Vec b, float& of_a, float& of_b) {
-  of_a = max_of(a);
-  of_b = max_of(b);
-}
 #endif
+}
 
 // e^x with a relative error below two units in the last place, for x at most 88; 0 below -87.3. A NaN stays.
 static inline Vec exp_of(Vec x) {

@@ -12,10 +12,8 @@
 
 #pragma once
 
-#include <algorithm>
 #include <climits>
 #include <initializer_list>
-#include <vector>
 
 #include "backward.h"
 
@@ -23,7 +21,7 @@ namespace hla {
 
 // One row of the batch and key-value head: keys, values and which are tokens, from either end.
 struct Stream {
-  long b, g, repeats, rows, keys, offset;
+  long b, g, rows, keys, offset;
   bool backwards = false;
   // Which keys are tokens, and which of these are no sinks; with a margin on either side, so that no index needs a check.
   std::vector<uint8_t> flags, far_flags;
@@ -32,13 +30,12 @@ struct Stream {
   Stream(const Call& c, long stream)
       : b(stream / c.groups),
         g(stream % c.groups),
-        repeats(c.heads / c.groups),
         rows(c.length),
         keys(c.keys),
         offset(c.offset),
         margin(2 * c.window + 4 * BLOCK) {
     flags.assign(keys + 2 * margin, 0);
-    const uint8_t* mask = c.mask ? c.mask + b * c.mask_batch : nullptr;
+    const uint8_t* mask = c.mask_of(b);
     for (long j = c.skip ? c.skip[b] : 0; j < keys; ++j) flags[margin + j] = mask ? mask[j] : 1;
     if (!c.sinks) return;
     far_flags = flags;
@@ -73,15 +70,10 @@ static inline float query_mix(const Call& c, long h, float root, const float* x,
 struct Band {
   int window, reach, columns, sinks, x_row, e_row;  // reach: last column of row t is t + reach
   bool has_backward;
-  float *key, *key_t, *value, *value_t, *weights, *slopes, *bias;
+  float *key, *value, *key_t, *value_t, *weights, *slopes, *bias;
   float *sink_key, *sink_key_t, *sink_value, *sink_value_t, *sink_key_gradient, *sink_value_gradient;
   const int64_t* sink_position;     // in rows of the sequence
   int32_t *seen_from, *seen_until;  // rows of the block from which on, and up to which, a sink is outside of the window
-  // Keys and values slide through larger buffers: a block reads only those that the block before has not.
-  static constexpr int SLIDE = 4 * BLOCK;
-  float *key_buffer, *value_buffer;
-  int first_row = 0, num_read = 0;  // of the buffers' rows: the first, and how many are read
-  long next = -1;                   // first row of the block that can reuse them
 
   // Some columns of the weights with their keys and values.
   struct Columns {
@@ -98,18 +90,16 @@ struct Band {
   };
 
   static int columns_of(const Call& c) { return padded(c.window + BLOCK + (c.two_sided ? c.window : 0)); }
-  static size_t floats(const Call& c) {
-    const size_t columns = columns_of(c), sinks = padded((int)c.sinks), rows = padded(c.size) + padded(c.value_size);
-    return (2 * columns + SLIDE + 3 * sinks) * rows + (columns + sinks) * (2 * BLOCK + 1) + 2 * sinks + 256;
-  }
   Band(const Call& c, Workspace& workspace, bool backward)
       : window(c.window),
         reach(c.two_sided ? 2 * c.window - 1 : c.window),
         columns(columns_of(c)),
         sinks(padded((int)c.sinks)),
-        x_row(padded(c.size)),
-        e_row(padded(c.value_size)),
+        x_row(c.x_row()),
+        e_row(c.e_row()),
         has_backward(backward),
+        key(workspace.take((size_t)columns * x_row)),
+        value(workspace.take((size_t)columns * e_row)),
         key_t(workspace.take((size_t)columns * x_row)),
         value_t(workspace.take((size_t)columns * e_row)),
         weights(workspace.take((size_t)(columns + sinks) * BLOCK)),
@@ -122,9 +112,7 @@ struct Band {
         sink_key_gradient(workspace.take((size_t)sinks * x_row)),
         sink_value_gradient(workspace.take((size_t)sinks * e_row)),
         seen_from(reinterpret_cast<int32_t*>(workspace.take(sinks))),
-        seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))),
-        key_buffer(workspace.take((size_t)(columns + SLIDE) * x_row)),
-        value_buffer(workspace.take((size_t)(columns + SLIDE) * e_row)) {}
+        seen_until(reinterpret_cast<int32_t*>(workspace.take(sinks))) {}
 
   // The sinks of a row of the batch, with zeros behind them; their gradients begin at zero.
   template <typename T>
@@ -145,21 +133,8 @@ struct Band {
     const uint8_t* valid = s.valid();
     const long first = s.offset + start;
     columns = padded(window + count + (c.two_sided ? window : 0));
-    const int reused = first == next ? std::min(num_read - BLOCK, columns) : 0;
-    first_row = first == next ? first_row + BLOCK : 0;
-    if (first_row > SLIDE) {
-      memmove(key_buffer, key_buffer + (size_t)first_row * x_row, (size_t)reused * x_row * sizeof(float));
-      memmove(value_buffer, value_buffer + (size_t)first_row * e_row, (size_t)reused * e_row * sizeof(float));
-      first_row = 0;
-    }
-    key = key_buffer + (size_t)first_row * x_row;
-    value = value_buffer + (size_t)first_row * e_row;
-    read_rows<T>(c.key, s.b, s.g, first - window + reused, columns - reused, c.size, valid, key + (size_t)reused * x_row,
-                 x_row);
-    read_rows<T>(c.value, s.b, s.g, first - window + reused, columns - reused, c.value_size, valid,
-                 value + (size_t)reused * e_row, e_row);
-    num_read = columns;
-    next = first + BLOCK;
+    read_rows<T>(c.key, s.b, s.g, first - window, columns, c.size, valid, key, x_row);
+    read_rows<T>(c.value, s.b, s.g, first - window, columns, c.value_size, valid, value, e_row);
     for (int j = 0; j < columns; ++j) bias[j] = valid[first - window + j] ? 0.0f : -INFINITY;
     for (int j = 0; j < sinks; ++j) {
       bias[columns + j] = j < c.sinks ? 0.0f : -INFINITY;
@@ -180,9 +155,10 @@ struct Band {
 
   // Columns begin ... end - 1 of the band, and the sinks' behind it.
   Parts parts(int begin, int end) const {
-    return {{{begin, end, columns, key + (size_t)begin * x_row, key_t + begin, value + (size_t)begin * e_row, value_t + begin},
-             {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t}},
-            sinks ? 2 : 1};
+    return {
+        {{begin, end, columns, key + (size_t)begin * x_row, key_t + begin, value + (size_t)begin * e_row, value_t + begin},
+         {columns, columns + sinks, sinks, sink_key, sink_key_t, sink_value, sink_value_t}},
+        sinks ? 2 : 1};
   }
 
   // Those of the sinks from j on that are outside of the window of row t of the block.
@@ -198,8 +174,7 @@ struct Band {
     TileProducts* tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
     if (tiles)
       for (const Columns& part : parts(0, columns))
-        tiles->multiply_transposed(count, part.size(), x_row, query, x_row, part.key, x_row, weights + part.begin,
-                                   stride());
+        tiles->multiply_transposed(count, part.size(), x_row, query, x_row, part.key, x_row, weights + part.begin, stride());
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
       const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
@@ -256,8 +231,8 @@ struct Band {
       const int tile_rows = std::min(count - i, TILE_ROWS);
       for (const Columns& part : parts(begin_of(i), end_of(i, tile_rows))) {
         if (!tiles)
-          multiply_strip(tile_rows, e_row, part.size(), weights + (size_t)i * stride() + part.begin, stride(), 1,
-                         part.value, e_row, out + (size_t)i * e_row, e_row, true);
+          multiply_strip(tile_rows, e_row, part.size(), weights + (size_t)i * stride() + part.begin, stride(), 1, part.value,
+                         e_row, out + (size_t)i * e_row, e_row, true);
         for (int t = i; t < i + tile_rows; ++t) {
           Vec total{};
           for (int j = part.begin; j < part.end; j += LANES) total += load(weights + (size_t)t * stride() + j);
@@ -273,8 +248,8 @@ struct Band {
     TileProducts* tiles = tiles_for(count);
     if (tiles)
       for (const Columns& part : parts(0, columns))
-        tiles->multiply_transposed(count, part.size(), e_row, rows.gradient, e_row, part.value, e_row,
-                                   slopes + part.begin, stride());
+        tiles->multiply_transposed(count, part.size(), e_row, rows.gradient, e_row, part.value, e_row, slopes + part.begin,
+                                   stride());
     clear_outside(count, weights);
     clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {
@@ -282,8 +257,8 @@ struct Band {
       const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
       if (!tiles)
         for (const Columns& part : touched)
-          multiply_strip(tile_rows, part.size(), e_row, rows.gradient + (size_t)i * e_row, e_row, 1, part.value_t,
-                         part.row, slopes + (size_t)i * stride() + part.begin, stride(), false);
+          multiply_strip(tile_rows, part.size(), e_row, rows.gradient + (size_t)i * e_row, e_row, 1, part.value_t, part.row,
+                         slopes + (size_t)i * stride() + part.begin, stride(), false);
       for (int t = i; t < i + tile_rows; ++t) {
         float *weight = weights + (size_t)t * stride(), *slope = slopes + (size_t)t * stride();
         Vec total{}, ties{};
@@ -304,8 +279,8 @@ struct Band {
       }
       if (!tiles)
         for (const Columns& part : touched)
-          multiply_strip(tile_rows, x_row, part.size(), slopes + (size_t)i * stride() + part.begin, stride(), 1,
-                         part.key, x_row, query_gradient + (size_t)i * x_row, x_row, true);
+          multiply_strip(tile_rows, x_row, part.size(), slopes + (size_t)i * stride() + part.begin, stride(), 1, part.key,
+                         x_row, query_gradient + (size_t)i * x_row, x_row, true);
     }
     if (sinks) {
       multiply(sinks, x_row, count, slopes + columns, 1, stride(), query, x_row, sink_key_gradient, x_row, true);
@@ -313,8 +288,7 @@ struct Band {
     }
     if (tiles) {
       for (const Columns& part : parts(0, columns))
-        multiply(count, x_row, part.size(), slopes + part.begin, stride(), 1, part.key, x_row, query_gradient,
-                 x_row, true);
+        multiply(count, x_row, part.size(), slopes + part.begin, stride(), 1, part.key, x_row, query_gradient, x_row, true);
       multiply(columns, x_row, count, slopes, 1, stride(), query, x_row, key_gradient, x_row, true);
       multiply(columns, e_row, count, weights, 1, stride(), rows.gradient, e_row, value_gradient, e_row, true);
       return;
@@ -341,14 +315,10 @@ struct FarKeys {
   int num_read = 0;         // how many are read
   bool is_transposed = false;
 
-  static size_t floats(const Call& c) {
-    const size_t e_row = padded(c.value_size), m_row = c.key_map.features();
-    return FeatureBlock::floats(c.key_map, padded(c.size)) + BLOCK * (e_row + m_row) + 128;
-  }
   FarKeys(const Call& c, Workspace& workspace)
-      : block(c.key_map, padded(c.size), workspace),
-        value(workspace.take(BLOCK * padded(c.value_size))),
-        transposed(workspace.take((size_t)BLOCK * c.key_map.features())) {}
+      : block(c.key_map, workspace),
+        value(workspace.take(BLOCK * c.e_row())),
+        transposed(workspace.take((size_t)BLOCK * c.m_row())) {}
 
   static bool any(const Stream& s, long from, int count) {
     const uint8_t* keys = s.far() + from;
@@ -357,8 +327,8 @@ struct FarKeys {
 
   template <typename T>
   void read(const Call& c, const Stream& s, long from, int count) {
-    block.read<T>(c.key, s.b, s.g, from, count, c.size, s.far());
-    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.far(), value, padded(c.value_size));
+    block.read<T>(c.key, s.b, s.g, from, count, s.far());
+    read_rows<T>(c.value, s.b, s.g, from, count, c.value_size, s.far(), value, c.e_row());
     num_read = count;
     is_transposed = false;
   }
@@ -379,72 +349,53 @@ struct FarKeys {
   }
 };
 
-// Upper triangle of rows [n, m] columns [64, m]^T, zeros below it. transposed: the columns transposed, where no tiles serve.
-static void upper_product(int count, int depth, const float* rows, const float* columns, const float* transposed,
-                          float* out) {
-  if (TileProducts* tiles = tiles_for(count)) {  // skipping the other half would cost more
-    tiles->multiply_transposed(count, BLOCK, depth, rows, depth, columns, depth, out, BLOCK);
-    for (int r = 1; r < count; ++r) memset(out + r * BLOCK, 0, r * sizeof(float));
-    return;
+// Queries and their features, times the mixing weight; padding becomes a query of zeros.
+template <typename T>
+static void read_far_queries(const Call& c, const Stream& s, long h, long start, int count, FeatureBlock& queries) {
+  queries.read<T>(c.query, s.b, h, start, count, s.valid() + s.offset, false);
+  float mix[BLOCK] = {};
+  if (c.mix_weight) {
+    const float root = std::sqrt(c.scaling);
+    for (int t = 0; t < count; ++t) mix[t] = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
+    for (int t = 0; t < padded(count); t += LANES) store(mix + t, exp_of(load(mix + t)));
   }
-  for (int i = 0; i < count; i += TILE_ROWS) {
-    const int tile_rows = std::min(count - i, TILE_ROWS), begin = i / LANES * LANES;
-    multiply_strip(tile_rows, BLOCK - begin, depth, rows + (size_t)i * depth, depth, 1, transposed + begin, BLOCK,
-                   out + i * BLOCK + begin, BLOCK, false);
-    for (int r = i; r < i + tile_rows; ++r) memset(out + r * BLOCK, 0, r * sizeof(float));
+  for (int t = 0; t < count; ++t) {
+    const float rest = s.mix(c, h, start + t);
+    scale_all(queries.features + (long)t * queries.row, queries.row, c.mix_weight ? rest * mix[t] : rest);
   }
-}
-
-// out [n, width] += upper triangle [n, 64] right [64, width].
-static void add_multiply_upper(int count, const float* weights, const float* right, int width, float* out) {
-  if (tiles_for(count)) return multiply(count, width, BLOCK, weights, BLOCK, 1, right, width, out, width, true);
-  for (int i = 0; i < count; i += TILE_ROWS)
-    multiply_strip(std::min(count - i, TILE_ROWS), width, BLOCK - i, weights + i * BLOCK + i, BLOCK, 1,
-                   right + (size_t)i * width, width, out + (size_t)i * width, width, true);
 }
 
 // The far part of a block of rows: the state that all rows see, and blocks of keys of which each row sees some.
 struct Far {
   bool two_sided;
   FeatureBlock queries;
-  long stride;  // of state
   State state;  // over the keys before those of `before`
   float* weights;
   std::vector<FarKeys> blocks;
   FarKeys *before, *after;  // row t sees keys 0 ... t of the first block, and keys t ... of the second
   bool has_keys = false;    // whether the state holds any key
   // Two-sided: for every block of rows the state of the keys behind those of `after`, where there are any.
-  float* later_states;
+  std::vector<State> later_states;
   long num_later_states = 0;
   State combined;
   const State* visible = nullptr;
 
   // Two-sided: blocks of rows share blocks of keys where these coincide, so that a few blocks are saved.
-  static int num_key_blocks(const Call& c, bool two_sided) {
-    if (!two_sided) return 1;
+  static int num_key_blocks(const Call& c) {
+    if (!c.two_sided) return 1;
     return 2 * c.window % BLOCK == 0 && 2 * c.window <= 3 * BLOCK ? 2 * c.window / BLOCK + 1 : 2;
   }
   static long row_blocks(const Call& c) { return (c.length + BLOCK - 1) / BLOCK; }
-  static size_t state_floats(const Call& c) {
-    return (State::floats(c.key_map.features(), padded(c.value_size)) + 15) / 16 * 16;
-  }
-  static size_t floats(const Call& c, bool two_sided) {
-    return num_key_blocks(c, two_sided) * FarKeys::floats(c) + FeatureBlock::floats(c.query_map, padded(c.size)) +
-           BLOCK * BLOCK + 128 + state_floats(c) * (two_sided ? 2 + row_blocks(c) : 1);
-  }
-  Far(const Call& c, Workspace& workspace, bool both_directions)
-      : two_sided(both_directions),
-        queries(c.query_map, padded(c.size), workspace),
-        stride(state_floats(c)),
-        state(make_state(c, workspace.take(stride))),
+  Far(const Call& c, Workspace& workspace)
+      : two_sided(c.two_sided),
+        queries(c.query_map, workspace),
+        state(c, workspace),
         weights(workspace.take(BLOCK * BLOCK)),
-        later_states(both_directions ? workspace.take(stride * row_blocks(c)) : nullptr),
-        combined(make_state(c, both_directions ? workspace.take(stride) : nullptr)) {
-    for (int i = 0; i < num_key_blocks(c, both_directions); ++i) blocks.emplace_back(c, workspace);
+        combined(c, workspace) {
+    for (int i = 0; i < num_key_blocks(c); ++i) blocks.emplace_back(c, workspace);
+    for (long i = 0; two_sided && i < row_blocks(c); ++i) later_states.emplace_back(c, workspace);
     before = after = &blocks[0];
   }
-  long numbers() const { return (long)state.rows * (state.columns + 1); }  // kv, and k behind it
-  static State make_state(const Call& c, float* at) { return State(c.key_map.features(), padded(c.value_size), at); }
 
   void clear() {
     state.clear();
@@ -463,7 +414,7 @@ struct Far {
         before->read<T>(c, s, first, BLOCK);
         state.add(before->block.features, before->value, BLOCK);
       }
-      if (block <= row_blocks(c)) memcpy(later_states + (block - 1) * stride, state.kv, numbers() * sizeof(float));
+      if (block <= row_blocks(c)) memcpy(later_states[block - 1].kv, state.kv, state.numbers() * sizeof(float));
     }
     clear();
   }
@@ -498,30 +449,12 @@ struct Far {
       visible = has_keys ? &state : nullptr;
       return;
     }
-    const float* behind = later_states + block * stride;
-    for (long i = 0; i < numbers(); i += LANES) store(combined.kv + i, load(state.kv + i) + load(behind + i));
+    combined.set_sum(state, later_states[block]);
     visible = &combined;
   }
 
   // Whether any key is far from the block's rows.
   bool any() const { return visible || before->has_tokens || after->has_tokens; }
-
-  // Queries and their features, times the mixing weight; padding becomes a query of zeros.
-  template <typename T>
-  void read_queries(const Call& c, const Stream& s, long h, long start, int count) {
-    const uint8_t* valid = s.valid() + s.offset;
-    queries.read<T>(c.query, s.b, h, start, count, c.size, valid, false);
-    float mix[BLOCK] = {};
-    if (c.mix_weight) {
-      const float root = std::sqrt(c.scaling);
-      for (int t = 0; t < count; ++t) mix[t] = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
-      for (int t = 0; t < padded(count); t += LANES) store(mix + t, exp_of(load(mix + t)));
-    }
-    for (int t = 0; t < count; ++t) {
-      const float rest = s.mix(c, h, start + t);
-      scale_all(queries.features + (long)t * state.rows, state.rows, c.mix_weight ? rest * mix[t] : rest);
-    }
-  }
 
   void rows(int count, float* out, float* normaliser) {
     if (before->has_tokens) {
@@ -534,8 +467,8 @@ struct Far {
       memset(normaliser, 0, count * sizeof(float));
     }
     if (!two_sided || !after->has_tokens) return;
-    upper_product(count, state.rows, queries.features, after->block.features, after->transposed, weights);
-    add_multiply_upper(count, weights, after->value, state.columns, out);
+    triangle_product(true, count, BLOCK, state.rows, queries.features, after->block.features, after->transposed, weights);
+    add_multiply_upper(count, BLOCK, weights, BLOCK, 1, after->value, state.columns, out);
     for (int t = 0; t < count; ++t) normaliser[t] += row_sum(weights + t * BLOCK, BLOCK - 1);
   }
 
@@ -548,36 +481,29 @@ struct Far {
 
 template <typename T>
 static int windowed(const Call& c) {
-  const int x_row = padded(c.size), e_row = padded(c.value_size);
-  const long repeats = c.heads / c.groups;
-  const size_t workspace_floats = Far::floats(c, c.two_sided) + Band::floats(c) + BLOCK * (x_row + e_row + 2) + 256;
-  const long kv_size = (long)c.key_map.parts * c.key_map.width * c.value_size,
-             k_size = (long)c.key_map.parts * c.key_map.width;
-  return run_parallel<T>(c.threads, workspace_floats, [&](Workspace& workspace) {
-    Far far(c, workspace, c.two_sided);
+  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
+    Far far(c, workspace);
     Band band(c, workspace, false);
-    float *out = workspace.take(BLOCK * e_row), *normaliser = workspace.take(BLOCK), *top = workspace.take(BLOCK);
+    float *out = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK), *top = workspace.take(BLOCK);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.groups; ++task) {
       Stream s(c, task);
       band.read_sinks<T>(c, s);
       far.clear();
-      if (c.two_sided) {
+      if (c.two_sided)
         far.sum_later_keys<T>(c, s);
-      } else if (c.state) {
-        unpack_state(c.key_map, c.value_size, c.state + task * kv_size, c.state_sum + task * k_size, far.state);
-        far.has_keys = true;
-      }
+      else
+        far.has_keys = unpack_state(c, task, far.state);
       for (long start = 0; start < c.length; start += BLOCK) {
         const int count = (int)std::min<long>(c.length - start, BLOCK);
         far.begin<T>(c, s, start, count);
         band.read<T>(c, s, start, count);
-        for (long r = 0; r < repeats; ++r) {
-          const long h = s.g * repeats + r;
+        for (long h = s.g * c.repeats(); h < (s.g + 1) * c.repeats(); ++h) {
           if (far.any()) {
-            far.read_queries<T>(c, s, h, start, count);
+            read_far_queries<T>(c, s, h, start, count, far.queries);
           } else {  // only the near part
-            read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, x_row);
+            read_rows<T>(c.query, s.b, h, start, count, c.size, s.valid() + s.offset, far.queries.x, far.queries.x_row);
           }
           far.rows(count, out, normaliser);
           band.exponentials(count, far.queries.x, c.scaling, false, top);
@@ -589,8 +515,7 @@ static int windowed(const Call& c) {
         }
         if (start + count < c.length || c.next_state) far.add_keys(count);
       }
-      if (c.next_state)
-        pack_state(c.key_map, c.value_size, far.state, c.next_state + task * kv_size, c.next_sum + task * k_size);
+      if (c.next_state) pack_state(c, task, far.state);
     }
   });
 }

@@ -43,23 +43,18 @@ static float mixing_weight(const Call& c, long b, long h, const float* x, int x_
 
 template <typename T>
 static int windowed_step(const Call& c) {
-  const int x_row = padded(c.size), e = c.value_size, e_row = padded(e), m_row = c.key_map.features(), w = c.window;
-  const int width = c.key_map.width, segment = c.key_map.segment();
-  const long repeats = c.heads / c.groups, features = (long)c.key_map.parts * width;
-  const size_t workspace_floats = FeatureBlock::floats(c.key_map, x_row, 1) + FeatureBlock::floats(c.query_map, x_row, 1) +
-                                  3 * e_row + (size_t)(w + c.sinks) * (x_row + e_row + 1) + 256;
-  return run_parallel<float>(c.threads, workspace_floats, [&](Workspace& workspace) {  // one row: no tiles
-    FeatureBlock keys(c.key_map, x_row, workspace, 1), queries(c.query_map, x_row, workspace, 1);
+  const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window;
+  return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
+    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, 1);
     float *value = workspace.take(e_row), *out = workspace.take(e_row);
     float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
           *sink_key_buffer = workspace.take((size_t)c.sinks * x_row),
           *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take(w + c.sinks + LANES);
+    if (!workspace.ready()) return;
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
       const long b = stream / c.groups, g = stream % c.groups;
       const uint8_t *valid = c.ring_mask + b * w, *next_valid = valid + 1;  // of the new ring, but for its last token
-      const float *kv = c.state + stream * features * e, *k = c.state_sum + stream * features;
-      float *next = c.next_state + stream * features * e, *next_k = c.next_sum + stream * features;
       const T* ring_key = static_cast<const T*>(c.ring_key) + stream * c.window * c.size;
       const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.window * e;
       T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.window * c.size;
@@ -68,7 +63,7 @@ static int windowed_step(const Call& c) {
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
       const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
-      keys.read<T>(key_rows, 0, g, 0, 1, c.size, &is_far);
+      keys.read<T>(key_rows, 0, g, 0, 1, &is_far);
       read_rows<T>(value_rows, 0, 0, 0, 1, e, &is_far, value, e_row);
       const T* token_key = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
       const T* token_value = static_cast<const T*>(c.value.data) + b * c.value.batch + g * c.value.head;
@@ -91,23 +86,10 @@ static int windowed_step(const Call& c) {
         read_ring<T>(new_value, w, e, next_valid, value_buffer, e_row);
       }
 
-      for (long r = 0; r < repeats; ++r) {
-        const long h = g * repeats + r;
-        queries.read<T>(c.query, b, h, 0, 1, c.size, nullptr);
-        scale_all(queries.features, m_row, mixing_weight(c, b, h, queries.x, x_row));
-        memset(out, 0, e_row * sizeof(float));
-        float normaliser = 0.0f;
-        for (int p = 0; p < c.key_map.parts; ++p) {
-          const long at = (long)p * width;
-          const float *phi_k = keys.features + p * segment, *phi_q = queries.features + p * segment;
-          if (r == 0) {
-            advance_rows(width, e, kv + at * e, 1.0f, phi_k, phi_q, value, next + at * e, out);
-            normaliser += advance_sum(width, k + at, 1.0f, phi_k, phi_q, next_k + at);
-          } else {
-            multiply(1, e, width, phi_q, segment, 1, next + at * e, e, out, e, true);
-            for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[at + f];
-          }
-        }
+      for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) {
+        queries.read<T>(c.query, b, h, 0, 1, nullptr);
+        scale_all(queries.features, queries.row, mixing_weight(c, b, h, queries.x, x_row));
+        float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
         float top = -INFINITY, *sink_weights = weights + w;
         for (int j = 0; j < w + sinks; ++j) {
           const float* key = j < w ? near_key + (size_t)j * x_row : sink_key_buffer + (size_t)(j - w) * x_row;
@@ -116,8 +98,7 @@ static int windowed_step(const Call& c) {
           top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
         }
         for (int j = 0; j < w + sinks; j += LANES) {
-          Vec weight = exp_of(load(weights + j) - top);
-          if (j + LANES > w + sinks) weight = select(first_lanes(w + sinks - j), weight, Vec{});
+          const Vec weight = first_lanes(exp_of(load(weights + j) - top), w + sinks - j);
           store(weights + j, weight);
           normaliser += sum_of(weight);
         }
