@@ -46,27 +46,6 @@ struct Map {
 
 constexpr int BLOCK = 64;  // tokens
 
-static inline void range_of(const float* y, int width, float& low, float& high) {
-  Vec minima = splat(INFINITY), maxima = splat(-INFINITY);
-  for (int j = 0; j < width; j += LANES) {
-    minima = smaller(minima, first_lanes(load(y + j), width - j, INFINITY));
-    maxima = larger(maxima, first_lanes(load(y + j), width - j, -INFINITY));
-  }
-  low = -max_of(-minima);
-  high = max_of(maxima);
-}
-
-// out = exp(gain y - shift) factor; returns the sum of the row.
-static inline float exp_row(const float* y, float gain, int width, float shift, float factor, float* out) {
-  Vec lane_totals{};
-  for (int j = 0; j < padded(width); j += LANES) {
-    const Vec value = first_lanes(exp_of(load(y + j) * gain - shift) * factor, width - j);
-    store(out + j, value);
-    lane_totals += value;
-  }
-  return sum_of(lane_totals);
-}
-
 // A block of tokens of one head with its feature map: inputs x [tokens, padded d], products y, features and log scales.
 struct FeatureBlock {
   const Map* map;
@@ -192,13 +171,11 @@ struct FeatureBlock {
       tiles->multiply_by_weights(count, segment, map->input, x, x_row, weight, segment, y, segment);
     else
       multiply_floats(count, segment, map->input, x, x_row, 1, weight, segment, y, segment, false);
-    if (map->bias || map->in_scale != 1.0f)
-      for (int t = 0; t < count; ++t)
-        for (int j = 0; j < segment; j += LANES) {
-          const Vec value = load(y + t * segment + j) * map->in_scale;
-          store(y + t * segment + j,
-                map->bias ? value + load(map->bias + head * map->bias_head + j) * map->bias_scale : value);
-        }
+    if (!map->bias) return activate(count, y, segment, map->in_scale);
+    const float* bias = map->bias + head * map->bias_head;
+    for (int t = 0; t < count; ++t)
+      for (int j = 0; j < segment; j += LANES)
+        store(y + t * segment + j, load(y + t * segment + j) * map->in_scale + load(bias + j) * map->bias_scale);
     activate(count, y, segment, 1.0f);
   }
 
@@ -220,7 +197,11 @@ struct FeatureBlock {
           store(features + t * row + j, feature * map->cosine[angle + t]);
           store(features + t * row + map->segment() + j, feature * map->sine[angle + t]);
         });
-      default: exponentials(count, in, in_row, in_scale);
+      case SOFTMAX_PAIR: return exponentials<SOFTMAX_PAIR>(count, in, in_row, in_scale);
+      case SOFTMAX_JOINT: return exponentials<SOFTMAX_JOINT>(count, in, in_row, in_scale);
+      case EXP_PAIR: return exponentials<EXP_PAIR>(count, in, in_row, in_scale);
+      case POSITIVE: return exponentials<POSITIVE>(count, in, in_row, in_scale);
+      default: return exponentials<POSITIVE_PAIR>(count, in, in_row, in_scale);
     }
   }
 
@@ -231,36 +212,49 @@ struct FeatureBlock {
   }
 
   // One loop over all tokens for each step, because within a token each step waits for the one before.
+  template <Activation KIND>
   void exponentials(int count, const float* in, int in_row, float in_scale) {
-    const bool joint = map->activation == SOFTMAX_JOINT, separate = map->activation == SOFTMAX_PAIR, pair = map->parts == 2;
-    const float gain = joint ? 2.0f * in_scale : in_scale;
-    float shift[BLOCK], second_shift[BLOCK], total[BLOCK], second_total[BLOCK];
-    for (int t = 0; t < count; ++t) {
-      float low, high;
-      range_of(in + t * in_row, map->width, low, high);
-      const float top = gain * (pair && -low > high ? -low : high);
-      shift[t] = separate ? gain * high : top;
-      second_shift[t] = separate ? -gain * low : top;
-      if (positive()) {
-        const float* raw = x + t * x_row;
-        scale[t] = top - 0.5f * map->in_scale * map->in_scale * dot(raw, raw, x_row);
-      } else if (map->activation == EXP_PAIR) {
-        scale[t] = top;
-      }
-    }
-    const float factor = positive() ? map->factor : 1.0f;
+    constexpr bool joint = KIND == SOFTMAX_JOINT, separate = KIND == SOFTMAX_PAIR, pair = KIND != POSITIVE;
+    constexpr bool positive = KIND == POSITIVE || KIND == POSITIVE_PAIR;
+    const int segment = map->segment(), last = segment - LANES;
+    const VecInt real = lanes_below(map->width - last);  // of the last vector
+    const float gain = joint ? 2.0f * in_scale : in_scale, factor = positive ? map->factor : 1.0f;
+    float shift[2][BLOCK], total[2][BLOCK];
     for (int t = 0; t < count; ++t) {
       const float* from = in + t * in_row;
-      float *to = features + t * row, *second = to + map->segment();
-      total[t] = exp_row(from, gain, map->width, shift[t], factor, to);
-      if (pair) second_total[t] = exp_row(from, -gain, map->width, second_shift[t], factor, second);
+      Vec minima = select(real, load(from + last), splat(INFINITY)),
+          maxima = select(real, load(from + last), splat(-INFINITY));
+      for (int j = 0; j < last; j += LANES) {
+        minima = smaller(minima, load(from + j));
+        maxima = larger(maxima, load(from + j));
+      }
+      const float high = max_of(maxima), low = max_of(-minima), top = gain * (pair && low > high ? low : high);
+      shift[0][t] = separate ? gain * high : top;
+      shift[1][t] = separate ? gain * low : top;
+      if (positive || KIND == EXP_PAIR)
+        scale[t] = top - (positive ? 0.5f * map->in_scale * map->in_scale * dot(x + t * x_row, x + t * x_row, x_row) : 0.0f);
     }
-    if (!joint && !separate) return;
     for (int t = 0; t < count; ++t) {
-      float *to = features + t * row, *second = to + map->segment();
-      scale_all(to, map->segment(), 1.0f / (joint ? total[t] + second_total[t] : total[t]));
-      scale_all(second, map->segment(), 1.0f / (joint ? total[t] + second_total[t] : second_total[t]));
+      float* to = features + t * row;
+      Vec sums[2] = {};
+      const auto add = [&](int part, int j, Vec value) {
+        value = exp_of(value - shift[part][t]) * factor;
+        if (j == last) value = select(real, value, Vec{});
+        store(to + part * segment + j, value);
+        sums[part] += value;
+      };
+      for (int j = 0; j < segment; j += LANES) {
+        const Vec value = load(in + t * in_row + j) * gain;
+        add(0, j, value);
+        if (pair) add(1, j, -value);
+      }
+      for (int part = 0; part <= pair; ++part) total[part][t] = sum_of(sums[part]);
     }
+    if (joint || separate)
+      for (int t = 0; t < count; ++t)
+        for (int part = 0; part < 2; ++part)
+          scale_all(features + t * row + part * segment, segment,
+                    1.0f / (joint ? total[0][t] + total[1][t] : total[part][t]));
   }
 };
 

@@ -40,12 +40,13 @@ static inline Vec larger(Vec a, Vec b) { return a < b ? b : a; }
 static inline Vec smaller(Vec a, Vec b) { return a > b ? b : a; }
 static inline int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
 
-// The lanes below n of v, and zeros or another number behind them.
-static inline Vec first_lanes(Vec v, int n, float other = 0.0f) {
+static inline VecInt lanes_below(int n) {
   VecInt lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
-  return n < LANES ? select(lane < n, v, splat(other)) : v;
+  return lane < n;
 }
+// v with zeros from lane n on.
+static inline Vec first_lanes(Vec v, int n) { return n < LANES ? select(lanes_below(n), v, Vec{}) : v; }
 
 template <typename Fold>
 static inline float reduce(Vec v, Fold fold) {
