@@ -80,9 +80,9 @@ def patch(config: PatchConfig) -> None:
             that must not be replaced; before any weight is read.
         OSError: The checkpoint or the plan cannot be found.
     """
+    from .checkpoints import save_checkpoint
     from .config import LinearAttentionConfig
     from .patching import patch_report  # fills the registries
-    from .saving import save_checkpoint
     from .utils.files import check_output
 
     check_output(config.output, ["config.json"], overwrite=config.overwrite, source=config.model)
@@ -178,9 +178,8 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     import torch
     from safetensors import SafetensorError
 
-    from .checkpoints import _model_class
+    from .checkpoints import _model_class, progress_bars_on_terminals
     from .patching import CONFIG_FIELD, patch_model
-    from .saving import progress_bars_on_terminals
     from .utils.gguf import dequantized, split_source
 
     source = config.model

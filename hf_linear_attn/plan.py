@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .config import DEFAULT_ATTENTION
 from .data.config import DataConfig, TimingConfig
 from .utils.arguments import check_not_negative, check_positive, option
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .evaluation.layer_search import LayerSearchResult
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,7 @@ class PlanTimingConfig(TimingConfig):
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `run_plan` searches, and how thoroughly. None stands for what suits the model and `quick`."""
+    """What `plan_command` searches, and how thoroughly. None stands for what suits the model and `quick`."""
 
     model: str = option(help="a local folder or a repository on the Hub", common=True)
     budget: str = option(help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'", common=True)
@@ -55,14 +50,10 @@ class PlanConfig:
 
 
 def plan_command(config: PlanConfig) -> int:
-    """The verb `plan`: returns 0 if the budget is met, else 1."""
-    return 0 if run_plan(config).met else 1
-
-
-def run_plan(config: PlanConfig, *, console: Console | None = None) -> LayerSearchResult:
     """Search the layers of a checkpoint, write the plan and its report to `config.output`, and show a table.
 
-    With `resume` a stopped run with the same settings continues; another budget uses the same measurements.
+    With `resume` a stopped run with the same settings continues; another budget uses the same measurements. Returns 0
+    if the budget is met, else 1.
 
     Raises:
         ValueError, OSError: Settings, a model or data that cannot be used. Nothing has been measured then.
@@ -70,4 +61,4 @@ def run_plan(config: PlanConfig, *, console: Console | None = None) -> LayerSear
     """
     from .evaluation.planning import plan_layers
 
-    return plan_layers(config, console)
+    return 0 if plan_layers(config).met else 1

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import hf_linear_attn as hla
-from hf_linear_attn import saving
+from hf_linear_attn import checkpoints
 from hf_linear_attn.cli import VERBS, main
 
 
@@ -374,7 +374,7 @@ def test_a_save_that_fails_leaves_nothing(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(saving, "_copy_companions", fail)
+    monkeypatch.setattr(checkpoints, "_copy_companions", fail)
     code = run("patch", gpt2, target, "--attention", "elu", "--overwrite")
     assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
     assert (target / "model.safetensors").read_bytes() == before

@@ -24,10 +24,10 @@ from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 from hf_linear_attn.evaluation.metrics import Assessment, QualityMetric, assess
-from hf_linear_attn.evaluation.planning import split_halves
+from hf_linear_attn.evaluation.planning import plan_layers, split_halves
 from hf_linear_attn.evaluation.progress import ConsoleProgress
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
-from hf_linear_attn.plan import PlanConfig, PlanTimingConfig, run_plan
+from hf_linear_attn.plan import PlanConfig, PlanTimingConfig
 
 from .helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
 
@@ -82,7 +82,7 @@ def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanCon
 
 
 def run(folder: Path, model: str, output: Path, /, **changes: Any) -> LayerSearchResult:
-    return run_plan(config_of(folder, model, output, **changes), console=Console(file=io.StringIO(), width=100))
+    return plan_layers(config_of(folder, model, output, **changes), console=Console(file=io.StringIO(), width=100))
 
 
 def report_of(output: Path) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_the_screen_shows_the_rows_the_stages_and_the_files(
 ) -> None:
     stream, stages = io.StringIO(), []
     monkeypatch.setattr(ConsoleProgress, "status", lambda self, *stage: stages.append(stage))
-    run_plan(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
+    plan_layers(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
     screen = stream.getvalue()
     assert re.search(r"Data: text.txt; \d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer", screen)
     totals = (("steps of attention transfer", 6), ("models with linear layers", 5), ("models timed at 32 tokens", 3))

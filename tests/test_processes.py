@@ -77,4 +77,4 @@ def test_where_the_package_is_missing_the_error_says_what_to_install(folder):
     )
     assert result.returncode != 0
     assert "ImportError" in result.stderr
-    assert "pip install hf-linear-attn" in result.stderr
+    assert "pip install hf_linear_attn" in result.stderr

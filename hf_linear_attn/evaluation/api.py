@@ -17,7 +17,7 @@ from ..data.task_data import read_documents
 from ..data.tasks import TASKS
 from ..data.text import Text, text_of
 from ..integration.discovery import longest_input
-from ..integration.inputs import has_position_table
+from ..integration.positions import has_position_table
 from ..patching import patch_model
 from ..registry import ATTENTIONS, list_attentions
 from ..utils.environment import environment, json_safe, utc_now

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
+from ..checkpoints import save_checkpoint
 from ..data.task_data import read_documents
 from ..data.text import Text, cut_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
-from ..integration.inputs import has_position_table
+from ..integration.positions import has_position_table
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS, list_attentions
-from ..saving import save_checkpoint
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
@@ -55,7 +55,7 @@ HALVES = ("choice", "verification")
 
 
 def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSearchResult:
-    """Search, write the plan and its report, and show a table. See `hf_linear_attn.plan.run_plan`."""
+    """Search, write the plan and its report, and show a table. See `hf_linear_attn.plan.plan_command`."""
     started = time.perf_counter()
     require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
     budget, folder, overwrite = Budget.parse(config.budget), Path(config.output), config.overwrite

@@ -24,7 +24,7 @@ from ..config import DEFAULT_ATTENTION
 from ..data.text import encode_text, pad_token, padded_batches, special_tokens
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.exact import AttentionCall, observe_attention
-from ..integration.inputs import has_position_table
+from ..integration.positions import has_position_table
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.extras import require_packages

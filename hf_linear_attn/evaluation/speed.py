@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from ..integration.discovery import longest_input
-from ..integration.inputs import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
+from ..integration.positions import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
 from ..registry import AttentionEntry
 from ..utils.formatting import format_bytes
 from ..utils.models import shared_copy

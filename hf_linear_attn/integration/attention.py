@@ -14,7 +14,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
-from .boundaries import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of
 from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
 from .context import (
     IMPLEMENTATION,
@@ -26,7 +25,7 @@ from .context import (
 )
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask
-from .packing import document_numbers, documents_of, run_packed
+from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
 
 logger = logging.getLogger(__name__)
 

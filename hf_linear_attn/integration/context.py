@@ -1,14 +1,8 @@
 """What the hooks and functions of a patched model share: one object per layer, and one per thread.
 
-Transformers' attention interface hands our function the attention module, q, k, v, the mask and keyword arguments. All
-that we know of a layer hangs on the module, in one attribute (`LayerContext`); all that must travel during a forward
-pass and is not among those arguments is in `ForwardContext`.
-
-Three marks on other objects remain, because nothing else reaches where they are read: the class of a patched model
-(`model_class`), by which `from_pretrained` and `generate` know it; `boundaries.ModelContext` on every model around
-patched layers, which its forward hooks read; and what `packing` puts on the mask, or the boundaries, of a packed
-batch. Gradient checkpointing calls the layers again when `ForwardContext` is gone: only what is an argument of the
-layer still arrives.
+All that we know of a layer hangs on its attention module, in one attribute (`LayerContext`); all that must travel
+during a forward pass beside the arguments is in `ForwardContext`. Gradient checkpointing calls the layers again when
+that is gone: only what is an argument of the layer, such as a mark of `packing` on a mask, still arrives.
 """
 
 from __future__ import annotations
@@ -38,20 +32,14 @@ IMPLEMENTATION_FIELD = "attn_implementation"
 
 @dataclass
 class LayerContext:
-    """What a patched model knows of one attention module: a patched layer, an exact one, or cross-attention.
-
-    Attributes:
-        name: The module's name in the model.
-        exact_implementation: Name of the implementation that computes this module exactly.
-        causal: Whether this self-attention layer is causal. None in cross-attention, where the module's flag counts.
-        runs_exactly: Whether a patched layer runs exactly for now.
-        observer: What is called with the inputs and the exact outputs of each call while `runs_exactly`, or None.
-    """
+    """What a patched model knows of one attention module: a patched layer, an exact one, or cross-attention."""
 
     name: str
     exact_implementation: str
+    #: None in cross-attention, where the module's flag counts.
     causal: bool | None
     runs_exactly: bool = False
+    #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
     observer: Callable[[Any], None] | None = None
 
 
@@ -92,18 +80,12 @@ class InterfaceCall:
 
 @dataclass
 class ModelRun:
-    """A model around patched layers that is running.
-
-    Attributes:
-        module: The model.
-        boundaries: `[n + 1]`, the first token of each document of a packed batch, and the end; or None.
-        shape: B and S of a packed batch.
-        layers_reached: The number of layers that have seen the boundaries so far.
-    """
+    """A model around patched layers that is running, with the boundaries `[n + 1]` and sizes B, S of a packed batch."""
 
     module: nn.Module
     boundaries: Tensor | None = None
     shape: tuple[int, int] = (0, 0)
+    #: The number of layers that have seen the boundaries so far.
     layers_reached: int = 0
 
 

@@ -29,15 +29,12 @@ LAYER_IN_STACK = re.compile(r"\w+\.\d+\.")
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One module that calls the attention interface.
+    """One module that calls the attention interface, by its name in the model.
 
     Attributes:
-        name: Its name in the model.
-        module: The module.
         cross: Whether it attends to another sequence.
         span: "full", or what part of the sequence the layer attends to ("sliding window of 128", …).
         obstacle: Why this layer cannot be linear, or "".
-        causal: Whether a token sees earlier ones only.
     """
 
     name: str

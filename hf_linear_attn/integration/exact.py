@@ -18,7 +18,7 @@ from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from .context import InterfaceCall, attention_modules, layer_context
 from .discovery import self_attention
-from .mask import exact_mask, full_mask_to_bool
+from .mask import full_mask_to_bool
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,11 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     length, keys = query.shape[2], key.shape[2]
     if implementation.startswith("flash") or (mask is not None and mask.dim() == 4):
         full: Tensor | None = mask
-    elif mask is None and causal and length == keys and implementation != "eager":
-        full = None
+    elif causal and length > 1 and (mask is not None or length != keys or implementation == "eager"):
+        padding = None if mask is None else mask[:, :keys]
+        full = AttentionInputs(query, key, value, call.scaling, causal, padding).visible()
     else:
-        full = exact_mask(None if mask is None else mask[:, :keys], length, keys, causal, query.device)
+        full = None if mask is None else mask[:, None, None, :keys].expand(-1, 1, length, -1)
     if implementation == "eager":
         if full is not None and full.dtype == torch.bool:
             zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)
@@ -186,8 +187,8 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
 
 def _visible_keys(call: InterfaceCall) -> Tensor:
     """Return which keys each query may see, `[B | 1, H | 1, L, S]`."""
-    allowed = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, call.mask).visible()
-    return full_mask_to_bool(allowed)
+    inputs = AttentionInputs(call.query, call.key, call.value, call.scaling, call.causal, call.mask)
+    return full_mask_to_bool(inputs.visible())
 
 
 def attention_weights_requested(kwargs: dict[str, Any]) -> bool:

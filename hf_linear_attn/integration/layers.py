@@ -13,7 +13,6 @@ from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, build_options
 from .attention import before_attention
-from .boundaries import add_model_hooks, remove_hooks
 from .context import (
     CONFIG_FIELD,
     IMPLEMENTATION,
@@ -24,6 +23,7 @@ from .context import (
     layer_context,
 )
 from .discovery import AttentionLayer, attention_shape, find_attention, foreign_attention, self_attention
+from .packing import add_model_hooks, remove_hooks
 
 Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
 """The layers to patch and their mechanisms, by index among the self-attention layers of the model."""

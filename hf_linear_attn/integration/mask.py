@@ -131,19 +131,3 @@ def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
             "cannot be expressed by linear attention: give the layer 'softmax', or pass a boolean mask."
         )
     return ~blocked
-
-
-def exact_mask(padding: Tensor | None, length: int, keys: int, causal: bool, device: torch.device) -> Tensor | None:
-    """Return the mask of exact attention from a padding mask `[B, S]`.
-
-    Query i is token `S - L + i`, as in a cache that grows.
-
-    Returns:
-        `[B | 1, 1, L, S]`, True where a query sees a key; None where every query sees every key.
-    """
-    if not causal or length == 1:
-        if padding is None:
-            return None
-        return padding[:, None, None, :].expand(-1, 1, length, -1)
-    allowed = torch.ones(1, 1, length, keys, dtype=torch.bool, device=device).tril(keys - length)
-    return allowed if padding is None else allowed & padding[:, None, None, :]

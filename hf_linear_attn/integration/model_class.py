@@ -35,12 +35,7 @@ CODE_MODULE = CODE_FILE.removesuffix(".py")
 
 CODE = '''"""Loads this checkpoint with its linear attention. Written by hf-linear-attn."""
 
-try:
-    from hf_linear_attn.checkpoints import class_by_name
-except ImportError as error:
-    raise ImportError(
-        "This checkpoint runs linear attention and needs the package hf-linear-attn: pip install hf-linear-attn"
-    ) from error
+from hf_linear_attn.checkpoints import class_by_name
 
 
 def __getattr__(name):
@@ -48,7 +43,6 @@ def __getattr__(name):
         raise AttributeError(name)
     return class_by_name(name)
 '''
-
 
 #: Field of `config.json` that names the file of the weights, and what stands there in a patched checkpoint. Every
 #: `from_pretrained` of Transformers refuses what is no file of weights, with this text, whether this package is

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_linear_attn.evaluation.speed import cache_bytes, timing_options, without_attention
-from hf_linear_attn.integration.inputs import position_inputs
+from hf_linear_attn.integration.positions import position_inputs
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.models import shared_copy

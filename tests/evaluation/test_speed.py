@@ -21,7 +21,7 @@ from hf_linear_attn.evaluation.speed import (
     without_attention,
 )
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.integration.inputs import accepts_longer_inputs, position_inputs, synthetic_inputs
+from hf_linear_attn.integration.positions import accepts_longer_inputs, position_inputs, synthetic_inputs
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.models import shared_copy
 from tests.helpers import MAX_LENGTH, every_mechanism, patch_small, tiny_model

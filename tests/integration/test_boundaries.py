@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.boundaries import MODEL_CONTEXT, find_documents
+from hf_linear_attn.integration.packing import MODEL_CONTEXT, find_documents
 from tests.architectures.models import architecture_model
 from tests.helpers import (
     BERT,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.integration.mask import exact_mask, full_mask_to_bool, linear_attention_mask
+from hf_linear_attn.integration.mask import full_mask_to_bool, linear_attention_mask
 from hf_linear_attn.mechanisms import AttentionInputs
 from tests.helpers import (
     BERT,
@@ -186,11 +186,13 @@ def test_the_padding_mask_is_cut_to_the_keys(offset):
     assert linear_attention_mask(kv_length=6, attention_mask=torch.ones(2, 6)) is None
 
 
-def test_exact_masks():
-    padding = padding_mask([4, 2], 4, "left")
-    assert exact_mask(None, 4, 4, False, padding.device) is None
-    causal = exact_mask(None, 2, 4, True, padding.device)
-    assert causal[0, 0].tolist() == [[True, True, True, False], [True] * 4]
-    both = exact_mask(padding, 4, 4, True, padding.device)
-    assert torch.equal(both[1, 0], torch.ones(4, 4, dtype=torch.bool).tril() & padding[1])
-    assert torch.equal(exact_mask(padding, 1, 4, True, padding.device)[:, 0, 0], padding)
+def test_masks_of_exact_attention():
+    padding, keys = padding_mask([4, 2], 4, "left"), torch.zeros(1, 1, 4, 8)
+
+    def visible(mask, queries, causal=True):
+        return AttentionInputs(keys[:, :, :queries], keys, keys, 1.0, causal, mask).visible()
+
+    assert visible(None, 4, causal=False).all()
+    assert visible(None, 2)[0, 0].tolist() == [[True, True, True, False], [True] * 4]
+    assert torch.equal(visible(padding, 4)[1, 0], torch.ones(4, 4, dtype=torch.bool).tril() & padding[1])
+    assert torch.equal(visible(padding, 1)[:, 0, 0], padding)
