@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, kl_div
 from transformers import PreTrainedModel
 
-from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
-from ..patching import CONFIG_FIELD, check_model, is_patched
+from ..patching import patch_report
 
 Batch = Mapping[str, Tensor]
 
@@ -42,32 +42,27 @@ def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerFidelity:
-    """One patched layer, a number per head.
+    """One patched layer on the exact model's q, k, v: a number for each head, over real queries."""
 
-    kl: mean over real queries of `Σ_j p_ij log(p_ij / w_ij)` in nats (None where the implied weights are no
-    distribution). output_error: `‖o - ô‖ / ‖o‖` over real queries, both from the exact model's q, k, v.
-    """
-
-    index: int
+    index: int  # among the self-attention layers
     name: str
-    attention: str
-    kl: list[float] | None
-    output_error: list[float]
+    attention: str  # the name of its mechanism
+    kl: list[float] | None  # mean of `Σ_j p_ij log(p_ij / w_ij)` in nats; None where w is no distribution
+    output_error: list[float]  # `‖o - ô‖ / ‖o‖`
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Fidelity of a model on some text. final_cosine: mean cosine between the final hidden states of real tokens with
-    linear and with exact attention (errors of all layers together); the rest is layer by layer on exact inputs."""
+    """How near a patched model is to exact attention on some text."""
 
     layers: list[LayerFidelity]
-    final_cosine: float
-    tokens: int
+    final_cosine: float  # mean over real tokens, of the final hidden states: errors of all layers together
+    tokens: int  # real ones
 
     @property
     def kl(self) -> float | None:
         """Mean over heads and layers, in nats."""
-        values = [value for layer in self.layers if layer.kl is not None for value in layer.kl]
+        values = [value for layer in self.layers for value in layer.kl or ()]
         return sum(values) / len(values) if values else None
 
     @property
@@ -77,40 +72,33 @@ class Fidelity:
         return sum(values) / len(values)
 
 
-def _sums(call: AttentionCall) -> dict[str, Tensor]:
-    """Sums over the real queries of one call, per head, float64 on the CPU."""
-    rows = call.real_queries()
-    exact_out, linear_out = (
-        out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
-    )
-    sums = {
-        "rows": rows.sum(dim=(0, 2)).double(),
-        "error": (exact_out - linear_out).square().sum(dim=(0, 2, 3)),
-        "norm": exact_out.square().sum(dim=(0, 2, 3)),
-    }
-    if call.mechanism.distribution:
-        exact, linear = call.exact_weights().double(), call.linear_weights().double()
-        terms = exact * (exact.clamp_min(1e-300).log() - linear.clamp_min(1e-30).log())
-        sums["kl"] = terms.sum(dim=-1).masked_fill(~rows, 0.0).sum(dim=(0, 2))
-    return {name: tensor.cpu() for name, tensor in sums.items()}
-
-
 @torch.no_grad()
 def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity:
     """Measure a patched model on batches as the tokenizer gives them. O(L²) in the length of the batches.
 
     Raises:
-        ValueError: the model is not patched, or there are no batches.
+        ValueError: The model is not patched, or there are no batches.
     """
-    check_model(model)
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    report = patch_report(model)
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    totals: dict[int, dict[str, Tensor]] = {}  # by layer
+    totals: dict[int, dict[str, Tensor]] = {}  # sums over queries by layer, float64 on the CPU
 
     def observer(call: AttentionCall) -> None:
+        rows = call.real_queries()
+        exact, linear = (
+            out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
+        )
+        sums = {
+            "rows": rows.sum(dim=(0, 2)).double(),
+            "error": (exact - linear).square().sum(dim=(0, 2, 3)),
+            "norm": exact.square().sum(dim=(0, 2, 3)),
+        }
+        if call.mechanism.distribution:
+            implied = call.linear_weights().double().clamp_min(1e-30).log()
+            terms = kl_div(implied, call.exact_weights().double(), reduction="none").sum(dim=-1)
+            sums["kl"] = terms.masked_fill(~rows, 0.0).sum(dim=(0, 2))
         known = totals.setdefault(id(call.module), {})
-        known.update({name: known.get(name, 0.0) + tensor for name, tensor in _sums(call).items()})
+        known.update({name: known.get(name, 0.0) + tensor.cpu() for name, tensor in sums.items()})
 
     cosine, tokens = 0.0, 0
     with evaluation_mode(model):
@@ -119,19 +107,17 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
             with observe_attention(model, observer):
                 exact = backbone(**inputs)[0]
             linear = backbone(**inputs)[0]
-            similarity = torch.nn.functional.cosine_similarity(exact.double(), linear.double(), dim=-1)
+            similarity = cosine_similarity(exact.double(), linear.double(), dim=-1)
             real = inputs.get("attention_mask", torch.ones_like(similarity)).bool()
             cosine += float(similarity[real].sum())
             tokens += int(real.sum())
     if not tokens:
         raise ValueError("No batches to measure on.")
-    saved = getattr(model.config, CONFIG_FIELD)["layers"]
     layers = []
-    for index, layer in enumerate(self_attention(model)):
+    for row, layer in zip(report.layers, self_attention(model), strict=True):
         total = totals.get(id(layer.module))
-        if total is None or getattr(layer.module, SUBMODULE, None) is None:
-            continue
-        kl = (total["kl"] / total["rows"].clamp_min(1)).tolist() if "kl" in total else None
-        error = (total["error"] / total["norm"].clamp_min(1e-300)).sqrt().tolist()
-        layers.append(LayerFidelity(index, layer.name, saved[str(index)]["attention"], kl, error))
+        if total is not None:
+            kl = (total["kl"] / total["rows"].clamp_min(1)).tolist() if "kl" in total else None
+            error = (total["error"] / total["norm"].clamp_min(1e-300)).sqrt().tolist()
+            layers.append(LayerFidelity(row.index, row.name, row.attention, kl, error))
     return Fidelity(layers, cosine / tokens, tokens)

@@ -15,33 +15,30 @@ from ..utils.extras import require_packages
 
 
 def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_size: int = 8) -> Any:
-    """A decoder as an `lm_eval` model, for `lm_eval.simple_evaluate(harness_model(...), tasks=[...])`.
+    """Return a decoder as an `lm_eval` model, for `lm_eval.simple_evaluate(harness_model(...), tasks=[...])`.
 
     Args:
-        model: a causal language model, patched or not, or a folder (or repository) of one: `load_pretrained` or
-            `AutoModelForCausalLM` reads it.
-        tokenizer: its tokenizer; None for a folder: the one beside the model.
-        batch_size: rows of one forward pass.
+        model: A causal language model, patched or not, or a folder or repository of one.
+        tokenizer: Its tokenizer; None: the one beside the model in its folder.
+        batch_size: Rows of one forward pass.
 
     Raises:
         ImportError: lm_eval is not installed.
-        ValueError: a model without its tokenizer, or one without an end-of-sequence token.
-        OSError: there is no such folder or repository.
+        ValueError: There is no tokenizer, or it has no end-of-sequence token.
+        OSError: There is no such folder or repository.
     """
     require_packages("lm_eval", extra="lm-eval", purpose="This")
     from lm_eval.models.huggingface import HFLM
 
     if isinstance(model, str):
-        tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         patched = getattr(config, CONFIG_FIELD, None) is not None
         auto_class = AutoModelForCausalLM
         model = load_pretrained(model, auto_class) if patched else auto_class.from_pretrained(model)
-    if tokenizer is None:
-        raise ValueError("Give the tokenizer of the model too, or the folder of a checkpoint that holds both.")
-    if tokenizer.eos_token_id is None:
+    if tokenizer is None or tokenizer.eos_token_id is None:
         raise ValueError(
-            "lm_eval needs an end-of-sequence token, and this tokenizer has none. Set tokenizer.eos_token."
+            "lm_eval needs a tokenizer with an end-of-sequence token: give it with the model, and set its eos_token."
         )
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
@@ -59,15 +56,14 @@ def run_harness(
     """Run tasks, and return the metrics of each: `{"arc_easy": {"acc": 0.41, "acc_stderr": 0.01, …}, …}`.
 
     Args:
-        model, tokenizer, batch_size: as `harness_model`.
-        tasks: names of tasks.
-        folder: with YAML files of your own tasks; only these are then known. None: the harness's, with data of the Hub.
-        limit: so many documents of each task, at most.
-        num_fewshot: examples before each question (None: as the task says).
+        model, tokenizer, batch_size: As for `harness_model`.
+        tasks: Names of tasks.
+        folder: YAML files of your own tasks; only these are then known. None: the harness's, with data of the Hub.
+        limit: The largest number of documents of each task.
+        num_fewshot: Examples before each question (None: as the task says).
 
     Raises:
-        ImportError, ValueError, OSError: as `harness_model`.
-        ValueError: an unknown task.
+        ImportError, ValueError, OSError: As `harness_model`; a task is unknown.
     """
     wrapped = harness_model(model, tokenizer, batch_size=batch_size)
     import lm_eval
@@ -78,15 +74,8 @@ def run_harness(
     if unknown or not tasks:
         known = ", ".join(sorted(manager.all_tasks)[:20])
         raise ValueError(f"Unknown tasks {', '.join(unknown) or '(none given)'}. Known: {known}, …")
-    output = lm_eval.simple_evaluate(
-        wrapped,
-        tasks=list(tasks),
-        task_manager=manager,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "bootstrap_iters": 0, "log_samples": False}
+    output = lm_eval.simple_evaluate(wrapped, tasks=list(tasks), task_manager=manager, **options)
     # "acc,none" is "acc" without a filter, and of no interest are texts such as the task's alias.
     return {
         task: json_safe({name.removesuffix(",none"): one for name, one in values.items() if not isinstance(one, str)})

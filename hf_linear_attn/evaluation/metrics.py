@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
@@ -141,8 +141,7 @@ class Perplexity:
     divergence: float | None = None
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Tokens of one forward pass. The tokens from index `first` on are predicted and counted."""
 
     tokens: Sequence[int]
@@ -171,7 +170,8 @@ def measure_perplexity(
     context: int,
     stride: int,
     batch_size: int = 8,
-    exact: ExactPredictions | None = None,
+    exact: PreTrainedModel | None = None,
+    known: dict[int, Tensor] | None = None,
     on_batch: OnBatch = report_nothing,
 ) -> Perplexity:
     """Measure `exp(-Σ log p(token | earlier tokens of its window) / tokens)`.
@@ -183,7 +183,8 @@ def measure_perplexity(
         stride: Distance between windows; every counted token but those of a first window sees at least
             `context - stride` earlier tokens.
         batch_size: Windows per forward pass.
-        exact: Predictions of the exact model for these windows, for the divergence from them.
+        exact: The exact model, for the divergence from its predictions.
+        known: Where these predictions stay for further calls with the same windows, as far as memory allows.
         on_batch: Called with the windows done and all windows.
 
     Raises:
@@ -198,13 +199,17 @@ def measure_perplexity(
     batches = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, window and position of each predicted token
     divergence = 0.0
-    with evaluation_mode(model):
+    known = {} if known is None else known
+    with evaluation_mode(model), evaluation_mode(exact or model):
         for index, batch in enumerate(report_batches(batches, on_batch)):
             log_probabilities, targets, (row, position) = _predictions(model, batch)
             losses = -log_probabilities.gather(-1, targets[:, None])[:, 0]
             parts.append((losses.double().cpu(), index * batch_size + row, position))
             if exact is not None:
-                divergence += kl_divergence(exact(index, batch), log_probabilities)
+                reference = known[index] if index in known else _predictions(exact, batch)[0]
+                if sum(one.numel() for one in known.values()) + reference.numel() <= MAX_CACHED_VALUES:
+                    known[index] = reference
+                divergence += kl_divergence(reference, log_probabilities)
     losses, window, position = map(torch.cat, zip(*parts, strict=True))
     tokens, loss = len(losses), float(losses.mean())
     errors = window.bincount(losses) - loss * window.bincount()
@@ -221,26 +226,6 @@ def measure_perplexity(
         by_position=[float(total / count) if count else None for total, count in bins],
         divergence=None if exact is None else divergence / tokens,
     )
-
-
-ExactPredictions = Callable[[int, Sequence[Window]], Tensor]
-"""Log probabilities `[N, vocabulary]` of the exact model for a batch of windows, by the batch's index."""
-
-
-def exact_predictions(model: PreTrainedModel) -> ExactPredictions:
-    """Return the predictions of the exact model, which stay in memory as far as `MAX_CACHED_VALUES` allows."""
-    known: dict[int, Tensor] = {}
-
-    def predictions(index: int, batch: Sequence[Window]) -> Tensor:
-        if index in known:
-            return known[index]
-        with evaluation_mode(model):
-            computed = _predictions(model, batch)[0]
-        if sum(one.numel() for one in known.values()) + computed.numel() <= MAX_CACHED_VALUES:
-            known[index] = computed
-        return computed
-
-    return predictions
 
 
 def _predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -274,11 +259,11 @@ def perplexity_metric(
 
     The arguments are those of `measure_perplexity`, and a hash of the data.
     """
-    reference = None if exact is None else exact_predictions(exact)
+    known: dict[int, Tensor] = {}
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
-        result = measure_perplexity(model, documents, **windows, exact=reference, on_batch=on_batch)
+        result = measure_perplexity(model, documents, **windows, exact=exact, known=known, on_batch=on_batch)
         positions = [
             value("loss_at", loss, position=index * context // POSITION_BINS)
             for index, loss in enumerate(result.by_position)
@@ -324,6 +309,12 @@ def classification_metric(
     def exact_logits(suffix: str) -> Tensor:
         return classifier_logits(exact, batches[suffix])
 
+    def answer_divergence(reference: Tensor, own: Tensor) -> float:
+        if regression:
+            variance = reference.double().var(correction=0).clamp_min(1e-12)
+            return float((reference - own).double().square().mean() / variance)
+        return kl_divergence(reference.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(own)
+
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         values: Values = []
         rows = 0
@@ -337,7 +328,7 @@ def classification_metric(
             if not values:
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
-                values.append(value("divergence", _answer_divergence(reference, own, regression)))
+                values.append(value("divergence", answer_divergence(reference, own)))
                 if not regression and metrics[0] in METRICS:
                     frequent = np.full_like(labels, np.bincount(labels).argmax())
                     constant = compute_metrics(metrics[:1], frequent, labels)[metrics[0]]
@@ -349,13 +340,6 @@ def classification_metric(
     higher = METRICS.get(metrics[0]).higher_is_better if metrics[0] in METRICS else True
     score = Score("task", "score", f"{task} {metrics[0]}".strip(), higher, task=task)
     return QualityMetric("task", measure, score, {**(settings or {}), "metrics": list(metrics)})
-
-
-def _answer_divergence(exact: Tensor, own: Tensor, regression: bool) -> float:
-    if regression:
-        variance = exact.double().var(correction=0).clamp_min(1e-12)
-        return float((exact - own).double().square().mean() / variance)
-    return kl_divergence(exact.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(own)
 
 
 @torch.no_grad()
@@ -396,37 +380,6 @@ def sentence_embeddings(model: PreTrainedModel, batches: Sequence[Batch], on_bat
     return torch.cat(pooled)
 
 
-def embedding_agreement(exact: Tensor, linear: Tensor) -> dict[str, float]:
-    """Compare embeddings `[passages, width]` of the same passages.
-
-    Returns:
-        `cosine` (mean over the passages), `cosine_p20` (their 20th percentile), and `same_neighbor`: the share of
-        passages whose most similar other passage is the same one.
-    """
-    cosine = cosine_similarity(exact, linear, dim=-1)
-    same = nearest_neighbors(exact) == nearest_neighbors(linear)
-    values = {"cosine": cosine.mean(), "cosine_p20": cosine.quantile(0.2), "same_neighbor": same.double().mean()}
-    return {name: float(number) for name, number in values.items()}
-
-
-def nearest_neighbors(embeddings: Tensor) -> Tensor:
-    """Return the index of each row's most similar other row, `[passages]`."""
-    return pairwise_cosine(embeddings).fill_diagonal_(-2.0).argmax(dim=-1)
-
-
-def unrelated_cosine(embeddings: Tensor) -> float:
-    """Return the mean cosine of different passages: what "unrelated" looks like for this model."""
-    similarity = pairwise_cosine(embeddings)
-    count = len(similarity)
-    return float((similarity.sum() - similarity.diagonal().sum()) / max(count * (count - 1), 1))
-
-
-def pairwise_cosine(embeddings: Tensor) -> Tensor:
-    """Return the cosine of all pairs of rows, `[passages, passages]`."""
-    unit = normalize(embeddings, dim=-1)
-    return unit @ unit.T
-
-
 def embedding_metric(
     exact: PreTrainedModel, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None
 ) -> QualityMetric:
@@ -439,16 +392,14 @@ def embedding_metric(
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         reference = exact_embeddings()
         own = reference if model is exact else sentence_embeddings(model, batches, on_batch)
-        agreement = embedding_agreement(reference, own)
-        values = [
-            *(value(name, number) for name, number in agreement.items()),
-            value("divergence", 1 - agreement["cosine"]),
+        cosine = float(cosine_similarity(reference, own, dim=-1).mean())
+        longest = max(batch["input_ids"].shape[1] for batch in batches)
+        return [
+            value("cosine", cosine),
+            value("divergence", 1 - cosine),
             value("passages", len(own)),
-            value("longest_input", max(batch["input_ids"].shape[1] for batch in batches), unit="tokens"),
+            value("longest_input", longest, unit="tokens"),
         ]
-        if model is exact:
-            values.append(value("unrelated_cosine", unrelated_cosine(reference)))
-        return values
 
     return QualityMetric("sentence_embeddings", measure, SENTENCE_EMBEDDINGS, dict(settings or {}))
 

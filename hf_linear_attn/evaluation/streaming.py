@@ -1,14 +1,14 @@
 """Reading a stream of tokens in pieces with a carried state: any length, at constant memory.
 
-A decoder with linear attention needs nothing of the past but its states, so `model(piece, past_key_values=cache)` reads
-a book as it reads a sentence. What a stream has to decide is the positions: a model was trained on so many, and beyond
-them a learned table ends, and rotary angles mean nothing to it.
+What a stream has to decide is the positions: a model was trained on so many, and beyond them a learned table ends, and
+rotary angles mean nothing to it.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +27,11 @@ from ..utils.formatting import near_matches
 BLOCK_CHARACTERS = 1 << 16
 
 
-@dataclass(frozen=True)
-class PositionPolicy:
-    """How a stream counts. wraps: positions begin again after a period. resets: the state is dropped then, too."""
-
-    description: str
-    wraps: bool
-    resets: bool
-
-
+#: How a stream counts.
 POSITIONS = {
-    "continue": PositionPolicy("positions count on: 0, 1, 2, …", False, False),
-    "wrap": PositionPolicy("positions begin again after a period, the state goes on", True, False),
-    "restart": PositionPolicy("positions and state begin again after a period: pieces without a past", True, True),
+    "continue": "positions count on: 0, 1, 2, …",
+    "wrap": "positions begin again after a period, the state goes on",
+    "restart": "positions and state begin again after a period: pieces without a past",
 }
 
 
@@ -65,30 +57,29 @@ def read_stream(
     """Read tokens piece by piece, each with the state that the pieces before it have left.
 
     The outputs are those of one forward pass over everything, up to rounding, for every `chunk_length`. Memory is that
-    of one piece and of the state: it does not grow where every layer's state is constant (layers that are exact keep
-    their keys and values).
+    of one piece and of the state, which does not grow unless a layer is exact.
 
     Args:
-        model: a decoder, with or without its language modelling head. It runs as it is: call `model.eval()`.
-        tokens: token ids, as many as there are; nothing is read before it is needed.
-        chunk_length: tokens of a piece. 1 is token by token; more is faster and needs more memory.
-        positions: "continue", "wrap" or "restart" (see `POSITIONS`). Wrapping equals
-            `extend_positions(model, N, how="tile")` for any N.
-        period: after how many tokens positions begin again (None: the longest input that the model is made for).
+        model: A decoder, with or without its language modelling head. It runs as it is: call `model.eval()`.
+        tokens: Token ids, as many as there are; nothing is read before it is needed.
+        chunk_length: Tokens of a piece; more is faster and needs more memory.
+        positions: A name of `POSITIONS`. Wrapping equals `extend_positions(model, N, how="tile")` for any N.
+        period: Number of positions before they begin again (None: the longest input that the model is made for).
 
     Raises:
-        ValueError: an unknown policy, numbers out of range, a model without a state, or a stream that counts beyond a
+        ValueError: A name is unknown, numbers are out of range, the model has no state, or the stream counts beyond a
             learned table of positions.
     """
-    policy = POSITIONS.get(positions)
-    if policy is None:
+    if positions not in POSITIONS:
         near = near_matches(positions, list(POSITIONS))
         raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}.{near}")
     if chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, got {chunk_length!r}.")
     limit, name = position_limit(model), type(model).__name__
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if policy.wraps:
+    if positions == "continue":
+        period = sys.maxsize
+    else:
         period = period or limit or longest_input(model)
         if period is None:
             raise ValueError(f"The config of {name} tells no longest input. Give a period.")
@@ -98,12 +89,11 @@ def read_stream(
             raise ValueError(f"{name} takes no position_ids. Read with positions='continue'.")
     source, start, cache = iter(tokens), 0, None
     while True:
-        first = start % period if policy.wraps and period else start
-        size = min(chunk_length, period - first) if policy.wraps and period else chunk_length
-        piece = list(itertools.islice(source, size))
+        first = start % period
+        piece = list(itertools.islice(source, min(chunk_length, period - first)))
         if not piece:
             return
-        if policy.resets and first == 0:
+        if positions == "restart" and first == 0:
             cache = None
         if limit is not None and first + len(piece) > limit:
             raise ValueError(
@@ -122,9 +112,9 @@ def read_stream(
 
 
 def stream_losses(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with the losses of its tokens, `-log p(token | all tokens before)`: float64 `[n]` on the CPU.
+    """Yield each piece with `-log p(token | all tokens before)` of its tokens: float64 `[n]` on the CPU.
 
-    The very first token of a stream is predicted by nothing: the losses of the first piece are one fewer.
+    Nothing predicts the very first token of a stream, so that the first piece has one loss fewer.
     """
     last: Tensor | None = None
     for piece in pieces:
@@ -136,7 +126,7 @@ def stream_losses(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that a cache holds: states of linear layers, keys and values of exact ones."""
+    """Return the bytes that a cache holds: states of linear layers, keys and values of exact ones."""
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     total = 0
@@ -148,14 +138,13 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def file_tokens(path: str | Path, tokenizer: Any, block_characters: int = BLOCK_CHARACTERS) -> Iterator[int]:
-    """The tokens of a text file, read and encoded block by block, after the tokenizer's begin token if it has one.
+    """Yield the tokens of a text file, encoded block by block, after the tokenizer's begin token if it has one.
 
-    Blocks end at the end of a line, or between words where a line is longer. (A tokenizer that puts a space before
-    every text does so once a block.)
+    Blocks end with a line, or between words where a line is longer.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no UTF-8 text.
+        OSError: The file cannot be read.
+        ValueError: It is no UTF-8 text.
     """
     if tokenizer.bos_token_id is not None:
         yield tokenizer.bos_token_id

@@ -15,13 +15,11 @@ from hf_linear_attn.evaluation.metrics import (
     assess,
     bootstrap_stderr,
     classification_metric,
-    embedding_agreement,
+    embedding_metric,
     measure_perplexity,
-    nearest_neighbors,
     perplexity_metric,
     sentence_embeddings,
     strided_windows,
-    unrelated_cosine,
 )
 from tests.helpers import MAX_LENGTH, VOCABULARY, tiny_model
 
@@ -172,26 +170,20 @@ def test_padding_does_not_count() -> None:
     torch.testing.assert_close(unpadded, direct)
 
 
-def test_agreement_with_itself_is_complete() -> None:
-    embeddings = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
-    result = embedding_agreement(embeddings, embeddings)
-    assert result["cosine"] == pytest.approx(1.0)
-    assert result["same_neighbor"] == 1.0
-
-
-def test_agreement_by_hand() -> None:
-    exact = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])
-    other = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-    assert nearest_neighbors(exact).tolist() == [1, 0, 1]
-    result = embedding_agreement(exact, other)
-    assert result["cosine"] == pytest.approx((1 + 0.1 / 1.01**0.5 + 1) / 3)
-    assert nearest_neighbors(other).tolist() == [1, 2, 1]
-    assert result["same_neighbor"] == pytest.approx(2 / 3)
-
-
-def test_unrelated_cosine_leaves_out_the_diagonal() -> None:
-    assert unrelated_cosine(torch.eye(4)) == pytest.approx(0.0)
-    assert unrelated_cosine(torch.ones(3, 2)) == pytest.approx(1.0)
+def test_cosine_to_the_exact_embeddings() -> None:
+    torch.manual_seed(0)
+    exact, other = tiny_model("bert").eval(), tiny_model("bert").eval()
+    ids = torch.randint(4, VOCABULARY, (5, 7))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    values = {row["metric"]: row["value"] for row in embedding_metric(exact, [batch])(other)}
+    with torch.no_grad():
+        a, b = (model(ids)[0].mean(dim=1) for model in (exact, other))
+    expected = float(((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean())
+    assert values["cosine"] == pytest.approx(expected, abs=1e-6)
+    assert values["divergence"] == pytest.approx(1 - expected, abs=1e-6)
+    assert {row["metric"]: row["value"] for row in embedding_metric(exact, [batch])(exact)}["cosine"] == pytest.approx(
+        1
+    )
 
 
 @pytest.mark.parametrize(
