@@ -153,13 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_verb(name: str, arguments: Sequence[str]) -> Any:
-    """Return the config of a verb from its arguments.
-
-    Raises:
-        UsageError: Arguments or a YAML file that cannot be read as the config.
-        ValueError: The config refuses its values.
-        SystemExit: The help or the config was printed.
-    """
+    """Return the config of a verb from its arguments. Errors as `parse_config`."""
     verb = VERBS[name]
     return parse_config(
         _resolve(verb.config),
@@ -172,7 +166,7 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
 
 
 def run_verb(name: str, arguments: Sequence[str]) -> int:
-    """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_verb`."""
+    """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_config`."""
     config = parse_verb(name, arguments)  # first: the help must not load the verb's module, which imports torch
     result = _resolve(VERBS[name].function)(config)
     return result if isinstance(result, int) else 0
@@ -189,26 +183,23 @@ def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None =
 def overview() -> str:
     """The help of the command as a whole: its verbs."""
     width = max(map(len, VERBS))
-    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} VERB [arguments] | --version",
-            "",
-            "Replace the self-attention of a Transformers model by a linear-time mechanism.",
-            "",
-            "verbs:",
-            *lines,
-            "",
-            "examples:",
-            "  hf-linear-attn list favor+",
-            "  hf-linear-attn patch bert-base-uncased out --attention hedgehog",
-            "  hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out",
-            "  hf-linear-attn demo --quick",
-            "",
-            f"`{PROGRAM} VERB --help` shows the options that matter first, `--help all` every option.",
-            "",
-        ]
-    )
+    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
+    return f"""\
+usage: {PROGRAM} VERB [arguments] | --version
+
+Replace the self-attention of a Transformers model by a linear-time mechanism.
+
+verbs:
+{verbs}
+
+examples:
+  hf-linear-attn list favor+
+  hf-linear-attn patch bert-base-uncased out --attention hedgehog
+  hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out
+  hf-linear-attn demo --quick
+
+`{PROGRAM} VERB --help` shows the options that matter first, `--help all` every option.
+"""
 
 
 def _resolve(path: str) -> Any:

@@ -64,7 +64,16 @@ def encode_pairs(
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-        return _encode_rows(tokenizer, [batch[name] for name in columns], rows, max_length)
+        texts = [batch[name] for name in columns]
+        encoded = _tokenize(tokenizer, texts, rows)
+        dropped = [max(len(ids) - max_length, 0) for ids in encoded["input_ids"]]
+        if any(dropped):  # a second time, now that we know how many tokens are cut off
+            encoded = _tokenize(tokenizer, texts, rows, truncation=True, max_length=max_length)
+            _reset(tokenizer)
+        for row, ids in zip(rows, encoded["input_ids"], strict=True):
+            if not ids:
+                raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
+        return {**encoded, DROPPED: dropped}
 
     _reset(tokenizer)
     selected = dataset.select_columns([*columns, *([] if label is None else [label])])
@@ -130,24 +139,6 @@ def row_lengths(dataset: Dataset) -> list[int]:
     return [length for table in tables for length in pc.list_value_length(table["input_ids"]).to_pylist()]
 
 
-def _encode_rows(tokenizer: Any, texts: list[list[Any]], rows: list[int], max_length: int) -> dict[str, list[Any]]:
-    """Encoded rows. Only those that are too long are encoded a second time, truncated, so that they can be counted."""
-    encoded = _tokenize(tokenizer, texts, rows)
-    dropped = [max(len(ids) - max_length, 0) for ids in encoded["input_ids"]]
-    for index, row in enumerate(rows):
-        if dropped[index]:
-            parts = [[column[index]] for column in texts]
-            truncated = _tokenize(tokenizer, parts, [row], truncation=True, max_length=max_length)
-            for name in encoded:
-                encoded[name][index] = truncated[name][0]
-    if any(dropped):
-        _reset(tokenizer)
-    for row, ids in zip(rows, encoded["input_ids"], strict=True):
-        if not ids:
-            raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
-    return {**encoded, DROPPED: dropped}
-
-
 def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options: Any) -> dict[str, list[Any]]:
     """`input_ids` and, if the tokenizer gives them, `token_type_ids` of rows. Errors name the row."""
     for index, row in enumerate(rows):
@@ -155,9 +146,8 @@ def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options
             if not isinstance(column[index], str):
                 raise ValueError(f"Row {row}: expected text, found {shortened(column[index])}.")
     # `verbose=False`: a text that is longer than the model's limit is truncated afterwards.
-    options = {"return_attention_mask": False, "verbose": False, **options}
     try:
-        encoded = tokenizer(*texts, **options)
+        encoded = tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
     except Exception as error:
         if len(rows) > 1:  # find the row
             for index, row in enumerate(rows):
@@ -177,13 +167,12 @@ def _reset(tokenizer: Any) -> None:
 
 def _map(dataset: Dataset, function: Callable[..., Any], remove: list[str]) -> Dataset:
     folders = [Path(file["filename"]).parent for file in dataset.cache_files]
-    in_memory = not folders or not all(os.access(folder, os.W_OK) for folder in folders)
     return dataset.map(
         function,
         batched=True,
         batch_size=BATCH_SIZE,
         with_indices=True,
         remove_columns=remove,
-        keep_in_memory=in_memory,
+        keep_in_memory=not folders or not all(os.access(folder, os.W_OK) for folder in folders),
         desc="Encoding",
     )

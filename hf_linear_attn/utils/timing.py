@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,30 +79,22 @@ def time_interleaved(
         if repeat and once < 0.1:
             once = sample(function, 1)  # the first call allocates memory, which would count too much
         calls[name] = max(1, min(200, math.ceil(MIN_SAMPLE_SECONDS / max(once, 1e-7)))) if repeat else 1
-    names = list(functions)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    order = deque(functions)
+    samples: dict[str, list[float]] = {name: [] for name in order}
     start = time.perf_counter()
     for round_index in range(max_rounds):
-        for offset in range(len(names)):
-            name = names[(offset + round_index) % len(names)]
+        for name in order:
             samples[name].append(sample(functions[name], calls[name]))
+        order.rotate(-1)
         if round_index + 1 >= min_rounds and time.perf_counter() - start > seconds:
             break
-    return {name: summarize_samples(samples[name], samples[baseline]) for name in names}
+    return {name: summarize_samples(samples[name], samples[baseline]) for name in functions}
 
 
 def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Timing:
     """Return the median and percentiles of samples, and those of their ratios to the baseline's, round by round."""
-    ratios = [reference / own for reference, own in zip(baseline, seconds, strict=True)]
-    return Timing(
-        statistics.median(seconds),
-        percentile(seconds, 0.2),
-        percentile(seconds, 0.8),
-        len(seconds),
-        statistics.median(ratios),
-        percentile(ratios, 0.2),
-        percentile(ratios, 0.8),
-    )
+    ratios, shares = np.divide(baseline, seconds), (0.5, 0.2, 0.8)
+    return Timing(*np.quantile(seconds, shares).tolist(), len(seconds), *np.quantile(ratios, shares).tolist())
 
 
 def device_clock(device: torch.device | None) -> Callable[[], float]:
@@ -148,10 +140,9 @@ def crossover(lengths: Sequence[int], speedups: Sequence[float]) -> Crossover:
     """
     if speedups[-1] <= 1:
         return Crossover(float(lengths[-1]), ">")
-    slower = [index for index, speedup in enumerate(speedups) if speedup <= 1]
-    if not slower:
+    if min(speedups) > 1:
         return Crossover(float(lengths[0]), "<=")
-    last = slower[-1]
+    last = max(index for index, speedup in enumerate(speedups) if speedup <= 1)
     low, high = math.log(speedups[last]), math.log(speedups[last + 1])
     log_ratio = math.log(lengths[last + 1] / lengths[last])
     return Crossover(lengths[last] * math.exp(-low / (high - low) * log_ratio), "=")
