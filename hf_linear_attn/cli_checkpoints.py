@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .utils.arguments import UsageError, option
@@ -16,9 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import LinearAttentionConfig
-
-#: A repository of the Hub: a name, or an owner and a name.
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -144,27 +139,21 @@ def read_config(source: str, revision: str | None = None) -> Any:
     """Return the config of a local folder or a repository on the Hub.
 
     Raises:
-        ValueError: There is no such folder, or it holds no config.json.
-        OSError: The Hub does not know the repository, or cannot be reached.
+        ValueError: The folder holds no config.json.
+        OSError: There is no such folder or file, or the Hub does not know the repository or cannot be reached.
     """
     from transformers import AutoConfig
 
     from .utils.gguf import split_source
 
     name, gguf_file = split_source(source)
-    folder = Path(name)
-    if gguf_file and folder.is_dir():
-        if not Path(source).is_file():
-            raise ValueError(f"There is no file {source!r}.")
-    elif folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{source!r} holds no config.json: it is no checkpoint.")
-    elif not HUB_NAME.fullmatch(name):
-        raise ValueError(f"There is no folder {source!r}. Give a local folder, or a Hub name such as 'org/model'.")
     try:
         return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False, **gguf_file)
     except OSError as error:
-        raise OSError(f"{source!r} is no local folder, and could not be loaded from the Hub. {error}") from error
+        raise OSError(
+            f"{source!r} is no local checkpoint, and could not be loaded from the Hub. {error} Give a local "
+            "folder, or a Hub name such as 'org/model'."
+        ) from error
 
 
 def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrainedModel:

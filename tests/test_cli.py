@@ -167,7 +167,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 def test_traceback_on_request(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"in its config\.json"):
         run("info", tmp_path, "--traceback")
 
 
@@ -311,11 +311,11 @@ def test_patch_sources_that_cannot_be(gpt2: Path, tmp_path: Path, capsys: pytest
     def refusal(source: Path | str) -> str:
         return error_of(capsys, "patch", source, tmp_path / "out", "--attention", "elu")
 
-    assert "There is no folder './nowhere'" in refusal("./nowhere")
-    assert "'org/model' is no local folder, and could not be loaded from the Hub" in refusal("org/model")
+    for name in ("./nowhere", "org/model"):
+        assert f"{name!r} is no local checkpoint, and could not be loaded from the Hub" in refusal(name)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "holds no config.json" in refusal(empty)
+    assert "in its config.json" in refusal(empty)
     patched = tmp_path / "patched"
     assert run("patch", gpt2, patched, "--attention", "elu") == 0
     capsys.readouterr()

@@ -72,11 +72,6 @@ class TaskData:
     longest: int = 0
 
     @property
-    def auto_class(self) -> str:
-        """Name of the auto class that has a head for the task."""
-        return AUTO_CLASSES[self.task_type]
-
-    @property
     def config_changes(self) -> dict[str, Any]:
         """What a new head needs in the model's config."""
         if self.task_type != "classification":
@@ -212,19 +207,17 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    first = next((name for name in splits if name.startswith("validation")), "validation")
-    prefix = first.removeprefix("validation").lstrip("_")
     task_data = TaskData(
         "classification",
         tokenizer,
         DataCollatorWithPadding(tokenizer),
-        metric=f"{prefix}_{names[0]}" if prefix else names[0],
         greater_is_better=METRICS.get(names[0]).higher_is_better if names[0] in METRICS else True,
         metric_names=names,
         labels=task.labels,
     )
     max_length = data.max_length or DEFAULT_MAX_LENGTH
     _encode(task_data, splits, data, seed, lambda rows: encode_pairs(rows, tokenizer, task.columns, max_length))
+    task_data.metric = "_".join(filter(None, (next(iter(task_data.validation)), names[0])))
     return task_data
 
 
@@ -260,13 +253,7 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
         OSError: The data is missing or unreadable.
     """
     if data.dataset is None:
-        task = TASKS.get(str(data.task))
-        if tuple(columns) != tuple(task.columns[: len(columns)]):
-            raise ValueError(
-                f"data.text_columns is {', '.join(columns)!r}; task {task.name!r} has {', '.join(task.columns)!r}. "
-                "Set it."
-            )
-        splits = load_task(task.name, folder=data.folder, revision=data.revision)
+        splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
         splits = load_source(data.dataset, config=data.dataset_config, revision=data.revision)
     if "train" not in splits:

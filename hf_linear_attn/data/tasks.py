@@ -105,20 +105,16 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
         ImportError: The package datasets is not installed.
     """
     task = TASKS.get(name)
-    if folder is None:
-        return _from_hub(task, revision)
-    if revision is not None:
-        raise ValueError(f"The revision {revision!r} is of a Hub set; it does not go with the folder {folder!r}.")
-    return _from_files(task, Path(folder))
-
-
-def _from_hub(task: Task, revision: str | None) -> DatasetDict:
+    if folder is not None:
+        if revision is not None:
+            raise ValueError(f"The revision {revision!r} is of a Hub set; it does not go with the folder {folder!r}.")
+        return _from_files(task, Path(folder))
     repository, config = task.hub
     remedy = "Connect to the Hub, or give a folder with the files of the task: --data.folder FOLDER."
     data = load_hub(repository, config, revision, remedy)
-    for split, hub_split in task.splits.items():
-        if hub_split not in data:
-            raise ValueError(f"{repository!r} has no split {hub_split!r} for {split!r}; it has {', '.join(data)}.")
+    missing = [split for split in task.splits.values() if split not in data]
+    if missing:
+        raise ValueError(f"{repository!r} has no split {', '.join(missing)}; it has {', '.join(data)}.")
     columns = [*task.columns, "label"]
     return import_datasets().DatasetDict({name: data[old].select_columns(columns) for name, old in task.splits.items()})
 
@@ -176,9 +172,8 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
                 found = f"column {column!r} holds no text: {shortened(row[column])}"
                 raise ValueError(f"{location(path, line)}: {found}. {REMEDY}")
             table[name].append(row[column])
-        label = row[layout.label]
         try:
-            table["label"].append(_score(label) if task.labels is None else _class_index(label, task.labels, layout))
+            table["label"].append(_label(row[layout.label], task, layout))
         except ValueError as error:
             raise ValueError(f"{location(path, line)}: {error}. {REMEDY}") from None
     if not table["label"]:
@@ -186,20 +181,18 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
     return table
 
 
-def _class_index(label: Any, names: tuple[str, ...], layout: FileLayout) -> int:
-    known = names if layout.label_names else tuple(str(index) for index in range(len(names)))
-    if str(label) not in known:
-        raise ValueError(f"unknown label {shortened(str(label))}; expected one of {', '.join(known)}")
-    return known.index(str(label))
-
-
-def _score(label: Any) -> float:
+def _label(value: Any, task: Task, layout: FileLayout) -> float | int:
+    if task.labels is not None:
+        known = task.labels if layout.label_names else tuple(str(index) for index in range(len(task.labels)))
+        if str(value) not in known:
+            raise ValueError(f"unknown label {shortened(str(value))}; expected one of {', '.join(known)}")
+        return known.index(str(value))
     try:
-        score = float(label)
+        score = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the score {shortened(label)} is no number") from None
+        raise ValueError(f"the score {shortened(value)} is no number") from None
     if not MIN_SCORE <= score <= MAX_SCORE:  # true of NaN, too
-        raise ValueError(f"the score {shortened(label)} is not between {MIN_SCORE:g} and {MAX_SCORE:g}")
+        raise ValueError(f"the score {shortened(value)} is not between {MIN_SCORE:g} and {MAX_SCORE:g}")
     return score
 
 

@@ -170,10 +170,9 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
         # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
         return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except Exception as error:
-        excerpt = text if len(text) <= 40 else f"{text[:40]}…"
         raise ValueError(
-            f"The model's tokenizer cannot read {excerpt!r} ({error}). Give a text that the model was made for, or "
-            "repair its tokenizer.json."
+            f"The model's tokenizer cannot read {files.shortened(text)} ({error}). Give a text that the "
+            "model was made for, or repair its tokenizer.json."
         ) from error
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from ..config import LinearAttentionConfig
-from ..data.task_data import DEFAULT_MAX_LENGTH, TaskData
+from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
@@ -125,7 +125,7 @@ def load_model(
 
     from ..checkpoints import load_pretrained
 
-    auto: Any = getattr(transformers, data.auto_class)
+    auto: Any = getattr(transformers, AUTO_CLASSES[data.task_type])
     changes = dict(data.config_changes)
     if config.model_type is not None and source is None:
         tokenizer, names = data.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
