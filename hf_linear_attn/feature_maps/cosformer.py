@@ -11,8 +11,7 @@ from torch import Tensor
 from ..ops.common import Features
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import Options, epsilon_option, option
+from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import Options, epsilon_option, option
+from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
 
 
 @dataclass(frozen=True)

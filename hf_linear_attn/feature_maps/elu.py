@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import Options, option
+from .base import AttentionShape, FeatureMap, Options, option
 
 
 @dataclass(frozen=True)

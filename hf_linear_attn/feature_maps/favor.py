@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import option
+from .base import AttentionShape, FeatureMap, option
 from .random_features import LAYER_SEED_STRIDE, RandomFeatureOptions
 
 #: Added to the seed of the rows for the phases, which would otherwise repeat their random bits.

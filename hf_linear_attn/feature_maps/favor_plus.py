@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import option
+from .base import AttentionShape, FeatureMap, option
 from .random_features import RandomFeatureOptions
 
 #: Spreads the seeds of successive draws of one layer.

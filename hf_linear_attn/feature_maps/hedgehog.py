@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.fused import Activation, FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, constant_parameter
-from .options import Options, option
+from .base import AttentionShape, FeatureMap, Options, constant_parameter, option
 from .random_features import unit_rows
 
 #: Rows of W for heads below 64, by default. A converted all-MiniLM-L6-v2 (heads of 32) had on STS-B a correlation of

@@ -13,8 +13,7 @@ from torch.nn import functional
 from ..ops.common import Features
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import epsilon_option, option
+from .base import AttentionShape, FeatureMap, epsilon_option, option
 from .random_features import RandomFeatureOptions
 
 #: Nonlinearities that are never negative, but for `relu` and `exp`, which have a formula and a log scale.

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import AttentionShape
-from .options import Options, option
+from .base import AttentionShape, Options, option
 
 #: Spreads the seeds of neighbouring layers, so that no two layers of a model share their features.
 LAYER_SEED_STRIDE = 1_000_003

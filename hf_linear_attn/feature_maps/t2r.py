@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.fused import FusedMap, FusedMaps
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap, constant_parameter
-from .options import Options, epsilon_option, option
+from .base import AttentionShape, FeatureMap, Options, constant_parameter, epsilon_option, option
 from .random_features import unit_rows
 
 

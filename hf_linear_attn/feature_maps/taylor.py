@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.common import Features
 from ..registry import register_feature_map
-from .base import AttentionShape, FeatureMap
-from .options import Options, option
+from .base import AttentionShape, FeatureMap, Options, option
 from .random_features import gaussian_features
 
 

@@ -46,6 +46,16 @@ class AttentionInputs:
     start: int | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a call of `ops.fused` takes over, beside the tensors."""
+        return {"causal": self.causal, "mask": self.mask, "state": self.state, "return_state": self.return_state}
+
+    @property
     def padding(self) -> Tensor | None:
         """The mask `[B, S]` of real tokens; None where there is none, or a full mask instead."""
         return None if self.mask is None or self.mask.dim() == 4 else self.mask
@@ -146,16 +156,12 @@ class LinearAttention(nn.Module):
     def share_with(self, first: LinearAttention) -> None:
         """Share parameters with the first layer of the same class and options; called when a model is patched.
 
-        A mechanism that shares parameters across layers takes those of `first`, and names them with `tie`.
+        A mechanism that shares parameters across layers takes those of `first`, and names them in `_tied_weights_keys`.
         """
-
-    def tie(self, *names: str) -> None:
-        """Declare parameters of this module that belong to another layer's: Transformers then saves them once."""
-        self._tied_weights_keys = {name: name for name in names}
 
     @property
     def tied_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that are another layer's."""
+        """The names of the parameters that are another layer's: Transformers saves `_tied_weights_keys` once."""
         return tuple(getattr(self, "_tied_weights_keys", ()))
 
     def learned_parameters(self) -> int:

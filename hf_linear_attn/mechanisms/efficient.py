@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..feature_maps.options import Options, option
+from ..feature_maps.base import Options, option
 from ..ops import efficient as ops
 from ..ops.common import State, mask_tokens
 from ..registry import register_attention

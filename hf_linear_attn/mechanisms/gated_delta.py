@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, constant_parameter
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
-from ..feature_maps.options import Options, option
 from ..ops import gated_delta as ops
 from ..ops.common import Features, State
 from ..ops.fused import GatedCall
@@ -77,14 +76,11 @@ class GatedDeltaAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         call = GatedCall(
-            inputs.query,
-            inputs.key,
-            inputs.value,
+            *inputs.tensors,
             lambda x, start: self._queries(x, inputs.scaling),
             lambda x, start: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
-            mask=inputs.mask,
-            state=inputs.state,
+            **inputs.settings,
         )
         return ops.delta_causal(call)
 

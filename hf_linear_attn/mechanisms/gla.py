@@ -9,13 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, constant_parameter
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
-from ..feature_maps.options import Options, option
 from ..feature_maps.random_features import gaussian_features
 from ..ops import backends
 from ..ops import gated as ops
-from ..ops.common import State, compute_dtype, mask_tokens
+from ..ops.common import State
 from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
@@ -70,23 +69,14 @@ class GatedLinearAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         call = GatedCall(
-            inputs.query,
-            inputs.key,
-            inputs.value,
+            *inputs.tensors,
             lambda x, start: self.feature_map.query(x, inputs.scaling),
             lambda x, start: self._keys(x, inputs.scaling),
             self.feature_map.num_features,
             per_feature=True,
-            mask=inputs.mask,
-            state=inputs.state,
+            **inputs.settings,
         )
         return backends.attend(call)
-
-    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
-        self.begin_forward(inputs)
-        dtype, mask, scaling = compute_dtype(inputs.query), inputs.mask, inputs.scaling
-        keys = ops.masked_keys(self._keys(mask_tokens(inputs.key.to(dtype), mask), scaling), mask)
-        return ops.dense_gated_weights(self.feature_map.query(inputs.query.to(dtype), scaling).values, keys)
 
     def _keys(self, key: Tensor, scaling: float) -> ops.GatedKeys:
         down, up, bias = (p.to(key.dtype) for p in (self.gate_down, self.gate_up, self.gate_bias))

@@ -38,21 +38,11 @@ class KernelizedAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        query, key, value, mask, state = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.state
+        if inputs.mask is not None and is_decoding_step(inputs.query, inputs.mask, inputs.state):
+            inputs = replace(inputs, mask=None)
         maps, counts = self._maps(inputs)
-        call = KernelizedCall(
-            query,
-            key,
-            value,
-            *maps,
-            self.feature_map.num_features,
-            inputs.causal,
-            self.feature_map.signed,
-            None if mask is not None and is_decoding_step(query, mask, state) else mask,
-            state,
-            inputs.return_state,
-        )
-        out, state_after = backends.attend(call)
+        settings = {"num_features": self.feature_map.num_features, "signed": self.feature_map.signed}
+        out, state_after = backends.attend(KernelizedCall(*inputs.tensors, *maps, **settings, **inputs.settings))
         return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:

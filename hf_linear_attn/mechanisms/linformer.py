@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.options import Options, option
+from ..feature_maps.base import AttentionShape, Options, option
 from ..ops import linformer as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention

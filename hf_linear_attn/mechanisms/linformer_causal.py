@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.options import Options, option
+from ..feature_maps.base import AttentionShape, Options, option
 from ..ops import linformer as ops
 from ..ops.common import State
 from ..registry import register_attention

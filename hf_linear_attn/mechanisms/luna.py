@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.options import Options, option
+from ..feature_maps.base import AttentionShape, Options, option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import luna as ops
 from ..ops.common import State

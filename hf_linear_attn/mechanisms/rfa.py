@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, constant_parameter
-from ..feature_maps.options import Options, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE, gaussian_features
 from ..ops import backends, gated, kernelized
-from ..ops.common import Features, State, compute_dtype, mask_tokens
+from ..ops.common import Features, State, compute_dtype
 from ..ops.fused import GatedCall, KernelizedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
@@ -77,28 +75,26 @@ class RandomFeatureAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        tensors = (inputs.query, inputs.key, inputs.value, self._features)
-        settings: dict[str, Any] = {"num_features": self.options.num_features, "mask": inputs.mask, "signed": True}
         if not (self.gated and inputs.causal):
-            settings |= {"fused": None, "causal": inputs.causal, "state": inputs.state, "return_state": inputs.causal}
-            call = KernelizedCall(*tensors, self._features, **settings)
+            maps, size = (self._features, self._features, None), self.options.num_features
+            call = KernelizedCall(*inputs.tensors, *maps, size, signed=True, **inputs.settings)
             return kernelized.causal(call) if inputs.causal else (kernelized.bidirectional(call), None)
         gated_call = GatedCall(
-            *tensors,
+            *inputs.tensors,
+            self._features,
             lambda x, start: self._gated_keys(x, inputs.scaling),
-            per_feature=False,
-            state=inputs.state,
-            **settings,
+            self.options.num_features,
+            signed=True,
+            **inputs.settings,
         )
         return backends.attend(gated_call)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
-        dtype, mask = compute_dtype(inputs.query), inputs.mask
-        features, key = self._features(inputs.query.to(dtype), 0), inputs.key.to(dtype)
-        if not (inputs.causal and self.gated):
-            return kernelized.dense_weights(features, self._features(key, 0), inputs.visible(), signed=True)
-        gated_keys = gated.masked_keys(self._gated_keys(mask_tokens(key, mask), inputs.scaling), mask)
-        return gated.dense_gated_weights(features.values, gated_keys, signed=True)
+        if self.gated and inputs.causal:
+            return super().attention_weights(inputs)
+        dtype = compute_dtype(inputs.query)
+        features = self._features(inputs.query.to(dtype), 0), self._features(inputs.key.to(dtype), 0)
+        return kernelized.dense_weights(*features, inputs.visible(), signed=True)
 
     def _features(self, x: Tensor, start: int) -> Features:
         """Queries share the scales of their key-value head."""

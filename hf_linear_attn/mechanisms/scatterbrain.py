@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape
-from ..feature_maps.options import option
+from ..feature_maps.base import AttentionShape, option
 from ..feature_maps.random_features import LAYER_SEED_STRIDE
 from ..ops import buckets, windowed
 from ..ops.common import FeatureFunction, Features, State, mask_tokens
-from ..ops.fused import WindowedCall
 from ..registry import register_attention
 from .base import AttentionInputs
-from .hybrid import HybridAttention, HybridOptions
+from .window import HybridAttention, HybridOptions
 
 #: Keeps the hash directions apart from the random features that the same seed gives.
 HASH_SEED_OFFSET = 500_009
@@ -75,28 +73,15 @@ class ScatterbrainAttention(HybridAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        query, value, mask, state, causal = inputs.query, inputs.value, inputs.mask, inputs.state, inputs.causal
-        call = WindowedCall(
-            query,
-            inputs.key,
-            value,
-            *self._maps(inputs.scaling),
-            num_features=self.feature_map.num_features,
-            causal=causal,
-            window=self.options.window_size,
-            scaling=inputs.scaling,
-            log_mix=self._log_mix(inputs),
-            mask=mask,
-            state=state,
-        )
+        call = self._call(inputs, self._log_mix(inputs))
         hashing = self._hashing()
         accumulator, after = windowed.accumulate(call, normalise=hashing is None)
         if hashing is None:
             return accumulator.values, after
-        if query.shape[2] == 0:
-            return value.new_zeros(*query.shape[:3], value.shape[-1]), state
+        if inputs.query.shape[2] == 0:
+            return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[-1]), inputs.state
         accumulator, stored = buckets.add_buckets(accumulator, call, hashing)
-        out = mask_tokens(accumulator.normalised(), mask).to(value.dtype)
+        out = mask_tokens(accumulator.normalised(), inputs.mask).to(inputs.value.dtype)
         return out, None if after is None else {**after, **stored}
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, constant_parameter
-from ..feature_maps.options import option
+from ..feature_maps.base import AttentionShape, FeatureMap, Options, constant_parameter, option
 from ..ops import backends
-from ..ops.common import State, block_length, compute_dtype, mask_tokens
-from ..ops.fused import QueryMix, StepMix, WindowedCall
+from ..ops import windowed as ops
+from ..ops.common import FeatureFunction, State, block_length, compute_dtype, mask_tokens
+from ..ops.fused import FusedMaps, QueryMix, StepMix, WindowedCall
+from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
 from ..ops.window_step import is_decoding_step
-from ..ops.windowed import inside_window
-from ..registry import register_attention
-from .base import AttentionInputs
-from .hybrid import HybridAttention, HybridOptions
+from ..registry import FEATURE_MAPS, build_options, register_attention
+from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention
 
 #: Tokens outside the window of a decoder that weigh in full. Without a bound their common weight grows with the length
@@ -33,6 +32,81 @@ CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
 MIX_BOUND = 10.0
+
+
+@dataclass(frozen=True)
+class HybridOptions(Options):
+    """Options of a window with exact weights, and of the feature map outside it."""
+
+    window_size: int = option(64, "tokens with exact weights: the last w, or |i - j| < w", least=1)
+    feature_map: str = option("hedgehog", "feature map outside the window")
+    feature_map_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of that map"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        entry = FEATURE_MAPS.get(self.feature_map)
+        if entry.factory.uses_positions:
+            # The state of the window delays keys, and does not count the tokens before them.
+            raise ValueError(f"A window cannot use {self.feature_map!r}: this feature map needs the tokens' positions.")
+        build_options(entry, dict(self.feature_map_options))
+
+
+class HybridAttention(LinearAttention):
+    """Base class of the hybrids. Subclasses implement `forward`, and say which keys have exact weights."""
+
+    def __init__(self, shape: AttentionShape, options: Any) -> None:
+        super().__init__(shape, options)
+        entry = FEATURE_MAPS.get(options.feature_map)
+        self.feature_map: FeatureMap = entry.factory(shape, build_options(entry, dict(options.feature_map_options)))
+        if self.feature_map.signed:
+            raise ValueError(
+                f"A window cannot use {options.feature_map!r} with these options: its weights can be negative, and one "
+                "normaliser over them and the exact weights could cross zero."
+            )
+
+    def attention_weights(self, inputs: AttentionInputs) -> Tensor:
+        return ops.dense_windowed_weights(
+            inputs.query,
+            inputs.key,
+            *self._maps(inputs.scaling)[:2],
+            inside=self._inside(inputs),
+            allowed=inputs.visible(),
+            scaling=inputs.scaling,
+            log_mix=self._log_mix(inputs),
+        )
+
+    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(inputs.query)
+        outside = inputs.visible() & ~self._inside(inputs)
+        query_map, key_map, _ = self._maps(inputs.scaling)
+        return dense_weights(query_map(inputs.query.to(dtype), 0), key_map(inputs.key.to(dtype), 0), outside), outside
+
+    def _call(self, inputs: AttentionInputs, log_mix: Tensor | StepMix | QueryMix, sinks: int = 0) -> WindowedCall:
+        return WindowedCall(
+            *inputs.tensors,
+            *self._maps(inputs.scaling),
+            self.feature_map.num_features,
+            window=self.options.window_size,
+            scaling=inputs.scaling,
+            log_mix=log_mix,
+            sinks=sinks,
+            **inputs.settings,
+        )
+
+    def _maps(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+        return self.feature_map.functions(scaling)
+
+    def _inside(self, inputs: AttentionInputs) -> Tensor:
+        """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`."""
+        raise NotImplementedError
+
+    def _log_mix(self, inputs: AttentionInputs) -> Tensor:
+        """Return the log mixing weights of the part outside, `[H]` or `[B | 1, H, L | 1]`."""
+        return torch.zeros(self.shape.num_heads, dtype=compute_dtype(inputs.query), device=inputs.query.device)
+
+    @property
+    def exact_length(self) -> int:
+        return self.options.window_size
 
 
 @dataclass(frozen=True)
@@ -96,28 +170,12 @@ class WindowAttention(HybridAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        query, state, scaling, causal = inputs.query, inputs.state, inputs.scaling, inputs.causal
         if self._is_within_window(inputs):
-            return softmax_attention(query, inputs.key, inputs.value, None, scaling, causal), None
-        mask, log_mix = inputs.mask, self._mix_of_call(inputs)
+            return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
+        log_mix = self._mix_of_call(inputs)
         if isinstance(log_mix, StepMix):
-            mask = None  # All tokens of a step are real.
-        call = WindowedCall(
-            query,
-            inputs.key,
-            inputs.value,
-            *self._maps(scaling),
-            num_features=self.feature_map.num_features,
-            causal=causal,
-            window=self.options.window_size,
-            scaling=scaling,
-            log_mix=log_mix,
-            mask=mask,
-            state=state,
-            return_state=inputs.return_state,
-            sinks=self.options.sink_tokens,
-        )
-        out, state_after = backends.attend(call)
+            inputs = replace(inputs, mask=None)  # All tokens of a step are real.
+        out, state_after = backends.attend(self._call(inputs, log_mix, self.options.sink_tokens))
         return out, state_after if inputs.return_state else None
 
     def _is_within_window(self, inputs: AttentionInputs) -> bool:
@@ -187,7 +245,7 @@ class WindowAttention(HybridAttention):
             rows = self._inside(replace(inputs, query=inputs.key, start=None))
             return rows[..., inputs.start : inputs.start + inputs.query.shape[2], :]
         sinks, causal = self.options.sink_tokens, inputs.causal
-        inside = inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal)
+        inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal)
         return inside | sink_pairs(inputs.visible(), sinks, causal) if sinks else inside
 
     def _count_outside(self, inputs: AttentionInputs) -> Tensor:

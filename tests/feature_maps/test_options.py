@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from hf_linear_attn.feature_maps.options import Options, option
+from hf_linear_attn.feature_maps.base import Options, option
 
 
 @dataclass(frozen=True)
