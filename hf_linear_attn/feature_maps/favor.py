@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.common import Features
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, option
-from .random_features import LAYER_SEED_STRIDE, RandomFeatureOptions
+from .random_features import RandomFeatureOptions, layer_seed
 
 #: Added to the seed of the rows for the phases, which would otherwise repeat their random bits.
 PHASE_SEED_OFFSET = 500_009
@@ -56,10 +56,13 @@ class FavorFeatureMap(FeatureMap):
     def __init__(self, shape: AttentionShape, options: FavorOptions) -> None:
         super().__init__(shape, options)
         self.num_features = options.num_features
-        seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
         rows = options.num_features // 2 if options.trig == "sincos" else options.num_features
         self.register_buffer("weight", options.draw(rows, shape))
-        self.register_buffer("phase", _phases(rows, seed) if options.trig == "cos" else None)
+        phase = None
+        if options.trig == "cos":
+            generator = torch.Generator(device="cpu").manual_seed(layer_seed(options.seed + PHASE_SEED_OFFSET, shape))
+            phase = 2 * math.pi * torch.rand(rows, generator=generator, dtype=torch.float32, device="cpu")
+        self.register_buffer("phase", phase)
 
     def query(self, x: Tensor, scaling: float) -> Features:
         x = x * scaling**0.5
@@ -69,9 +72,3 @@ class FavorFeatureMap(FeatureMap):
         else:
             waves = (angle + self.phase.to(x.dtype)).cos()
         return Features(waves * (2 / self.num_features) ** 0.5, x.square().sum(dim=-1) / 2)
-
-
-def _phases(count: int, seed: int) -> Tensor:
-    """`[count]`, uniform in [0, 2π), float32 on the CPU, from a generator of their own."""
-    generator = torch.Generator(device="cpu").manual_seed(seed + PHASE_SEED_OFFSET)
-    return 2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")

@@ -59,10 +59,10 @@ class HedgehogFeatureMap(FeatureMap):
         super().__init__(shape, options)
         rows = options.feature_dim or (shape.head_dim if shape.head_dim >= 64 else SMALL_HEAD_ROWS)
         self.num_features = 2 * rows
-        start = unit_rows(rows, shape.head_dim, shape.layer_index).T.contiguous().unsqueeze(0)
-        self.query_weight = nn.Parameter(start.expand(shape.num_heads, -1, -1).clone())
+        start = unit_rows(rows, shape.head_dim, shape.layer_index).T
+        self.query_weight = nn.Parameter(start.repeat(shape.num_heads, 1, 1))
         self.query_bias = constant_parameter(shape.num_heads, rows)
-        self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
+        self.key_weight = nn.Parameter(start.repeat(shape.num_key_value_heads, 1, 1))
         self.key_bias = constant_parameter(shape.num_key_value_heads, rows)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import AttentionShape, Options, option
 
-#: Spreads the seeds of neighbouring layers, so that no two layers of a model share their features.
+#: Spreads the seeds of neighbouring layers.
 LAYER_SEED_STRIDE = 1_000_003
 
 
@@ -40,6 +40,17 @@ def gaussian_features(
     return (rows * norms).float()
 
 
+def layer_seed(seed: int, shape: AttentionShape) -> int:
+    """Return the seed of a layer, so that no two layers of a model share their features."""
+    return seed + LAYER_SEED_STRIDE * shape.layer_index
+
+
+def gaussian(*sizes: int, seed: int) -> Tensor:
+    """Return independent N(0, 1) numbers, float32 on the CPU, from a generator of their own."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def unit_rows(count: int, dim: int, layer_index: int) -> Tensor:
     """Rows `[count, dim]` of length one: the identity, continued by random orthonormal rows where count > dim."""
     extra = gaussian_features(max(count - dim, 0), dim, seed=layer_index, scaling="constant")
@@ -59,5 +70,5 @@ class RandomFeatureOptions(Options):
 
     def draw(self, count: int, shape: AttentionShape, seed: int | None = None) -> Tensor:
         """Draw rows `[count, d]` for a layer, from `seed` instead of the option where it is given."""
-        seed = (self.seed if seed is None else seed) + LAYER_SEED_STRIDE * shape.layer_index
+        seed = layer_seed(self.seed if seed is None else seed, shape)
         return gaussian_features(count, shape.head_dim, seed=seed, orthogonal=self.orthogonal, scaling=self.scaling)

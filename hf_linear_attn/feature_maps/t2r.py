@@ -44,13 +44,12 @@ class T2RFeatureMap(FeatureMap):
         super().__init__(shape, options)
         self.num_features = options.num_features or 4 * shape.head_dim
         self.distribution = options.epsilon > 0
-        start = _paired_rows(shape.head_dim, self.num_features, shape.layer_index)
-        self.query_weight, self.query_bias = self._layer(shape.num_heads, start)
-        self.key_weight, self.key_bias = self._layer(shape.num_key_value_heads, start)
-
-    def _layer(self, heads: int, start: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-        weight = nn.Parameter(start.expand(heads, -1, -1).clone(memory_format=torch.contiguous_format))
-        return weight, constant_parameter(heads, self.num_features, value=self.options.bias_init)
+        rows = unit_rows((self.num_features + 1) // 2, shape.head_dim, shape.layer_index)
+        start = torch.cat([rows, -rows])[: self.num_features].T  # an odd row out has no partner
+        self.query_weight = nn.Parameter(start.repeat(shape.num_heads, 1, 1))
+        self.query_bias = constant_parameter(shape.num_heads, self.num_features, value=options.bias_init)
+        self.key_weight = nn.Parameter(start.repeat(shape.num_key_value_heads, 1, 1))
+        self.key_bias = constant_parameter(shape.num_key_value_heads, self.num_features, value=options.bias_init)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = (scaling * self.shape.head_dim) ** 0.5
@@ -59,10 +58,3 @@ class T2RFeatureMap(FeatureMap):
             for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
         )
         return query, key
-
-
-def _paired_rows(head_dim: int, count: int, layer_index: int) -> Tensor:
-    """`[1, head_dim, count]`: unit rows and their negatives, the identity first (an odd row out has no partner)."""
-    half = (count + 1) // 2
-    rows = unit_rows(half, head_dim, layer_index)
-    return torch.cat([rows, -rows])[:count].T.unsqueeze(0)

@@ -52,13 +52,12 @@ class TaylorFeatureMap(FeatureMap):
         super().__init__(shape, options)
         size = options.projection_dim or shape.head_dim
         self.num_features = 1 + size + size * (size // 2 + 1)
-        self.register_parameter("query_weight", None)
-        self.register_parameter("key_weight", None)
+        self.query_weight = self.key_weight = None
         if options.projection_dim is not None:
             rows = gaussian_features(size, shape.head_dim, seed=shape.layer_index, scaling="constant")
             start = (rows / size**0.5).T
-            self.query_weight = nn.Parameter(start.expand(shape.num_heads, -1, -1).clone())
-            self.key_weight = nn.Parameter(start.expand(shape.num_key_value_heads, -1, -1).clone())
+            self.query_weight = nn.Parameter(start.repeat(shape.num_heads, 1, 1))
+            self.key_weight = nn.Parameter(start.repeat(shape.num_key_value_heads, 1, 1))
 
     def query(self, x: Tensor, scaling: float) -> Features:
         return self._features(x, self.query_weight, scaling)

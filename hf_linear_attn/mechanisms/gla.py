@@ -61,7 +61,7 @@ class GatedLinearAttention(LinearAttention):
         self.feature_map = HedgehogFeatureMap(shape, features)
         size, groups, rank = self.feature_map.num_features, shape.num_key_value_heads, options.gate_rank
         down = gaussian_features(rank, shape.head_dim, seed=shape.layer_index) / shape.head_dim**0.5
-        self.gate_down = nn.Parameter(down.T.expand(groups, -1, -1).clone(memory_format=torch.contiguous_format))
+        self.gate_down = nn.Parameter(down.T.repeat(groups, 1, 1))
         self.gate_up = constant_parameter(groups, rank, size)
         log_decay = -math.log1p(-options.initial_decay) / ops.MAX_DECAY
         self.gate_bias = constant_parameter(groups, size, value=math.log(log_decay / (1 - log_decay)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, Options, option
+from ..feature_maps.random_features import gaussian
 from ..ops import linformer as ops
 from ..ops.common import State, compute_dtype, mask_tokens
 from ..registry import register_attention
@@ -84,7 +84,7 @@ class LinformerAttention(LinearAttention):
     def share_with(self, first: LinearAttention) -> None:
         if self.options.sharing == "layerwise" and isinstance(first.project_key, nn.Parameter):
             self.project_key = first.project_key
-            self.tie("project_key")
+            self._tied_weights_keys = {"project_key": "project_key"}
 
     def _initial(self, heads: int, stream: int) -> nn.Parameter:
         """Return the start of E or F, `[heads, k, n_max]`, or of the kernel, `[heads, 1, c]`."""
@@ -93,18 +93,11 @@ class LinformerAttention(LinearAttention):
         slots, length = (options.num_slots, options.max_length) if linear else (1, self.kernel_size)
         if options.init == "segment-mean":
             return nn.Parameter(ops.segment_means(slots, length).repeat(heads, 1, 1))
-        generator = torch.Generator(device="cpu").manual_seed(options.seed * 1_000_003 + stream)
-        start = torch.randn(heads, slots, length, generator=generator, dtype=torch.float32, device="cpu")
+        start = gaussian(heads, slots, length, seed=options.seed * 1_000_003 + stream)
         return nn.Parameter(start / (slots if linear else length) ** 0.5)
 
-    def _projections(self, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return E and F fitted to the keys, `[B | 1, heads, k, S]`; the same tensor where they are shared."""
-        project_key = self._columns(self.project_key, key, mask)
-        if self.project_value is None:
-            return project_key, project_key
-        return project_key, self._columns(self.project_value, key, mask)
-
     def _columns(self, parameter: Tensor | None, key: Tensor, mask: Tensor | None) -> Tensor:
+        """Return E or F fitted to the keys, `[B | 1, heads, k, S]`."""
         dtype, slots = compute_dtype(key), self.options.num_slots
         if parameter is None:
             parameter = key.new_full((1, 1, self.kernel_size), 1 / self.kernel_size, dtype=dtype)
@@ -115,7 +108,7 @@ class LinformerAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
+        (query, key, value), mask = inputs.tensors, inputs.mask
         if key.shape[2] > self.options.max_length:
             raise ValueError(
                 f"The input has {key.shape[2]} tokens, but linformer was built for "
@@ -123,7 +116,9 @@ class LinformerAttention(LinearAttention):
                 f"Shorten the input, or patch again with max_length={key.shape[2]} or more."
             )
         dtype = compute_dtype(query)
-        project_key, project_value = self._projections(key, mask)
+        project_key = self._columns(self.project_key, key, mask)
+        shared = self.project_value is None
+        project_value = project_key if shared else self._columns(self.project_value, key, mask)
         key_slots = project_key @ mask_tokens(key.to(dtype), mask)
         value_slots = project_value @ mask_tokens(value.to(dtype), mask)
         # A NaN in a padded query would meet a zero gradient, and spread through the slots.

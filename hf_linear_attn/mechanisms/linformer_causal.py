@@ -61,9 +61,7 @@ class LinformerCausalAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         return ops.causal_blocks(
-            inputs.query,
-            inputs.key,
-            inputs.value,
+            *inputs.tensors,
             self.project_key,
             self.project_value,
             scaling=inputs.scaling,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..feature_maps.base import AttentionShape, Options, option
-from ..feature_maps.random_features import LAYER_SEED_STRIDE
+from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import luna as ops
 from ..ops.common import State
 from ..registry import register_attention
@@ -62,17 +62,15 @@ class LunaAttention(LinearAttention):
     """
 
     def __init__(self, shape: AttentionShape, options: LunaOptions) -> None:
-        if options.init_scale is None:
-            options = replace(options, init_scale=CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
+        init_scale = options.init_scale or (CAUSAL_INIT if shape.causal else BIDIRECTIONAL_INIT)
+        options = replace(options, init_scale=init_scale)
         super().__init__(shape, options)
         self.distribution = not shape.causal
         # The causal sums are a function of the visible keys of each query; the bidirectional slots serve all queries.
         self.dense_masks = shape.causal
         self.transfer_lr = 5e-2 if shape.causal else 1e-2
-        generator = torch.Generator(device="cpu").manual_seed(options.seed + LAYER_SEED_STRIDE * shape.layer_index)
         size = (shape.num_key_value_heads, options.num_packed, shape.head_dim)
-        start = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-        self.packed = nn.Parameter(start * float(options.init_scale or 0.0))
+        self.packed = nn.Parameter(init_scale * gaussian(*size, seed=layer_seed(options.seed, shape)))
 
     @torch.no_grad()
     def start_from_queries(self, query: Tensor, real: Tensor | None = None) -> None:
@@ -101,19 +99,20 @@ class LunaAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        tensors, scaling, mask = (inputs.query, inputs.key, inputs.value, self.packed), inputs.scaling, inputs.mask
+        scaling, mask = inputs.scaling, inputs.mask
         if not inputs.causal:
-            return ops.bidirectional(*tensors, scaling=scaling, mask=mask), None
-        scale = scaling if self.options.scale_query else 1.0
-        return ops.causal(*tensors, self._activation, scaling=scaling, query_scale=scale, mask=mask, state=inputs.state)
+            return ops.bidirectional(*inputs.tensors, self.packed, scaling=scaling, mask=mask), None
+        packed, scales = (self.packed, self._activation), self._scales(scaling)
+        return ops.causal(*inputs.tensors, *packed, **scales, mask=mask, state=inputs.state)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         if not inputs.causal:
             return super().attention_weights(inputs)
-        tensors, scaling = (inputs.query, inputs.key, self.packed), inputs.scaling
-        scale = scaling if self.options.scale_query else 1.0
-        allowed = inputs.visible()
-        return ops.dense_causal_weights(*tensors, self._activation, allowed, scaling=scaling, query_scale=scale)
+        packed, allowed = (self.packed, self._activation), inputs.visible()
+        return ops.dense_causal_weights(inputs.query, inputs.key, *packed, allowed, **self._scales(inputs.scaling))
+
+    def _scales(self, scaling: float) -> dict[str, float]:
+        return {"scaling": scaling, "query_scale": scaling if self.options.scale_query else 1.0}
 
     def _activation(self, x: Tensor) -> Tensor:
         if self.options.activation == "elu":

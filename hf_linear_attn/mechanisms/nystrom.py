@@ -63,9 +63,7 @@ class NystromAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         out = ops.nystrom(
-            inputs.query,
-            inputs.key,
-            inputs.value,
+            *inputs.tensors,
             landmarks=self.options.num_landmarks,
             iterations=self.options.iterations,
             scaling=inputs.scaling,

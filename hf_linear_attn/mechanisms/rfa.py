@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
-from ..feature_maps.random_features import LAYER_SEED_STRIDE, gaussian_features
+from ..feature_maps.random_features import gaussian_features, layer_seed
 from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype
 from ..ops.fused import GatedCall, KernelizedCall
@@ -63,7 +63,7 @@ class RandomFeatureAttention(LinearAttention):
     def __init__(self, shape: AttentionShape, options: RFAOptions) -> None:
         super().__init__(shape, options)
         groups = shape.num_key_value_heads
-        seed = options.seed + LAYER_SEED_STRIDE * shape.layer_index
+        seed = layer_seed(options.seed, shape)
         self.register_buffer("weight", gaussian_features(options.num_features // 2, shape.head_dim, seed=seed))
         self.sigma = constant_parameter(groups, shape.head_dim, value=options.sigma_init)
         self.gated = options.gate and shape.causal

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape, option
-from ..feature_maps.random_features import LAYER_SEED_STRIDE
+from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import buckets, windowed
 from ..ops.common import FeatureFunction, Features, State, mask_tokens
 from ..registry import register_attention
@@ -64,12 +63,9 @@ class ScatterbrainAttention(HybridAttention):
         #: Buckets rank the keys of a row; with a mask for every query there would be one ranking for each.
         self.dense_masks = options.num_hash_buckets == 0
         if options.num_hash_buckets:
-            seed = options.seed + HASH_SEED_OFFSET + LAYER_SEED_STRIDE * shape.layer_index
-            generator = torch.Generator(device="cpu").manual_seed(seed)
             size = (options.hash_rounds, shape.head_dim, options.num_hash_buckets // 2)
-            self.register_buffer(
-                "directions", torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-            )
+            seed = layer_seed(options.seed + HASH_SEED_OFFSET, shape)
+            self.register_buffer("directions", gaussian(*size, seed=seed))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
