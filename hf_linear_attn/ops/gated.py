@@ -136,15 +136,3 @@ def _scan(own: KeySums, log_decay: Tensor, carry: KeySums | None) -> tuple[KeySu
         before.append(carry)
         carry = _decayed(carry, log_decay[:, :, index]).plus(own.at(index, dim=2))
     return KeySums.stack(before, dim=2), carry
-
-
-def dense_gated_weights(query: Tensor, keys: GatedKeys, *, signed: bool = False) -> Tensor:
-    """Compute explicit normalised weights `[B, H, L, L]`, for analysis and for losses: the outputs of one-hot values.
-
-    query features `[B, H, L, m]`; keys by `masked_keys`. O(L²·m / chunk) memory.
-    """
-    batch, groups, length, _ = keys.values.shape
-    one_hot = torch.eye(length, dtype=query.dtype, device=query.device).expand(batch, groups, -1, -1)
-    chunk = HEAD_CHUNK if keys.log_decay.shape[-1] == 1 else FEATURE_CHUNK
-    sums, _ = _block(group_heads(query, groups), keys, with_ones(one_hot), None, chunk)
-    return normalise(sums, signed).flatten(1, 2)

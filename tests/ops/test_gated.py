@@ -174,16 +174,6 @@ def test_nan_in_padding_and_rows_of_padding(kind):
 
 
 @kinds
-def test_explicit_weights_give_the_same_output(kind):
-    case = Case(kind, 29, mask=padding_mask([29, 11], 29, "right"))
-    q, k, v, _ = case.leaves
-    keys = gated.masked_keys(case.keys(k, 0), case.mask)
-    weights = gated.dense_gated_weights(case.phi(q), keys, signed=kind == "signed")
-    out = weights @ v.repeat_interleave(2, dim=1)
-    assert_close(*(x.transpose(1, 2)[case.mask] for x in (out, case.fast()[0])), torch.float64)
-
-
-@kinds
 def test_gradcheck(kind):
     case = Case(kind, 10)
     leaves = [x.detach()[:1].requires_grad_() if x.dim() == 4 else x for x in case.leaves]
