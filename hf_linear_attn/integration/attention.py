@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -144,8 +143,12 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
         )
         out, state_after = mechanism(inputs)
         if layer is not None:
-            replay = _replay_function(mechanism, call) if layer.record_past else None
-            layer.advance(state_after, call.key, call.value, mask, replay, in_graph=out.requires_grad)
+
+            def replay(recorded: AttentionInputs) -> State | None:
+                with in_memory(mechanism):
+                    return mechanism(recorded)[1]
+
+            layer.advance(state_after, inputs, replay, in_graph=out.requires_grad)
     weights = None
     if weights_requested:
         with in_memory(mechanism):  # accelerate has unloaded the weights after the mechanism's own forward.
@@ -169,26 +172,11 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
             "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
         )
     if not torch.compiler.is_compiling():
-        logger.warning_once(  # type: ignore[attr-defined]  (Transformers adds it to every logger.)
+        logger.warning_once(  # type: ignore[attr-defined]
             "A 4D attention mask (packed documents, a prefix, or one made by hand) is honoured in the quadratic form "
             "of linear attention: exact masking, O(L²) time and memory. A 2D padding mask keeps it linear."
         )
     return mask
-
-
-def _replay_function(mechanism: Any, call: InterfaceCall) -> Callable[..., State | None]:
-    """Return the function that advances a state over recorded keys and values (see `LinearStateLayer.crop`)."""
-    heads, head_dim, scaling = call.query.shape[1], call.query.shape[3], call.scaling
-
-    def replay(key: Tensor, value: Tensor, mask: Tensor | None, state: State | None) -> State | None:
-        query = key.new_zeros(key.shape[0], heads, key.shape[2], head_dim)
-        with in_memory(mechanism):
-            _, state_after = mechanism(
-                AttentionInputs(query, key, value, scaling, True, mask, state, return_state=True)
-            )
-        return state_after
-
-    return replay
 
 
 def _check_call(call: InterfaceCall, mechanism: Any) -> None:

@@ -11,17 +11,19 @@ values unchanged and leaves the layer in `forward_context`, where the attention 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
+from ..mechanisms.base import AttentionInputs
 from ..ops.common import InPlaceState, State, compute_dtype
 from .context import forward_context
 
-Replay = Callable[[Tensor, Tensor, Tensor | None, State | None], State | None]
-"""Advances a state over recorded keys, values and mask."""
+Replay = Callable[[AttentionInputs], State | None]
+"""Computes the state after a call again."""
 
 FILLED_CACHE = (
     "Packed documents (position_ids that begin again, or cu_seq_lens_q) cannot be combined with a cache that holds "
@@ -57,7 +59,9 @@ class LinearStateLayer(CacheLayerMixin):
         self._packed = False
         #: Whether an autograd graph may refer to the state, which then must not be written over.
         self._in_graph = False
-        self._clear_record()
+        #: The calls since recording began, each with the state before it.
+        self._record: list[AttentionInputs] = []
+        self._replay: Replay | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -88,28 +92,16 @@ class LinearStateLayer(CacheLayerMixin):
         forward_context.cache_layer = self
         return key_states, value_states
 
-    def advance(
-        self,
-        state: State | None,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        replay: Replay | None,
-        in_graph: bool = False,
-    ) -> None:
-        """Store the state after more tokens, given their keys `[B, G, S, d]`, values `[B, G, S, e]` and mask `[B, S]`.
+    def advance(self, state: State | None, inputs: AttentionInputs, replay: Replay, in_graph: bool = False) -> None:
+        """Store the state after a call, which `replay` can compute again from recorded inputs.
 
-        `replay` advances a state over the record, and is needed while the past is recorded. `in_graph` says whether an
-        autograd graph may refer to the state.
+        `in_graph` says whether an autograd graph may refer to the state.
         """
-        if self.record_past:
-            if not self._record:
-                self._state_before, self._before_in_graph = self.state, self._in_graph
-            mask = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
-            self._record.append((key, value, mask))
+        if self.record_past:  # Of the queries, which no state depends on, the sizes are enough.
+            self._record.append(replace(inputs, query=inputs.query[:, :, :0].clone()))
             self._replay = replay
         self.state, self._in_graph = state, in_graph
-        self.tokens += key.shape[2]
+        self.tokens += inputs.key.shape[2]
 
     def skip_tokens(self, count: int) -> None:
         """Count the tokens of a bidirectional pass, which leaves no state and must be the first."""
@@ -160,7 +152,7 @@ class LinearStateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.state, self.tokens, self._in_graph, self._packed = None, 0, False, False
-        self._clear_record()
+        self._record, self._replay = [], None
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -171,33 +163,30 @@ class LinearStateLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)
         if count < 0:
             raise ValueError(f"crop({-count}): pass the number of tokens to remove as a negative number.")
-        recorded = sum(key.shape[2] for key, _, _ in self._record)
+        recorded = sum(call.key.shape[2] for call in self._record)
         if count > recorded:
             raise ValueError(
                 f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
                 "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
             )
         if count:
+            first, remaining = self._record[0], recorded - count
+            # Others may refer to this state: it is no longer written over.
+            self.state, self._in_graph = first.state, True
             self.tokens -= count
-            # An ordinary dict: the replay does not write over its tensors.
-            self.state = None if self._state_before is None else dict(self._state_before)
-            self._in_graph = self._before_in_graph
-            if remaining := recorded - count:
-                assert self._replay is not None
-                key, value = (torch.cat([entry[i] for entry in self._record], 2)[:, :, :remaining] for i in (0, 1))
-                mask = torch.cat([mask for _, _, mask in self._record], 1)[:, :remaining]
+            if remaining and self._replay is not None:
+                key, value = (
+                    torch.cat([getattr(call, name) for call in self._record], 2)[:, :, :remaining]
+                    for name in ("key", "value")
+                )
+                masks = [key.new_ones(call.key.shape[::2]) if call.mask is None else call.mask for call in self._record]
+                query = key.new_zeros(len(key), first.query.shape[1], remaining, first.query.shape[3])
+                call = replace(first, query=query, key=key, value=value, mask=torch.cat(masks, 1)[:, :remaining].bool())
                 # What was recorded without gradients is replayed without them, wherever `crop` is called.
                 has_gradient = key.requires_grad or value.requires_grad
                 with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
-                    self.state, self._in_graph = self._replay(key, value, mask, self.state), False
-        self._clear_record()
-
-    def _clear_record(self) -> None:
-        #: Keys, values and masks since recording began, and the state before them.
-        self._record: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._state_before: State | None = None
-        self._before_in_graph = False
-        self._replay: Replay | None = None
+                    self.state = self._replay(call)
+        self._record, self._replay = [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -224,8 +213,15 @@ class LinearStateLayer(CacheLayerMixin):
             return None if state is None else {name: function(tensor) for name, tensor in state.items()}
 
         self.state = mapped(self.state)
-        self._state_before = mapped(self._state_before)
-        self._record = [(function(key), function(value), function(mask)) for key, value, mask in self._record]
+        self._record = [
+            replace(
+                call,
+                **{name: function(getattr(call, name)) for name in ("query", "key", "value")},
+                mask=None if call.mask is None else function(call.mask),
+                state=mapped(call.state),
+            )
+            for call in self._record
+        ]
 
 
 def self_attention_cache(values: Iterable[Any]) -> Cache | None:

@@ -224,7 +224,7 @@ def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: Po
     vars(model.config).pop(WEIGHTS_FIELD, None)
     if classes:
         model.config.auto_map = classes
-    model.__class__ = linear_attention_class(type(model))
+    model.__class__ = linear_attention_class(type(model))  # type: ignore[arg-type]
     model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared_parameters(model)}
 
 

@@ -114,7 +114,7 @@ def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
             convolves = any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in part.modules())
             if has_attention and not convolves:
                 continue
-            if not any(BOUNDARIES in source_guards.forward_source(type(inner)) for inner in part.modules()):
+            if not any(BOUNDARIES in source_guards.forward_source(kind) for kind in map(type, part.modules())):
                 return f"{path} ({type(part).__name__})"
     return ""
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.integration.cache import LinearStateLayer, state_layer
 from hf_linear_attn.integration.context import forward_context
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
 from tests.helpers import (
     DECODERS,
@@ -25,10 +26,10 @@ from tests.helpers import (
 )
 
 
-def summed(key, value, mask, state):
+def summed(inputs):
     """A toy state: the sum of all keys, `[B]`."""
-    total = key.sum(dim=(1, 2, 3))
-    return {"sum": total if state is None else state["sum"] + total}
+    total = inputs.key.sum(dim=(1, 2, 3))
+    return {"sum": total if inputs.state is None else inputs.state["sum"] + total}
 
 
 class Pair:
@@ -46,8 +47,8 @@ class Pair:
         self.layer.expect_update()
         self.layer.update(key, key)
         assert forward_context.take_cache_layer() is self.layer
-        state = self.layer.state_for(key)
-        self.layer.advance(summed(key, key, None, state), key, key, None, summed)
+        inputs = AttentionInputs(key, key, key, 1.0, True, state=self.layer.state_for(key), return_state=True)
+        self.layer.advance(summed(inputs), inputs, summed)
 
     def rearrange(self, order):
         self.rows = [list(self.rows[row]) for row in order]
