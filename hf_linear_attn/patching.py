@@ -19,7 +19,6 @@ from .integration.models import base_class, check_model
 from .integration.positions import (
     PositionChange,
     check_max_length,
-    clear_extension_record,
     no_table_reason,
     plan_extension,
     plan_restoration,
@@ -109,7 +108,6 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     positions = plan_restoration(model)
     remove_layers(model)
     positions.apply(model)
-    clear_extension_record(model)
     uninstall_class(model)
     return model
 

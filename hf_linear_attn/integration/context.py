@@ -47,15 +47,8 @@ class LayerContext:
 class InterfaceCall:
     """The arguments of one call of the attention interface, and what our function has worked out of them.
 
-    Attributes:
-        module: The attention module, with its `context`.
-        query: `[B, H, L, d]`; key is `[B, G, S, d]`, value `[B, G, S, e]`.
-        mask: `[B, S]` True for real tokens, a full mask `[B | 1, H | 1, L, S]`, or None.
-        scaling: τ, the factor of `q·k`.
-        causal: Whether a token sees earlier ones only.
-        is_causal: The caller's own argument of this name, or None.
-        kwargs: All other arguments.
-        first_call: False for the second and later documents of a packed batch (see `AttentionInputs`).
+    Shapes, `scaling`, `causal` and `first_call` are those of `AttentionInputs`; `is_causal` is the caller's own. The
+    mask may be a full one `[B | 1, H | 1, L, S]`.
     """
 
     module: nn.Module
@@ -90,17 +83,13 @@ class ModelRun:
 
 
 class ForwardContext(threading.local):
-    """What travels during a forward pass in one thread (a model may run in several) beside our arguments.
-
-    Attributes:
-        runs: The models around patched layers that are running, the innermost last. The mask function, which gets
-            neither the model nor its position ids, reads the boundaries of a packed batch here.
-        cache_layer: The state layer whose `update` an attention module has just called. The module passes the cache to
-            `update` but not to the attention function, which it calls next.
-    """
+    """What travels during a forward pass in one thread (a model may run in several) beside our arguments."""
 
     def __init__(self) -> None:
+        #: The models around patched layers that are running, the innermost last. The mask function, which gets neither
+        #: the model nor its position ids, reads the boundaries of a packed batch here.
         self.runs: list[ModelRun] = []
+        #: The state layer whose `update` an attention module has just called: it does not pass it to the attention.
         self.cache_layer: CacheLayerMixin | None = None
 
     def take_cache_layer(self) -> Any:

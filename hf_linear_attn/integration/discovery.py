@@ -104,13 +104,7 @@ def self_attention(model: PreTrainedModel) -> list[AttentionLayer]:
 
 
 def attention_shape(layer: AttentionLayer, index: int, max_length: int | None) -> AttentionShape:
-    """Read the heads and sizes of one layer from the module and its config.
-
-    Args:
-        layer: The layer.
-        index: Its index among the self-attention layers of the model.
-        max_length: The longest input of the model in tokens, or None.
-    """
+    """Read the heads and sizes of one layer, by its index in the model, from the module and its config."""
     module = layer.module
     heads = _first(module, HEADS)
     head_dim = _first(module, HEAD_DIM)

@@ -80,13 +80,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
 
 
 def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:
-    """Build the mechanism of every planned layer, on the device and in the dtype of the layer.
-
-    Args:
-        model: The model, which is not changed.
-        planned: The layers to patch.
-        max_length: The longest input of the model in tokens, or None.
-    """
+    """Build the mechanism of every planned layer, on its device and in its dtype; the model stays as it is."""
     built = {
         index: _build(model, layer, config, attention_shape(layer, index, max_length))
         for index, (layer, config) in planned.items()

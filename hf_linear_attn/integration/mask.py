@@ -111,11 +111,7 @@ def check_length(mask: Tensor, seen: Any, new: Any) -> None:
 
 
 def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
-    """Return a full mask `[B | 1, H | 1, L, S]` as booleans, True where a query sees a key.
-
-    Args:
-        mask: A boolean, integer or additive mask.
-        layer: The layer, in messages.
+    """Return a boolean, integer or additive mask `[B | 1, H | 1, L, S]` as booleans, True where a query sees a key.
 
     Raises:
         NotImplementedError: The mask is an additive bias (it holds anything but 0 and a very negative number).

@@ -207,12 +207,7 @@ def linear_attention_class(cls: type) -> type:
 
 
 def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: PositionChange | None = None) -> None:
-    """Make a model a patched one: its positions, its layers, then its class. An error leaves it as it was.
-
-    Raises:
-        ValueError: There is nothing to patch.
-        NotImplementedError: The architecture, a layer, or its direction cannot be served.
-    """
+    """Make a model a patched one: its positions, its layers, then its class. An error leaves it as it was."""
     longest, positions = longest_input(model), positions or PositionChange()
     planned = plan_layers(model, config)
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
@@ -314,11 +309,7 @@ def _first_three(keys: list[str]) -> str:
 
 
 def transformers_class(name: str) -> type:
-    """Return a model class of Transformers by its name.
-
-    Raises:
-        ValueError: Transformers has no such class.
-    """
+    """Return a model class of Transformers by its name, which a ValueError says if there is none."""
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
         raise ValueError(f"Transformers {transformers.__version__} has no model class {name!r}.")

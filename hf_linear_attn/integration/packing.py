@@ -102,8 +102,7 @@ class ModelContext:
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
     """Return name and class of a part of a model that mixes tokens without regard to boundaries of documents; or "".
 
-    That is a convolution over the sequence, or a layer without attention in a stack of layers that have it (`attention`
-    are the names of the attention modules).
+    That is a convolution over the sequence, or a layer without one of these attention modules in a stack of layers.
     """
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not any(layer.startswith(f"{name}.") for layer in attention):
@@ -248,14 +247,11 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Group:
-    """Documents of similar length, as one batch.
+    """Documents of similar length, as one batch `[n, L]`."""
 
-    Attributes:
-        index: `[n, L]`, the tokens of the documents in the flattened batch.
-        mask: `[n, L]`, which of them are real, or None where all are.
-    """
-
+    #: The tokens of the documents in the flattened batch.
     index: Tensor
+    #: Which of them are real, or None where all are.
     mask: Tensor | None
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -268,15 +264,8 @@ class Documents:
     """The documents of a batch `[B, S]`, in groups of similar length.
 
     The elements of all groups are at most 8/7 of the tokens, or 16 a document more; there are at most some 8 groups for
-    each doubling of the length, so that the number of calls does not grow with the number of documents.
-
-    Args:
-        boundaries: `[n + 1]`, the first token of each document in the flattened batch, and its size B·S.
-        shape: B and S.
-        padding: `[B, S]`, True for real tokens; others are in no document, and their outputs are zero.
-
-    Raises:
-        ValueError: The boundaries do not go up from 0 to B·S, or a document lies in several rows.
+    each doubling of the length, so that the number of calls does not grow with the number of documents. Where `padding`
+    `[B, S]` is False a token is in no document, and its output is zero.
     """
 
     def __init__(self, boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None = None) -> None:
@@ -367,12 +356,6 @@ def run_packed(
     forward: Forward, documents: Documents, query: Tensor, key: Tensor, value: Tensor, *, single_batch: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Run attention on every group of documents, or on all of them in a single padded batch.
-
-    Args:
-        forward: The attention.
-        documents: The documents of the batch.
-        query: `[B, H, S, d]`; key `[B, G, S, d]`, value `[B, G, S, e]`.
-        single_batch: Whether all documents go into one call.
 
     Returns:
         The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `forward` returns any.

@@ -77,7 +77,6 @@ def extend_positions(
     change = plan_extension(model, max_length, how)
     own_configs(model)
     change.apply(model)
-    clear_extension_record(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
     return model
@@ -120,7 +119,8 @@ class PositionChange:
     def apply(self, model: PreTrainedModel, *, record: bool = False) -> None:
         """Assign the new tensors and limits to a model that owns its configs (see `own_configs`).
 
-        With `record` the configs record the present limits, so that `unpatch_model` can restore them.
+        With `record` the configs record the present limits, so that `unpatch_model` can restore them; otherwise the
+        new positions are the model's own, and no config has such a record any more.
         """
         owner_configs = {id(table.owner.config) for table in find_tables(model)}
         other_configs = [config for config in all_configs(model) if id(config) not in owner_configs]
@@ -147,6 +147,9 @@ class PositionChange:
                 setattr(config, name, value)
                 if record:
                     setattr(config, EXTENDED_FROM, limit)
+        if not record:
+            for config in all_configs(model):
+                vars(config).pop(EXTENDED_FROM, None)
 
 
 def find_tables(model: PreTrainedModel) -> list[PositionTable]:
@@ -205,12 +208,6 @@ def plan_restoration(model: PreTrainedModel) -> PositionChange:
     """Compute what removes the positions that `patch_model` has added; the others stay as they are by now."""
     limits = {table: getattr(table.owner.config, EXTENDED_FROM, None) for table in find_tables(model)}
     return _resize({table: limit for table, limit in limits.items() if limit is not None}, _tile)
-
-
-def clear_extension_record(model: PreTrainedModel) -> None:
-    """Remove the record of an extension: the present positions are the model's own, and unpatching leaves them."""
-    for config in all_configs(model):
-        vars(config).pop(EXTENDED_FROM, None)
 
 
 def no_table_reason(model: PreTrainedModel) -> str:
