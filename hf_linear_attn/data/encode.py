@@ -126,9 +126,7 @@ def encode_blocks(
     if not count:
         raise ValueError(f"{len(tokens)} tokens do not fill one block of {block_length}. Lower --data.max_length.")
     blocks = tokens[: count * block_length].reshape(count, block_length)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    data = datasets.Dataset.from_dict({"input_ids": blocks}, features=features)
-    return Encoded(data, blocks.size, dropped=len(tokens) - blocks.size)
+    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=len(tokens) - blocks.size)
 
 
 def row_lengths(dataset: Dataset) -> list[int]:

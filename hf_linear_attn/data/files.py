@@ -33,7 +33,7 @@ END_OF_TEXT = "<|endoftext|>"
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9]\d{0,17})")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 #: A title of WikiText: one equals sign on each side (titles of sections have more).
 _TITLE = re.compile(r" = (?!= ).*(?<! =) = ?")
@@ -260,11 +260,8 @@ def with_numbers(tables: Mapping[str, Table]) -> dict[str, Table]:
     converted: dict[str, Table] = {split: {} for split in tables}
     for name in next(iter(tables.values())):
         cells = [cell for table in tables.values() for cell in table[name] if cell]
-        convert: Callable[[str], Any] = str
-        if cells and all(map(_INTEGER.fullmatch, cells)):
-            convert = int
-        elif cells and all(map(_NUMBER.fullmatch, cells)) and not any(re.fullmatch(r"0\d+", cell) for cell in cells):
-            convert = float
+        kinds: tuple[tuple[Callable[[str], Any], re.Pattern[str]], ...] = ((int, _INTEGER), (float, _NUMBER))
+        convert = next((kind for kind, form in kinds if cells and all(map(form.fullmatch, cells))), str)
         for split, table in tables.items():
             converted[split][name] = [convert(cell) if cell or convert is str else None for cell in table[name]]
     return converted

@@ -58,24 +58,22 @@ def load_source(
         ValueError: The source is empty; files differ in columns or formats, or two are for one split; a bad row (the
             message names file and line); several validation splits; `config` or `revision` of a local source.
     """
-    path = Path(source).expanduser()
+    datasets, path = import_datasets(), Path(source).expanduser()
     if path.exists():
-        options = [f"{name}={value!r}" for name, value in (("config", config), ("revision", revision)) if value]
-        if options:
-            raise ValueError(f"{source!r} is local; {' and '.join(options)} go with Hub sets only.")
+        if config or revision:
+            raise ValueError(f"{source!r} is local; {config or revision!r} goes with Hub sets only.")
         splits = _load_folder(path) if path.is_dir() else _load_files({"train": path})
     elif is_local(source):
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
-        splits = _as_dict(load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder."))
-    renamed = {ALIASES.get(name, name): split for name, split in splits.items()}
+        splits = load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder.")
+    renamed = datasets.DatasetDict({ALIASES.get(name, name): split for name, split in splits.items()})
     if len(renamed) < len(splits):
         raise ValueError(f"{source!r} has several validation splits: {', '.join(splits)}. Save it with one of them.")
-    splits = import_datasets().DatasetDict(renamed)
-    empty = [name for name, split in splits.items() if not len(split)]
+    empty = [name for name, split in renamed.items() if not len(split)]
     if empty:
         raise ValueError(f"{source!r} has no rows in {', '.join(empty)}.")
-    return splits
+    return renamed
 
 
 def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -> Any:
@@ -108,8 +106,10 @@ def is_local(source: str) -> bool:
 
 def _load_folder(folder: Path) -> DatasetDict:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        datasets = import_datasets()
         try:
-            return _as_dict(import_datasets().load_from_disk(str(folder)))
+            saved = datasets.load_from_disk(str(folder))
+            return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({"train": saved})
         except (OSError, ValueError, LookupError) as error:
             raise OSError(
                 f"{str(folder)!r} is empty or no complete saved data set ({error}). Save it again."
@@ -125,10 +125,9 @@ def _load_folder(folder: Path) -> DatasetDict:
             raise ValueError(f"{str(folder)!r} has two files for {split}: {files[split].name}, {name}. Remove one.")
         files[split] = folder / name
     if not files:
-        listed = ", ".join(names[:10]) or "nothing"
         raise FileNotFoundError(
             f"{str(folder)!r} holds no saved data set and no files named by split (train.*, validation.*, test.*); "
-            f"found {listed}."
+            f"found {', '.join(names[:10]) or 'nothing'}."
         )
     return _load_files(files)
 
@@ -156,11 +155,6 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
         except (ValueError, TypeError) as error:  # Arrow's own errors are subclasses of these
             raise ValueError(f"{files[split]}: a column holds values of different kinds ({error}).") from error
     return splits
-
-
-def _as_dict(data: Any) -> DatasetDict:
-    datasets = import_datasets()
-    return data if isinstance(data, datasets.DatasetDict) else datasets.DatasetDict({"train": data})
 
 
 def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> DatasetDict:

@@ -149,11 +149,7 @@ def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str
 
 
 def _find(name: str, options: Mapping[str, _Option], location: str, dashes: str = "") -> _Option:
-    """The option of a dotted name, or of a key of a mapping such as `options.num_features`.
-
-    Raises:
-        UsageError: There is no such option. The message begins with `location` and suggests similar ones.
-    """
+    """The option of a dotted name, or of a key of a mapping. A UsageError at `location` suggests similar names."""
     if name in options:
         return options[name]
     parts = name.split(".")
@@ -208,9 +204,8 @@ def parse_config(
     from jsonargparse import ArgumentParser
 
     options = _options(config_class)
-    if any(argument in ("-h", "--help", "--help_all", "--help-all") for argument in arguments):
-        full = not {"all", "--help_all", "--help-all"}.isdisjoint(arguments)
-        sys.stdout.write(_help(options, program, description, examples, positionals, full))
+    if "-h" in arguments or "--help" in arguments:
+        sys.stdout.write(_help(options, program, description, examples, positionals, full="all" in arguments))
         raise SystemExit(0)
     flags = list(_flag_values(arguments, options, positionals))
     values = [
@@ -297,11 +292,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
 def _file_values(
     content: Mapping[str, Any], options: Mapping[str, _Option], file: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of the options in a YAML file. A section without lines says nothing.
-
-    Raises:
-        UsageError: A key is no option, or a value is null where the option needs one.
-    """
+    """Yield dotted name and value of the options in a YAML file. A section without lines says nothing."""
     for key, value in content.items():
         name = f"{prefix}{key}".replace("-", "_")
         if name not in options and any(known.startswith(f"{name}.") for known in options):

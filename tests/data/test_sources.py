@@ -165,7 +165,7 @@ def test_hub_sets(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="several validation splits: train, dev, validation"):
         load_source("someone/some")
     write(tmp_path, {"a.txt": "one"})
-    with pytest.raises(ValueError, match="config='c' go with Hub sets only"):
+    with pytest.raises(ValueError, match="'c' goes with Hub sets only"):
         load_source(str(tmp_path / "a.txt"), config="c")
 
 

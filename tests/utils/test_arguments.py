@@ -210,7 +210,7 @@ def test_print_config_and_help(capsys):
         parse("--part.count", "4", "--print_config")
     assert stopped.value.code == 0
     assert yaml.safe_load(capsys.readouterr().out)["part"]["count"] == 4
-    for arguments in (["--help"], ["--help", "all"], ["--help_all"]):
+    for arguments in (["--help"], ["--help", "all"]):
         with pytest.raises(SystemExit):
             parse(*arguments)
     texts = " ".join(capsys.readouterr().out.split())
