@@ -35,8 +35,8 @@ from .config import (
     with_options,
 )
 from .evaluator import Evaluator, measure_speed
-from .inputs import sentence_pairs, task_inputs, text_inputs
-from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric, sentence_pair_metric
+from .inputs import sentence_pair_metric, task_inputs, text_inputs
+from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .progress import ConsoleProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
@@ -228,9 +228,8 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, documents: Seq
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
         metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, exact=model, **windows))
     elif config.data.sts is not None:
-        pairs = sentence_pairs(config.data.sts, tokenizer, settings, config.data.max_eval_samples)
-        metrics.append(sentence_pair_metric(pairs))
-        inputs.facts["sentence_pairs"] = pairs.source
+        metrics.append(sentence_pair_metric(config.data.sts, tokenizer, settings, config.data.max_eval_samples))
+        inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(config.data.sts).name}"
     if kind == "encoder":
         metrics.append(embedding_metric(model, inputs.test, data))
     exact = models.ExactModel.of(model, tokenizer, kind, name)

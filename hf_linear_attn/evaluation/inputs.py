@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
+from ..data.metrics import compute_metrics
 from ..data.task_data import load_task_data
 from ..data.tasks import load_task
 from ..data.text import Text, encode_text, pad_token, padded_batches, token_documents, token_passages
 from .config import Settings
-from .metrics import SentencePairs
+from .metrics import SENTENCE_PAIRS, QualityMetric, Values, bootstrap_stderr, sentence_embeddings, value
+from .progress import OnBatch
 
 Batch = dict[str, Tensor]
 
@@ -42,14 +48,14 @@ class EvaluationInputs:
     train: list[Batch]
     validation: list[Batch]
     fidelity: list[Batch]
+    tokens: list[int]
+    hash: str
+    facts: dict[str, Any]
     test: list[Batch] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     labeled: dict[str, list[Batch]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     regression: bool = False
-    tokens: list[int] = field(default_factory=list)
-    hash: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInputs:
@@ -58,32 +64,20 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
     Raises:
         ValueError: It is too short for a batch of training and one of measuring.
     """
-    length, pad, size = settings.sequence_length, pad_token(tokenizer), settings.batch_size
-    train = token_passages(tokenizer, text.train, length, settings.train_sequences)
-    test = token_passages(tokenizer, text.held_out, length, settings.test_sequences)
-    if len(train) < 4 or len(test) < 2:
-        raise ValueError(
-            f"{text.source!r} gives {len(train)} training and {len(test)} held-out sequences of up to {length} "
-            "tokens; 4 and 2 are needed. Give a longer text."
+    train, test = (
+        [{"input_ids": ids} for ids in token_passages(tokenizer, documents, settings.sequence_length, count)]
+        for documents, count in (
+            (text.train, settings.train_sequences),
+            (text.held_out, settings.test_sequences),
         )
-    random.Random(settings.seed).shuffle(train)
-    count = max(1, min(settings.validation_sequences, len(train) // 4))
-    fidelity = evenly_spread(test, settings.fidelity_sequences)
-    return EvaluationInputs(
-        train=padded_batches(train[count:], size, pad),
-        validation=padded_batches(train[:count], size, pad),
-        fidelity=padded_batches(fidelity, size, pad),
-        test=padded_batches(test, size, pad),
-        documents=token_documents(tokenizer, text.held_out, settings.perplexity_tokens),
-        tokens=[token for sequence in test for token in sequence],
-        hash=text.sha256,
-        facts={
-            "source": text.source,
-            "train": input_lengths(train[count:]),
-            "held_out": input_lengths(test),
-            "fidelity": input_lengths(fidelity),
-        },
     )
+
+    def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
+        return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
+
+    inputs = _inputs(train, test, batches, settings, text.source, text.sha256)
+    documents = token_documents(tokenizer, text.held_out, settings.perplexity_tokens)
+    return replace(inputs, test=batches(test), documents=documents)
 
 
 def task_inputs(
@@ -109,41 +103,54 @@ def task_inputs(
     train = list(task.train)
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
     rows = [row for part in labeled.values() for row in part]
-    source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
-    if len(train) < 4 or min(map(len, labeled.values())) < 2:
-        raise ValueError(f"{source} has {len(train)} rows to train on and {len(rows)} to measure on: too few.")
-    random.Random(settings.seed).shuffle(train)
-    count = max(1, min(settings.validation_sequences, len(train) // 4))
 
-    def batches(rows: Sequence[dict[str, Any]], *, labels: bool = False) -> list[Batch]:
+    def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
         size = settings.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
 
-    fidelity = evenly_spread(rows, settings.fidelity_sequences)
+    source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
-    lengths = {"train": train[count:], "held_out": rows, "fidelity": fidelity}
+    inputs = _inputs(train, rows, batches, settings, f"the validation data of {source}", digest)
     if parts:
         labeled = {name: rows[start :: len(parts)] for start, name in enumerate(parts)}
-        lengths |= labeled
+        inputs.facts.update({name: row_lengths(part) for name, part in labeled.items()})
+    labeled_batches = {suffix: batches(part, labels=True) for suffix, part in labeled.items()}
+    return replace(inputs, labeled=labeled_batches, metrics=task.metric_names, regression=task.labels is None)
+
+
+def _inputs(
+    train: list[dict[str, Any]],
+    held_out: list[dict[str, Any]],
+    batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
+    settings: Settings,
+    source: str,
+    digest: str,
+) -> EvaluationInputs:
+    """Split the training rows, draw those for the fidelity, and describe all of them."""
+    if len(train) < 4 or len(held_out) < 2:
+        raise ValueError(
+            f"{source} gives {len(train)} inputs to train on and {len(held_out)} to measure on; 4 and 2 are needed. "
+            "Give more data."
+        )
+    random.Random(settings.seed).shuffle(train)
+    count = max(1, min(settings.validation_sequences, len(train) // 4))
+    parts = {"train": train[count:], "held_out": held_out}
+    parts["fidelity"] = evenly_spread(held_out, settings.fidelity_sequences)
     return EvaluationInputs(
         train=batches(train[count:]),
         validation=batches(train[:count]),
-        fidelity=batches(fidelity),
-        labeled={suffix: batches(part, labels=True) for suffix, part in labeled.items()},
-        metrics=task.metric_names,
-        regression=task.labels is None,
-        tokens=[token for row in rows[:256] for token in row["input_ids"]],
+        fidelity=batches(parts["fidelity"]),
+        tokens=[token for row in held_out[:256] for token in row["input_ids"]],
         hash=digest,
-        facts={
-            "source": f"the validation data of {source}",
-            **{name: input_lengths([row["input_ids"] for row in part]) for name, part in lengths.items()},
-        },
+        facts={"source": source, **{name: row_lengths(rows) for name, rows in parts.items()}},
     )
 
 
-def sentence_pairs(folder: str, tokenizer: Any, settings: Settings, max_rows: int | None) -> SentencePairs:
-    """Encode the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
+def sentence_pair_metric(folder: str, tokenizer: Any, settings: Settings, max_rows: int | None) -> QualityMetric:
+    """Return how well the cosine of mean-pooled embeddings ranks the validation pairs of STS-B: Spearman and Pearson.
+
+    At most `max_rows` pairs are taken, evenly spread.
 
     Raises:
         ValueError, OSError, ImportError: As `load_task`.
@@ -154,27 +161,34 @@ def sentence_pairs(folder: str, tokenizer: Any, settings: Settings, max_rows: in
     length = settings.sequence_length
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
-    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # Similar lengths need less padding.
+    batches = padded_batches([ids[index] for index in order], max(settings.batch_size, 16), pad_token(tokenizer))
+    references = np.array([float(row["label"]) for row in rows])
+
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        embeddings = sentence_embeddings(model, batches, on_batch)[torch.tensor(order).argsort()]
+        similarity = cosine_similarity(*embeddings.chunk(2), dim=-1).double().numpy()
+        scores = compute_metrics(["spearmanr", "pearson"], similarity, references)
+        return [
+            value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, references)),
+            value("pearson", scores["pearson"]),
+            value("pairs", len(rows)),
+            value("longest_input", max(map(len, ids)), unit="tokens"),
+        ]
+
     digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
-    return SentencePairs(
-        batches=padded_batches([ids[index] for index in order], max(settings.batch_size, 16), pad_token(tokenizer)),
-        order=order,
-        scores=[float(row["label"]) for row in rows],
-        data=digest.hexdigest(),
-        source=f"STS-B validation, {Path(folder).name}",
-        longest=max(map(len, ids)),
-    )
+    return QualityMetric("sts", measure, SENTENCE_PAIRS, {"data": digest.hexdigest(), "pairs": len(rows)})
 
 
-def input_lengths(sequences: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the number of sequences, their tokens, and the median and largest length: what the inputs really were."""
-    lengths = [len(sequence) for sequence in sequences]
+def row_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of rows, their tokens, and the median and largest length: what the inputs really were."""
+    lengths = [len(row["input_ids"]) for row in rows]
     median = round(statistics.median(lengths)) if lengths else 0
     return {"sequences": len(lengths), "tokens": sum(lengths), "median": median, "longest": max(lengths, default=0)}
 
 
 def inputs_text(facts: Mapping[str, int]) -> str:
-    """Return what `input_lengths` says as text."""
+    """Return what `row_lengths` says as text."""
     return (
         f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
         f"{facts['longest']:,})"

@@ -1,4 +1,4 @@
-"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, similarity of sentence pairs."""
+"""Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, fidelity."""
 
 from __future__ import annotations
 
@@ -402,40 +402,6 @@ def embedding_metric(
         ]
 
     return QualityMetric("sentence_embeddings", measure, SENTENCE_EMBEDDINGS, dict(settings or {}))
-
-
-@dataclass(frozen=True)
-class SentencePairs:
-    """Pairs of sentences with a score of their similarity."""
-
-    batches: list[dict[str, Tensor]]  # all sentences, short ones first
-    order: list[int]  # where each sentence of the batches belongs: first sentences, then second ones
-    scores: list[float]  # the similarity of each pair
-    data: str  # a hash of the pairs
-    source: str  # where they are from
-    longest: int  # tokens of the longest sentence
-
-
-def sentence_pair_metric(pairs: SentencePairs) -> QualityMetric:
-    """Return how well the cosine of mean-pooled embeddings ranks pairs of sentences (STS-B): Spearman and Pearson."""
-    import numpy as np
-
-    count, references = len(pairs.scores), np.asarray(pairs.scores)
-
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
-        pooled = sentence_embeddings(model, pairs.batches, on_batch)
-        embeddings = torch.empty_like(pooled)
-        embeddings[torch.tensor(pairs.order)] = pooled
-        similarity = cosine_similarity(embeddings[:count], embeddings[count:], dim=-1).double().numpy()
-        scores = compute_metrics(["spearmanr", "pearson"], similarity, references)
-        return [
-            value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, references)),
-            value("pearson", scores["pearson"]),
-            value("pairs", count),
-            value("longest_input", pairs.longest, unit="tokens"),
-        ]
-
-    return QualityMetric("sts", measure, SENTENCE_PAIRS, {"data": pairs.data, "pairs": count})
 
 
 def fidelity_metric(batches: Sequence[Batch], settings: Mapping[str, Any]) -> QualityMetric:

@@ -27,7 +27,7 @@ from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, learned_tensors, train_attention
-from .inputs import EvaluationInputs, input_lengths, inputs_text, task_inputs, text_inputs
+from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
@@ -130,7 +130,7 @@ class _Run:
             else:
                 rows = token_passages(tokenizer, half, settings.sequence_length, settings.test_sequences)
                 metrics.append(embedding_metric(model, padded_batches(rows, size, pad_token(tokenizer))))
-            inputs.facts[name] = input_lengths(rows)
+            inputs.facts[name] = row_lengths([{"input_ids": row} for row in rows])
             if inputs.facts[name]["tokens"] < 2:
                 raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
         return inputs, metrics
