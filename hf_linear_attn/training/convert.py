@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
-from ..integration.inputs import accepts_longer_inputs, synthetic_inputs
+from ..integration.positions import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
