@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from ..data.tasks import TASKS
 from ..utils.arguments import flatten, to_dict
 from ..version import __version__
@@ -42,7 +44,8 @@ def comparison_with_teacher(facts: dict[str, Any], state: dict[str, Any]) -> str
     the task, and is no measure of what linear attention costs where the student has been trained longer.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
-    values = [(metrics or {}).get(metric) for metrics in (state.get("teacher"), _last_stage(state))]
+    stages = (state.get("teacher"), state.get("distilled") or state.get("transferred"))
+    values = [(metrics or {}).get(metric) for metrics in stages]
     teacher, student = (math.nan if value is None else value for value in values)
     if not (math.isfinite(teacher) and math.isfinite(student)):
         return ""
@@ -63,10 +66,6 @@ def comparison_with_teacher(facts: dict[str, Any], state: dict[str, Any]) -> str
     if state.get("distilled"):
         sentence += " The teacher was not trained in the last stage; `--control` trains the exact model as long."
     return sentence
-
-
-def _last_stage(state: dict[str, Any]) -> dict[str, Any] | None:
-    return state.get("distilled") or state.get("transferred")
 
 
 def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
@@ -150,14 +149,14 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
 
 def _header(config: TrainingRunConfig, linear: bool) -> str:
     """What the Hub reads. It refuses names of models and data sets that are none of its own."""
-    tags = ["hf-linear-attn", *(["linear-attention"] if linear else [])]
-    lines = ["---", "library_name: transformers", f"tags: {json.dumps(tags)}"]
-    if _on_hub(config.model):
-        lines.append(f"base_model: {json.dumps(config.model)}")
     data = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    if _on_hub(data):
-        lines.append(f"datasets: {json.dumps([data])}")
-    return "\n".join([*lines, "---"])
+    fields = ModelCardData(
+        library_name="transformers",
+        tags=["hf-linear-attn", *(["linear-attention"] if linear else [])],
+        base_model=config.model if _on_hub(config.model) else None,
+        datasets=[data] if _on_hub(data) else None,
+    )
+    return f"---\n{fields.to_yaml()}\n---"
 
 
 def _on_hub(name: str | None) -> bool:

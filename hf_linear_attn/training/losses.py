@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -213,23 +214,23 @@ def layer_loss(
     queries = call.real_queries()
     count = queries.sum().clamp_min(1)
     ranges = _query_ranges(call, seed) if separable else [(0, call.query.shape[2], 1)]
-    for block, rows, factor in _blocks(call, queries, ranges):
-        share = factor * rows.sum() / count
-
-        def block_loss(block: AttentionCall = block, rows: Tensor = rows, share: Tensor = share) -> Tensor:
-            return share * attention_weights_loss(block, rows, branch_only=branch_only)
-
-        total = total + _evaluate(block_loss, backward)
+    longest = max(stop - start for start, stop, _ in ranges)
+    size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
+    for row in range(0, len(queries), size):
+        for start, stop, factor in ranges:
+            index = slice(row, row + size)
+            block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
+            loss = partial(attention_weights_loss, block, rows, branch_only=branch_only)
+            total = total + _evaluate(loss, backward, factor * rows.sum() / count)
     return total
 
 
-def _evaluate(loss: Callable[[], Tensor], backward: bool) -> Tensor:
-    """Return the value of a loss. Its graph is differentiated and freed at once."""
-    if not backward:
-        return loss().detach()
-    with torch.enable_grad():
-        value = loss()
-        value.backward()
+def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float = 1.0) -> Tensor:
+    """Return a share of the value of a loss. Its graph is differentiated and freed at once."""
+    with torch.set_grad_enabled(backward):
+        value = share * loss()
+        if backward:
+            value.backward()
     return value.detach()
 
 
@@ -253,45 +254,24 @@ def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int,
     return ranges
 
 
-def _blocks(
-    call: AttentionCall, rows: Tensor, ranges: Sequence[tuple[int, int, int]]
-) -> Iterator[tuple[AttentionCall, Tensor, int]]:
-    """Yield parts of a call of at most `BLOCK_ENTRIES` weights, or one range of one row of the batch.
+def _block(call: AttentionCall, index: slice, start: int, stop: int) -> AttentionCall:
+    """Return the call for some rows of the batch and queries `start` to `stop`.
 
-    Yields:
-        The part, its part of `rows [B, H, L]`, and the factor of its range.
+    Causal queries are then the last of the keys that they see.
     """
-    longest = max(stop - start for start, stop, _ in ranges)
-    size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
-    for first in range(0, call.query.shape[0], size):
-        index = slice(first, first + size)
-        part = replace(
-            call,
-            query=call.query[index],
-            key=call.key[index],
-            value=call.value[index],
-            output=call.output[index],
-            padding=None if call.padding is None else call.padding[index],
-            allowed=call.allowed if call.allowed.shape[0] == 1 else call.allowed[index],
-        )
-        for start, stop, factor in ranges:
-            yield _query_range(part, start, stop), rows[index, :, start:stop], factor
-
-
-def _query_range(call: AttentionCall, start: int, stop: int) -> AttentionCall:
-    """Return the call for queries `start` to `stop`; causal ones are then the last of the keys that they see."""
     length = call.query.shape[2]
-    if stop - start == length:
-        return call
     keys = stop if call.causal else length
+    allowed = (call.allowed if call.allowed.shape[0] == 1 else call.allowed[index])[:, :, start:stop, :keys]
     padding = call.padding
+    if padding is not None:
+        padding = padding[index, :keys] if padding.dim() == 2 else allowed
     return replace(
         call,
-        query=call.query[:, :, start:stop],
-        key=call.key[:, :, :keys],
-        value=call.value[:, :, :keys],
-        output=call.output[:, :, start:stop],
-        padding=None if padding is None else padding[:, :keys],
-        allowed=call.allowed[:, :, start:stop, :keys],
-        start=None if call.causal else start,
+        query=call.query[index, :, start:stop],
+        key=call.key[index, :, :keys],
+        value=call.value[index, :, :keys],
+        output=call.output[index, :, start:stop],
+        padding=padding,
+        allowed=allowed,
+        start=None if call.causal or stop - start == length else start,
     )

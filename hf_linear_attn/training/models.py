@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -125,16 +125,18 @@ def load_model(
 
     from ..checkpoints import load_pretrained
 
+    if source is not None:
+        config = replace(config, model=source, model_type=None, from_config=False, revision=None, config_overrides={})
     auto: Any = getattr(transformers, AUTO_CLASSES[data.task_type])
     changes = dict(data.config_changes)
-    if config.model_type is not None and source is None:
+    if config.model_type is not None:
         tokenizer, names = data.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
         special = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
         changes = {"vocab_size": len(tokenizer), **special, **changes}
-    model_config = _model_config(config, changes, source)
-    if source is None and (config.from_config or config.model_type is not None):
+    model_config = _model_config(config, changes)
+    if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
-    name, hub = _source(config, source)
+    name, hub = _source(config)
     data.check_labels(AutoConfig.from_pretrained(name, **hub), repr(name))
     arguments = {**hub, "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
@@ -149,23 +151,23 @@ def load_model(
     return _checked(model, data, config), missing
 
 
-def _source(config: TrainingRunConfig, source: str | None) -> tuple[str, dict[str, Any]]:
+def _source(config: TrainingRunConfig) -> tuple[str, dict[str, Any]]:
     """The name of what is loaded, and its revision and GGUF file as arguments of `from_pretrained`."""
-    name, arguments = split_source(source or str(config.model))
-    return name, {"revision": (None if source else config.revision) or "main", **arguments}
+    name, arguments = split_source(str(config.model))
+    return name, {"revision": config.revision or "main", **arguments}
 
 
-def _model_config(config: TrainingRunConfig, changes: dict[str, Any], source: str | None = None) -> Any:
-    """The config of the model or of its type, with changes, and with `config_overrides` unless a folder is given."""
-    overrides = {} if source is not None else config.config_overrides
-    if config.model_type is not None and source is None:
+def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
+    """The config of the model or of its type, with changes and with `config_overrides`."""
+    overrides = config.config_overrides
+    if config.model_type is not None:
         if config.model is not None:
             raise ValueError(f"Give model_type (now {config.model_type!r}) or MODEL (now {config.model!r}), not both.")
         if config.model_type not in CONFIG_MAPPING:
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
         _check_overrides(AutoConfig.for_model(config.model_type), overrides)
         return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
-    name, hub = _source(config, source)
+    name, hub = _source(config)
     try:
         model_config = AutoConfig.from_pretrained(name, **hub, **{**changes, **overrides})
     except (OSError, ValueError) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,20 +103,7 @@ class SeededCollator:
         self._epoch.fill_(epoch)
 
     def __call__(self, rows: list[Any]) -> Any:
-        with local_seed(mixed_seed(self.seed, int(self._epoch), _checksum(rows))):
+        # (JSON is the same for equal rows in every process; lists stand for tensors.)
+        content = json.dumps(rows, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
+        with local_seed(mixed_seed(self.seed, int(self._epoch), zlib.crc32(content.encode()))):
             return self.collator(rows)
-
-
-def _checksum(value: Any, start: int = 0) -> int:
-    """Return a checksum of nested lists, dicts and tensors."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            start = _checksum(item, zlib.crc32(str(key).encode(), start))
-        return start
-    if isinstance(value, torch.Tensor):
-        return zlib.crc32(repr(value.tolist()).encode(), start)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Mapping, list, tuple, torch.Tensor)):
-        for item in value:
-            start = _checksum(item, start)
-        return start
-    return zlib.crc32(repr(value).encode(), start)

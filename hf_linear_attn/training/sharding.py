@@ -132,7 +132,9 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     Returns:
         The same model.
     """
-    if not accelerator.is_fsdp2 and (accelerator.distributed_type.value != "DEEPSPEED" or _zero_stage(accelerator) < 3):
+    plugin: Any = accelerator.state.deepspeed_plugin
+    stage = plugin.deepspeed_config["zero_optimization"]["stage"] if plugin is not None else 0
+    if not accelerator.is_fsdp2 and int(stage) < 3:
         return model.to(accelerator.device)
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -143,7 +145,7 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     elif not hasattr(model, ENGINE):
         import deepspeed
 
-        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        config = copy.deepcopy(plugin.deepspeed_config)
         for name in ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"):
             config.pop(name, None)
         config["train_micro_batch_size_per_gpu"] = 1
@@ -189,11 +191,6 @@ def _without_mechanisms(model: Any) -> Iterator[None]:
             module._modules[SUBMODULE] = mechanism
 
 
-def _zero_stage(accelerator: Accelerator) -> int:
-    plugin: Any = accelerator.state.deepspeed_plugin
-    return int(plugin.deepspeed_config["zero_optimization"]["stage"])
-
-
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters have no memory. Its buffers are copies."""
     memo: dict[int, Any] = {
@@ -204,10 +201,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
-    """Give a `meta_copy` the parameters of its model, which has been sharded since. Every process must call it.
+    """Return a copy of a `meta_copy` with the parameters of its model, which has been sharded since, whole on the CPU.
 
-    Returns:
-        The same skeleton, with whole parameters on the CPU.
+    Every process must call it.
     """
     values = {}
     for name, parameter in model.named_parameters():
@@ -215,14 +211,7 @@ def fill_copy(skeleton: nn.Module, model: nn.Module) -> nn.Module:
             name = name.replace(wrapper, "")
         values[name] = nn.Parameter(_gathered(parameter), parameter.requires_grad)
     # Parameters that several modules share, such as tied weights, stay shared.
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in skeleton.modules():
-        for key, shared in module._parameters.items():
-            owners.setdefault(id(shared), []).append((module, key))
-    for name, parameter in list(skeleton.named_parameters()):
-        for module, key in owners[id(parameter)]:
-            module._parameters[key] = values[name]
-    return skeleton
+    return copy.deepcopy(skeleton, {id(empty): values[name] for name, empty in skeleton.named_parameters()})
 
 
 def _gathered(parameter: Any) -> Tensor:

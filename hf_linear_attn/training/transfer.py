@@ -346,14 +346,12 @@ def _longest(batch: Batch) -> int:
 
 def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
     """Yield the batches with an input of more than `beyond` tokens, again and again; nothing if there is none."""
-    if isinstance(batches, (str, bytes, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches must be an iterable of dicts of tensors, got {type(batches).__name__}.")
     while True:
         count = useful = 0
         for batch in batches:
             count += 1
             if not isinstance(batch, Mapping):
-                raise TypeError(f"A batch must be a dict of tensors, got {type(batch).__name__}.")
+                raise TypeError(f"batches must be dicts of tensors, got a {type(batch).__name__}.")
             if _longest(batch) > beyond:
                 useful += 1
                 yield batch
