@@ -43,9 +43,7 @@ class InterruptionCallback(TrainerCallback):
         remedy: Last sentence of the message: how to resume the run.
     """
 
-    def __init__(
-        self, remedy: str = "Resume it with train(resume_from_checkpoint=True) and the same arguments."
-    ) -> None:
+    def __init__(self, remedy: str = "Resume it with train(resume_from_checkpoint=True) and the same arguments."):
         self.remedy = remedy
         self._received: int | None = None
         self._handlers: dict[int, Any] = {}
@@ -97,14 +95,12 @@ class InterruptionCallback(TrainerCallback):
 class StageCallback(TrainerCallback):
     """Log a stage to a file of JSON lines, report its progress, and ask for periodic checkpoints.
 
-    Each line has the step and the stage. A resumed run first removes the lines of steps that it repeats.
-
     With `save_strategy="best"` the Trainer saves only where an evaluation is the best so far, and with `"steps"` it
     wants `save_steps` to be a multiple of `eval_steps`: a long run with few evaluations would lose many steps.
 
     Args:
         stage: Name of the stage.
-        log: The file.
+        log: The file. Each line has the step and the stage. A resumed run first removes those of steps that it repeats.
         save_steps: Steps between checkpoints, besides those of `save_strategy`; 0 for none.
         say: Reports a line.
     """

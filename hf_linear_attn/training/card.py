@@ -154,7 +154,7 @@ def _header(config: TrainingRunConfig, linear: bool) -> str:
         library_name="transformers",
         tags=["hf-linear-attn", *(["linear-attention"] if linear else [])],
         base_model=config.model if _on_hub(config.model) else None,
-        datasets=[data] if _on_hub(data) else None,
+        datasets=[str(data)] if _on_hub(data) else None,
     )
     return f"---\n{fields.to_yaml()}\n---"
 

@@ -50,18 +50,10 @@ TIMING_SECONDS = 2.0
 
 
 def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a model, exact or patched, on the loss of a task.
-
-    Args:
-        config: The options.
-        console: Where the run reports its progress; by default stderr.
+    """Train a model, exact or patched, on the loss of a task; otherwise as `convert`.
 
     Returns:
         The content of `results.json` in the output folder, where `model/` is the checkpoint.
-
-    Raises:
-        ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
-        InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
     """
     return _execute(config, console, _finetune)
 
@@ -69,9 +61,7 @@ def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[
 def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation -> a measured checkpoint.
 
-    Args:
-        config: The options.
-        console: Where the run reports its progress; by default stderr.
+    The run reports its progress on the console, by default stderr.
 
     Returns:
         The content of `results.json` in the output folder: the metrics of the teacher, of the patched model before any
@@ -85,9 +75,7 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
     return _execute(config, console, _convert)
 
 
-def _execute(
-    config: TrainingRunConfig, console: Console | None, train: Callable[[Run, TaskData], dict[str, Any]]
-) -> dict[str, Any]:
+def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
     read_attention(config)
     run = Run(config, console)
@@ -96,7 +84,8 @@ def _execute(
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
         with run.open_folder():
-            facts = train(run, _load_data(run))
+            run.data = _load_data(run)
+            facts = train(run)
             times = {"format_version": 2, "created": utc_now()}
             results = {**times, "config": to_dict(config), **facts, "stages": run.state}
             if run.is_main_process:
@@ -109,43 +98,41 @@ def _execute(
     return results
 
 
-def _finetune(run: Run, data: TaskData) -> dict[str, Any]:
+def _finetune(run: Run) -> dict[str, Any]:
     config = run.config
     torch.manual_seed(config.seed)
-    model, _ = load_model(config, data)
+    model, _ = load_model(config, run.data)
     if is_patched(model) and config.control:
         raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
     if not is_patched(model):
         patch_as_configured(model, config)
-    facts = _facts(run, model, data)
-    _warn_if_exact(run, facts)
+    facts = _facts(run, model)
     if "trained" not in run.state:
-        model, progress = run.train("train", model, data)
+        model, progress = run.train("train", model)
         run.record("train", progress)
-        metrics = best_metrics(progress) or run.measure("final", model, data)
-        run.save(run.folder / "model", model, data, model_card(config, facts, {**run.state, "trained": metrics}))
+        metrics = best_metrics(progress) or run.measure("final", model)
+        run.save(run.folder / "model", model, model_card(config, facts, {**run.state, "trained": metrics}))
         run.record("trained", metrics)
     return facts
 
 
-def _convert(run: Run, data: TaskData) -> dict[str, Any]:
-    config = cast(ConvertConfig, run.config)
-    teacher = _teacher(run, config, data)
-    run.measure("teacher", teacher, data)
+def _convert(run: Run) -> dict[str, Any]:
+    config = run.config
+    teacher = _teacher(run)
+    run.measure("teacher", teacher)
     student = copy.deepcopy(teacher)
     if not config.control:
         patch_as_configured(student, config)
-    facts = _facts(run, student, data)
+    facts = _facts(run, student)
     if not config.control:
-        _warn_if_exact(run, facts)
-        run.measure("patched", student, data)
-        student = _transfer(run, config, student, data)
-    student = _distill(run, config, teacher, student, data)
+        run.measure("patched", student)
+        student = _transfer(run, student)
+    student = _distill(run, teacher, student)
     if config.speed.lengths and "speed" not in run.state:
         if is_sharded(teacher):
-            teacher = _teacher(run, config, data)
-        run.record("speed", _speed(run, config, teacher, student, data))
-    run.save(run.folder / "model", student, data, model_card(config, facts, run.state))
+            teacher = _teacher(run)
+        run.record("speed", _speed(run, teacher, student))
+    run.save(run.folder / "model", student, model_card(config, facts, run.state))
     return facts
 
 
@@ -188,9 +175,9 @@ def _tokenizer(run: Run) -> Any:
     return load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
-def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel:
+def _teacher(run: Run) -> PreTrainedModel:
     """The exact model that is converted, fine-tuned first if the config says so."""
-    folder = run.folder / "teacher"
+    config, data, folder = run.config, run.data, run.folder / "teacher"
     if "teacher stage" in run.state:
         return load_model(config, data, str(folder))[0]
     torch.manual_seed(config.seed)
@@ -207,14 +194,15 @@ def _teacher(run: Run, config: ConvertConfig, data: TaskData) -> PreTrainedModel
                 "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
             )
         return model
-    model, progress = run.train("teacher", model, data)
-    run.save(folder, model, data)
+    model, progress = run.train("teacher", model)
+    run.save(folder, model)
     run.record("teacher stage", progress)
     return model
 
 
-def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: TaskData) -> PreTrainedModel:
+def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
+    config, data = run.config, run.data
     if not config.transfer.max_steps or not patch_report(student).parameters:
         return student
     rows: Any = data.train
@@ -236,46 +224,43 @@ def _transfer(run: Run, config: ConvertConfig, student: PreTrainedModel, data: T
         student, progress = run.train(
             "transfer",
             student,
-            data,
             train_dataset=rows.select(range(max(len(rows) - count, 1))),
             eval_dataset=rows.select(range(len(rows) - count, len(rows))),
             compute_metrics=None,
             preprocess_logits_for_metrics=None,
         )
-        run.save(folder, student, data)
+        run.save(folder, student)
         run.record("transfer", progress)
-    run.measure("transferred", student, data)
+    run.measure("transferred", student)
     return student
 
 
-def _distill(
-    run: Run, config: ConvertConfig, teacher: PreTrainedModel, student: PreTrainedModel, data: TaskData
-) -> PreTrainedModel:
+def _distill(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
     """Distillation. Returns the student with the best step's weights and merged adapters."""
+    config = run.config
     if not config.distill.enabled:
         return student
     folder = run.folder / "checkpoints" / "distilled"
     if "distilled" in run.state:
-        return load_model(config, data, str(folder))[0].eval()
+        return load_model(config, run.data, str(folder))[0].eval()
     if config.distill.lora_rank:
-        model, progress = run.train("distill", add_adapters(student, config.distill), data)
+        model, progress = run.train("distill", add_adapters(student, config.distill))
         student = model.merge_and_unload()
     else:
-        student, progress = run.train("distill", student, data, teacher_model=teacher)
-    run.save(folder, student, data)
+        student, progress = run.train("distill", student, teacher_model=teacher)
+    run.save(folder, student)
     run.record("distill", progress)
-    run.record("distilled", best_metrics(progress) or run.measure("distilled", student, data))
+    run.record("distilled", best_metrics(progress) or run.measure("distilled", student))
     return student.eval()
 
 
 @torch.inference_mode()
-def _speed(
-    run: Run, config: ConvertConfig, teacher: PreTrainedModel, student: PreTrainedModel, data: TaskData
-) -> dict[str, Any]:
+def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, Any]:
     """Time one forward pass of teacher and student (batch 1), side by side, in the precision of the run."""
+    config = run.config
     device, limit = run.process.device, longest_input(teacher)
     lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or accepts_longer_inputs(teacher)]
-    tokens = [int(token) for token in cast(Any, data.train)[0]["input_ids"]]
+    tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
     models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
     accepted = inspect.signature(teacher.forward).parameters
     extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
@@ -299,21 +284,17 @@ def _speed(
 # The result
 
 
-def _warn_if_exact(run: Run, facts: dict[str, Any]) -> None:
-    counts = facts["beyond_exact"]
-    if counts is None or not facts["learned_parameters"] or counts["longer"] >= MIN_LONGER_SHARE * counts["inputs"]:
-        return
-    run.say(
-        f"{exactness(counts)} So these data train {'little' if counts['longer'] else 'nothing'} of the mechanism. Give "
-        "longer inputs, or narrow what is exact (options.window_size or options.block_size), or expect an untrained "
-        "mechanism on longer inputs."
-    )
-
-
-def _facts(run: Run, model: PreTrainedModel, data: TaskData) -> dict[str, Any]:
-    report = patch_report(model) if is_patched(model) else None
+def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the results and the card say of the model and its data."""
+    data, report = run.data, patch_report(model) if is_patched(model) else None
     limit, lengths = exact_length(model), row_lengths(data.train)
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
+    if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
+        run.say(
+            f"{exactness(counts)} So these data train {'little' if counts['longer'] else 'nothing'} of the mechanism. "
+            "Give longer inputs, or narrow what is exact (options.window_size or options.block_size), or expect an "
+            "untrained mechanism on longer inputs."
+        )
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

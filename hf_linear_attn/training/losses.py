@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -79,12 +79,7 @@ def row_losses(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Ten
     """Return the loss of each row of a batch, summed over its targets, and the number of these; both `[B]`.
 
     The loss of an evaluation is their sum over all rows divided by that of the numbers, however the rows are batched
-    and padded.
-
-    Args:
-        logits: As in `select_targets`.
-        labels: As in `select_targets`; classes, or scores.
-        shift: As in `select_targets`.
+    and padded. The arguments are those of `select_targets`.
     """
     counts = count_targets(labels, shift)
     # One row at a time, because the logits in float32 would take twice the memory of those in bfloat16.
@@ -127,18 +122,12 @@ def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_
     errors = []
     for own, target in zip(student[1:], teacher[1:], strict=True):
         own, target = own.float(), target.float()
-        difference, norm = (own - target).square().sum(-1), target.square().sum(-1)
+        sizes = torch.stack([(own - target).square().sum(-1), target.square().sum(-1)])
         if attention_mask is not None:
-            real = attention_mask.bool()
-            difference, norm = difference.masked_fill(~real, 0.0), norm.masked_fill(~real, 0.0)
-        errors.append(difference.sum(-1) / norm.sum(-1).clamp_min(1e-12))
+            sizes = sizes.masked_fill(~attention_mask.bool(), 0.0)
+        difference, norm = sizes.sum(-1)
+        errors.append(difference / norm.clamp_min(1e-12))
     return torch.stack(errors).mean(0)
-
-
-def weighted_sum(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Return `Σ weights[name] · parts[name]`."""
-    terms = [weights[name] * part for name, part in parts.items()]
-    return torch.stack([term.float() for term in terms]).sum()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,12 +28,7 @@ from .options import DistillConfig, TrainingRunConfig
 
 
 def load_tokenizer(config: TrainingRunConfig) -> Any:
-    """Return the tokenizer of a model.
-
-    Raises:
-        ValueError: No model is given.
-        OSError: It cannot be found. The message says where it was looked for.
-    """
+    """Return the tokenizer of a model, or the one that is given instead."""
     source = config.tokenizer or config.model
     if source is None and config.model_type is not None:
         raise ValueError("There is no tokenizer: give tokenizer, a folder or a repository, or train_tokenizer, a size.")
@@ -51,14 +47,6 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     """Train a byte-level BPE tokenizer (as GPT-2's; Sennrich et al. 2016, arXiv:1508.07909).
 
     Its one special token `<|endoftext|>` begins, ends and pads. It encodes any text: all 256 bytes are tokens.
-
-    Args:
-        texts: Documents.
-        size: Number of tokens.
-        max_length: The tokenizer's `model_max_length`.
-
-    Raises:
-        ValueError: There are fewer tokens than bytes.
     """
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
@@ -86,9 +74,6 @@ def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, 
 
     It is `data.max_length`, else `max_length`, else as many tokens as the model has positions for and its tokenizer
     says, but at most `DEFAULT_MAX_LENGTH`.
-
-    Raises:
-        ValueError, OSError: The model's config cannot be read.
     """
     if config.data.max_length is not None:
         return config.data.max_length, "data.max_length"
@@ -108,18 +93,14 @@ def load_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model in float32 with a head for the task. A patched checkpoint comes back patched.
 
-    A head that the checkpoint lacks is drawn from torch's generator.
-
     Args:
         config: Which model.
         data: The data of the task.
-        source: A folder to load instead of `config.model`.
+        source: A folder that the run has saved, to load instead.
 
     Returns:
-        The model, and the names of its parameters that the checkpoint lacks: those of a new head.
-
-    Raises:
-        ValueError, OSError: The model cannot be loaded, or lacks more than a head.
+        The model, and the names of its parameters that the checkpoint lacks: those of a new head, which is drawn from
+        torch's generator. A checkpoint that lacks more is an error.
     """
     import transformers
 
@@ -180,10 +161,6 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
     """Return the mechanisms by name or by plan; None for exact attention.
 
     Random features are drawn by the run's seed unless they have one.
-
-    Raises:
-        ValueError, TypeError: A mechanism or an option that does not exist.
-        OSError: There is no plan of this name.
     """
     if config.plan is not None:
         return LinearAttentionConfig.from_file(config.plan)
@@ -197,29 +174,19 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
 
 
 def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> None:
-    """Patch a model in place by name or by plan, unless its attention is to stay exact.
-
-    Raises:
-        ValueError, NotImplementedError: As `patch_model`.
-    """
+    """Patch a model in place by name or by plan, unless its attention is to stay exact."""
     attention = read_attention(config)
-    if attention is None:
-        return
-    if config.max_length is not None:
+    if attention is not None and config.max_length is not None:
         # The positions are extended already. Mechanisms that are built for a largest length are left.
         attention = attention.with_default("max_length", config.max_length)
-    patch_model(model, attention)
+    if attention is not None:
+        patch_model(model, attention)
 
 
 def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
     """Add LoRA adapters to a patched model; the learned parts of its mechanisms stay trainable.
 
-    Args:
-        model: The patched model.
-        config: Rank, alpha and target modules; by default all linear layers outside the head and the mechanisms.
-
-    Raises:
-        ImportError: PEFT is not installed.
+    By default all linear layers outside the head and the mechanisms get one.
     """
     require_packages("peft", extra="train", purpose="distill.lora_rank")
     from peft import LoraConfig, get_peft_model
@@ -232,10 +199,8 @@ def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
         and f".{SUBMODULE}." not in f".{name}."
         and name.startswith(model.base_model_prefix)
     )
-    lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, target_modules=list(targets)
-    )
-    adapted = get_peft_model(model, lora)
+    alpha = config.lora_alpha or 2 * config.lora_rank
+    adapted = get_peft_model(model, LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(targets)))
     for name, parameter in adapted.named_parameters():
         if f".{SUBMODULE}." in name:
             parameter.requires_grad_(True)
@@ -243,8 +208,15 @@ def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
 
 
 def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) -> PreTrainedModel:
-    """The model, with positions for `max_length` tokens; raises a ValueError if it does not fit the data."""
-    _check_direction(model, data)
+    """Return the model with positions for `max_length` tokens; raise a ValueError if it does not fit the data."""
+    causal = data.task_type == "causal-lm"
+    layers = []
+    if data.task_type != "classification":
+        with suppress(NotImplementedError):
+            layers = self_attention(model)
+    if any(layer.causal is not causal for layer in layers):  # A model that sees the next token would learn to copy it.
+        remedy = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
+        raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
     limit = position_limit(model)
     if config.max_length is not None and limit is not None and limit < config.max_length:
         extend_positions(model, config.max_length, tokenizer=data.tokenizer)
@@ -255,20 +227,6 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
             f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
         )
     return model
-
-
-def _check_direction(model: PreTrainedModel, data: TaskData) -> None:
-    """Raise a ValueError for a next-token loss on a model that sees the next token: it would fall to nothing."""
-    if data.task_type == "classification":
-        return
-    causal = data.task_type == "causal-lm"
-    try:
-        layers = self_attention(model)
-    except NotImplementedError:
-        return
-    if any(layer.causal is not causal for layer in layers):
-        remedy = "bidirectional: train it as masked-lm" if causal else "causal: train it as causal-lm"
-        raise ValueError(f"The attention of this {type(model).__name__} is {remedy}.")
 
 
 def _check_overrides(model_config: Any, overrides: dict[str, Any]) -> None:

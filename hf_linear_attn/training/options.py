@@ -38,11 +38,7 @@ def check_loss_weights(section: str, config: Any) -> None:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage of gradient steps. `arguments` takes any further field of `transformers.TrainingArguments`.
-
-    Raises:
-        ValueError: A value out of range.
-    """
+    """One stage of gradient steps. `arguments` takes any further field of `transformers.TrainingArguments`."""
 
     section: ClassVar[str] = "train."
 
@@ -92,11 +88,7 @@ class TeacherConfig(StageConfig):
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """Stage 1: attention transfer (see `AttentionTransferConfig`).
-
-    Raises:
-        ValueError: A value out of range.
-    """
+    """Stage 1: attention transfer (see `AttentionTransferConfig`)."""
 
     max_steps: int = option(200, "optimizer steps; 0: no attention transfer", common=True)
     per_device_train_batch_size: int = option(32, "rows of one step on one device")
@@ -125,11 +117,7 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class DistillConfig(StageConfig):
-    """Stages 2 and 3: the model learns from its teacher and from the labels (see `DistillationConfig`).
-
-    Raises:
-        ValueError: A value out of range.
-    """
+    """Stages 2 and 3: the model learns from its teacher and from the labels (see `DistillationConfig`)."""
 
     section: ClassVar[str] = "distill."
 
@@ -153,11 +141,7 @@ class DistillConfig(StageConfig):
 
 @dataclass(frozen=True)
 class TrainingRunConfig:
-    """What `convert` and `finetune` have in common.
-
-    Raises:
-        ValueError: A value out of range, or two that exclude each other.
-    """
+    """What `convert` and `finetune` have in common. Values that are out of range or exclude each other are errors."""
 
     model: str | None = option(None, "a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     attention: str | None = option(
@@ -224,11 +208,7 @@ class TrainingRunConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainingRunConfig):
-    """Options of `finetune`: one stage on the task's own loss, with exact or with linear attention.
-
-    Raises:
-        ValueError: A value out of range, two that exclude each other, or nothing to train.
-    """
+    """Options of `finetune`: one stage on the task's own loss, with exact or with linear attention."""
 
     attention: str | None = option(
         None, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True

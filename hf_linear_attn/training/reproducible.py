@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def local_seed(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+@dataclass
 class EpochSampler(Sampler[int]):
     """A random order of all rows that is drawn from (seed, epoch).
 
@@ -53,12 +55,11 @@ class EpochSampler(Sampler[int]):
         batch_size: Rows of one optimizer step, for `lengths`.
     """
 
-    def __init__(self, size: int, seed: int, lengths: Sequence[int] | None = None, batch_size: int = 1) -> None:
-        self.size = size
-        self.seed = seed
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.epoch = 0
+    size: int
+    seed: int
+    lengths: Sequence[int] | None = None
+    batch_size: int = 1
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
@@ -70,9 +71,8 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         if self.lengths is None:
-            yield from torch.randperm(self.size, generator=generator).tolist()
-        else:
-            yield from get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+            return iter(torch.randperm(self.size, generator=generator).tolist())
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
 
 
 class SeededCollator:
@@ -81,10 +81,6 @@ class SeededCollator:
     The Trainer restores torch's generator after it has fetched the first batches of a resumed run, and accelerate
     fetches one batch ahead: a collator that draws from this generator would mask other tokens than in an undisturbed
     run. As nothing is drawn from it here, dropout is not affected by the number of loader processes either.
-
-    Args:
-        collator: Any data collator.
-        seed: The run's seed.
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], seed: int) -> None:

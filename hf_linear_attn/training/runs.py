@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..data.task_data import TaskData
@@ -36,7 +39,6 @@ from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from .arguments import FinetuningConfig
 from .callbacks import InterruptionCallback, StageCallback, format_metrics
-from .options import TrainingRunConfig
 from .sharding import check_launch, runs_on_cpu
 from .trainers import DistillationTrainer, FinetuningTrainer
 from .transfer import AttentionTransferTrainer
@@ -53,8 +55,6 @@ CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
-#: A folder with one of them holds something worth keeping.
-RESULT_FILES = (STATE_FILE, LOG_FILE)
 
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (
@@ -79,8 +79,11 @@ class Run:
     `checkpoints/` is what it can resume from until it is finished.
 
     Args:
-        config: The options.
+        config: The options, a `FinetuneConfig` or a `ConvertConfig`.
         console: Where the run reports its progress; by default stderr.
+
+    Attributes:
+        data: The data of the task, once they are loaded.
 
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
@@ -88,7 +91,9 @@ class Run:
         OSError: The folder cannot be written to.
     """
 
-    def __init__(self, config: TrainingRunConfig, console: Console | None = None) -> None:
+    data: TaskData
+
+    def __init__(self, config: Any, console: Console | None = None) -> None:
         if config.output is None:
             raise ValueError("There is no folder for the result. Give one with --output.")
         self.config = config
@@ -101,6 +106,7 @@ class Run:
         self.use_cpu = runs_on_cpu(config.device == "cpu")
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
+        self.is_main_process = bool(self.process.is_main_process)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = self.folder / STATE_FILE
@@ -114,14 +120,8 @@ class Run:
     def _check_folder(self) -> None:
         """Raise an error rather than mix two runs in one folder."""
         config, path = self.config, self.folder / CONFIG_FILE
-        check_output(
-            self.folder,
-            [CONFIG_FILE],
-            overwrite=config.overwrite,
-            resume=config.resume,
-            source=config.model,
-            option="output",
-        )
+        choice = {"overwrite": config.overwrite, "resume": config.resume}
+        check_output(self.folder, [CONFIG_FILE], **choice, source=config.model, option="output")
         if not config.resume or not path.is_file():
             return
         before = flatten(json.loads(path.read_text(encoding="utf-8")))
@@ -133,15 +133,10 @@ class Run:
                 f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones."
             )
 
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process writes the files."""
-        return bool(self.process.is_main_process)
-
     @contextmanager
     def open_folder(self) -> Iterator[None]:
         """Context manager that creates the folder, and removes it if the run fails before it has trained anything."""
-        with open_output(self.folder, RESULT_FILES) if self.is_main_process else nullcontext():
+        with open_output(self.folder, (STATE_FILE, LOG_FILE)) if self.is_main_process else nullcontext():
             self.process.wait_for_everyone()
             yield
 
@@ -182,9 +177,10 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- stages
 
-    def measure(self, stage: str, model: PreTrainedModel, data: TaskData) -> dict[str, float]:
+    def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
         """Evaluate a model on the validation data once, and store its metrics."""
         if stage not in self.state:
+            data = self.data
             self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
             with quiet_transformers():
@@ -201,26 +197,22 @@ class Run:
             self.say(f"{stage}: {format_metrics(metrics)}")
         return self.state[stage]
 
-    def train(self, stage: str, model: nn.Module, data: TaskData, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def train(self, stage: str, model: nn.Module, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Run one stage of gradient steps, from its last checkpoint if the run resumes.
 
         Args:
             stage: A key of `TRAINERS`; its checkpoints are in `checkpoints/NAME`.
             model: The model.
-            data: The data of the task.
-            kwargs: Further arguments of the trainer, which replace those of `data`.
+            kwargs: Further arguments of the trainer, which replace those of the data.
 
         Returns:
             The model with all of its weights, those of the best step, and what `stage_progress` tells.
         """
         self.prepare_folder()
-        section = getattr(self.config, stage)
+        section, data = getattr(self.config, stage), self.data
         if self.is_main_process:
-            check_disk_space(
-                self.folder,
-                checkpoint_bytes(model, self.config.save_total_limit),
-                "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit).",
-            )
+            remedy = "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit)."
+            check_disk_space(self.folder, checkpoint_bytes(model, self.config.save_total_limit), remedy)
         if self.config.gradient_checkpointing and stage != "transfer":
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -273,7 +265,7 @@ class Run:
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         """Training arguments of all stages."""
         config = self.config
-        section: Any = getattr(config, "distill", None) or getattr(config, "train", None)
+        section = config.train if hasattr(config, "train") else config.distill
         batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
         return {
             "output_dir": str(folder),
@@ -292,12 +284,12 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- results
 
-    def save(self, target: Path, model: PreTrainedModel, data: TaskData, card: str | None = None) -> None:
+    def save(self, target: Path, model: PreTrainedModel, card: str | None = None) -> None:
         """Write a checkpoint with its tokenizer and card, atomically, from the main process."""
         if self.is_main_process:
             with atomic_folder(target) as temporary, quiet_transformers():
                 model.save_pretrained(temporary)
-                data.tokenizer.save_pretrained(temporary)
+                self.data.tokenizer.save_pretrained(temporary)
                 if card is not None:
                     (temporary / "README.md").write_text(card, encoding="utf-8")
         self.process.wait_for_everyone()
@@ -307,9 +299,7 @@ class Run:
         repository = self.config.hub_model_id
         if repository is None or not self.is_main_process:
             return
-        from huggingface_hub import HfApi
-
-        api = HfApi()
+        api = huggingface_hub.HfApi()
         api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
         self.say(f"Pushed to https://huggingface.co/{repository}")
@@ -318,17 +308,16 @@ class Run:
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:
     """Return what a stage did: `step`, `seconds`, `tokens`, `best_step`, and `evaluations` as (step, metrics)."""
     state = trainer.state
+    transfer = isinstance(trainer, AttentionTransferTrainer)
     evaluations: dict[int, dict[str, float]] = {}
     for entry in state.log_history:
         values = {name: value for name, value in entry.items() if name.startswith("eval_")}
-        transfer = isinstance(trainer, AttentionTransferTrainer)
-        metrics = {"loss": values["eval_loss"]} if transfer and values else data.own_metrics(values)
-        if metrics:
+        if values:
+            metrics = {"loss": values["eval_loss"]} if transfer else data.own_metrics(values)
             evaluations.setdefault(int(entry["step"]), {}).update(metrics)
-    runtime = next((entry["train_runtime"] for entry in reversed(state.log_history) if "train_runtime" in entry), None)
     return {
         "step": state.global_step,
-        "seconds": runtime,
+        "seconds": state.log_history[-1].get("train_runtime"),
         "tokens": state.num_input_tokens_seen,
         "best_step": state.best_global_step,
         "evaluations": [[step, metrics] for step, metrics in evaluations.items()],
@@ -342,14 +331,7 @@ def best_metrics(progress: Mapping[str, Any]) -> dict[str, float]:
 
 
 def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the trackers that are installed.
-
-    Raises:
-        ValueError: Transformers has no tracker of a name.
-    """
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
+    """Return those of the trackers that are installed; an unknown name is a ValueError."""
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))

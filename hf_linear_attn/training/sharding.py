@@ -1,9 +1,8 @@
 """Where the weights of a model lie in a run of several processes: a copy on each, or shards.
 
 FSDP2 and ZeRO-3 of DeepSpeed (Rajbhandari et al. 2020, arXiv:1910.02054) shard weights, gradients and optimizer states;
-ZeRO-1 and ZeRO-2 shard the latter only. While a stage of a conversion trains, its model and its teacher are shards, in
-attention transfer too. Between two stages, when a model is loaded, patched, given adapters or saved, each process has a
-complete copy of it in the memory of the host.
+ZeRO-1 and ZeRO-2 shard the latter only. Model and teacher are shards while a stage of a conversion trains, and complete
+copies in the memory of each process between two stages.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ def runs_on_cpu(use_cpu: bool) -> bool:
 
     In these accelerate would take each process for the only one, unless it is asked for the CPU.
     """
-    return use_cpu or (_launched_processes() > 1 and not _requested_sharding() and not torch.accelerator.is_available())
-
-
-def _launched_processes() -> int:
-    """Return the number of processes that torchrun or `accelerate launch` has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    return use_cpu or (launched > 1 and not _requested_sharding() and not torch.accelerator.is_available())
 
 
 def _requested_sharding() -> str | None:
@@ -51,12 +46,8 @@ def _requested_sharding() -> str | None:
 
 
 def check_launch(process: PartialState | Accelerator) -> None:
-    """Check that the processes know of each other, and that sharding, where it is configured, has GPUs.
-
-    Raises:
-        ValueError: They do not, or it has none.
-    """
-    requested, launched = _requested_sharding(), _launched_processes()
+    """Raise a ValueError unless the processes know of each other, and sharding, where it is configured, has GPUs."""
+    requested, launched = _requested_sharding(), int(os.environ.get("WORLD_SIZE", "1"))
     unconnected = process.num_processes < launched
     if requested is not None and (unconnected or process.distributed_type.value in ("NO", "MULTI_CPU")):
         raise ValueError(
@@ -122,15 +113,8 @@ def _configure_zero(accelerator: Accelerator) -> None:
 def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     """Shard a model that runs without an optimizer: a teacher, or the model of an attention transfer.
 
-    Under FSDP2 and ZeRO-3 all parameters become shards but the learned parts of mechanisms, whose gradients attention
-    transfer computes inside the forward pass. Otherwise the model is moved to the device as it is.
-
-    Args:
-        accelerator: The accelerator of a trainer.
-        model: The model. It is changed in place.
-
-    Returns:
-        The same model.
+    Under FSDP2 and ZeRO-3 all parameters become shards, in place, but the learned parts of mechanisms, whose gradients
+    attention transfer computes inside the forward pass. Otherwise the model is moved to the device as it is.
     """
     plugin: Any = accelerator.state.deepspeed_plugin
     stage = plugin.deepspeed_config["zero_optimization"]["stage"] if plugin is not None else 0
@@ -158,22 +142,16 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 has gathered for a forward pass and not yet freed.
-
-    It leaves those of the last modules as they are; whoever asks for the parameters then gets the gathered ones.
-    """
+    """Free the parameters that FSDP2 has gathered for a forward pass and not yet freed: those of the last modules."""
     for module in model.modules():
-        free = getattr(module, "reshard", None)
-        if free is not None:
-            free()
+        if hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 def release(model: Any) -> None:
-    """Undo what an earlier trainer or evaluation has left on a model, so that accelerate can prepare it again.
-
-    accelerate marks a model that it has prepared for an evaluation, and would then train it without DDP.
-    """
+    """Undo what an earlier trainer or evaluation has left on a model, so that accelerate can prepare it again."""
     reshard(model)
+    # accelerate marks a model that it has prepared for an evaluation, and would then train it without DDP.
     vars(model).pop("_is_accelerate_prepared", None)
     engine = vars(model).pop(ENGINE, None)
     if engine is not None:

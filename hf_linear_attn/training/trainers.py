@@ -18,7 +18,7 @@ from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
 from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
-from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss, weighted_sum
+from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import (
     autocast,
@@ -87,7 +87,6 @@ class FinetuningTrainer(Trainer):
         self._skeleton: Any = None
         self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
-        self._in_training_step = False
         self._evaluation_totals: list[Tensor] = []
         self._last_logged_step = 0
         if not self._interruption_callbacks():
@@ -109,12 +108,13 @@ class FinetuningTrainer(Trainer):
         labels = inputs.get("labels")
         if labels is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._in_training_step and self.args.disable_dropout:
+        training = torch.is_grad_enabled()
+        if training and self.args.disable_dropout:
             _disable_dropout(self.model)
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
-        if not self._in_training_step:
+        if not training:
             self._add_evaluation_loss(outputs.logits, labels)
-        loss = weighted_sum(parts, weights)
+        loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
         if num_items_in_batch is None:
             total: Any = count_targets(labels, self._loss_shifts_labels).sum()
         else:
@@ -122,7 +122,7 @@ class FinetuningTrainer(Trainer):
         scale = 1.0 / max(float(total), 1.0)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             scale *= self.accelerator.num_processes // self.get_tp_size()  # gradients are averaged over processes
-        if self._in_training_step and len(parts) > 1:
+        if training and len(parts) > 1:
             for name, part in parts.items():
                 self._loss_parts[name] = self._loss_parts.get(name, 0.0) + part.detach().float() * scale
         loss = loss * scale
@@ -131,22 +131,14 @@ class FinetuningTrainer(Trainer):
     def loss_terms(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, float], Any]:
-        """Compute the terms of the loss of one batch.
-
-        Args:
-            model: The model, prepared for training.
-            inputs: The batch.
-            labels: Its labels.
+        """Compute the terms of the loss of one batch: of a step of training where gradients are on.
 
         Returns:
             The terms, each summed over the targets of the batch; the weight of each; and the model's outputs.
         """
         outputs = model(**self._forward_arguments(inputs))
-        return (
-            {"task": task_loss(*select_targets(outputs.logits, labels, self._loss_shifts_labels))},
-            {"task": 1.0},
-            outputs,
-        )
+        loss = task_loss(*select_targets(outputs.logits, labels, self._loss_shifts_labels))
+        return {"task": loss}, {"task": 1.0}, outputs
 
     def _forward_arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch without labels, unless the model makes its decoder's inputs of them."""
@@ -160,11 +152,7 @@ class FinetuningTrainer(Trainer):
         Raises:
             FloatingPointError: The loss is infinite or NaN.
         """
-        self._in_training_step = True
-        try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self._in_training_step = False
+        loss = super().training_step(model, inputs, num_items_in_batch)
         remedy = "Lower the learning rate" + (" or train without fp16" if self.args.fp16 else "")
         check_finite_loss(float(loss), self.state.global_step + 1, self._get_learning_rate(), remedy)
         return loss
@@ -256,7 +244,7 @@ class FinetuningTrainer(Trainer):
     def _run_epoch(self, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
         self.data_collator.set_epoch(epoch)
         if self._sampler is not None:
-            self._sampler.set_epoch(epoch)
+            self._sampler.epoch = epoch
         super()._run_epoch(model, epoch, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------- sharding
@@ -265,10 +253,9 @@ class FinetuningTrainer(Trainer):
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def complete_model(self) -> Any:
-        """Return the trained model with all of its weights. Every process must call it.
+        """Return the model that was passed, or, where training has sharded it, a complete copy on the CPU.
 
-        Returns:
-            The model that was passed, or, where training has sharded it, a complete copy on the CPU.
+        Every process must call it.
         """
         if self._skeleton is None:
             return self.accelerator.unwrap_model(self.model)
@@ -297,12 +284,7 @@ class FinetuningTrainer(Trainer):
         return prepared
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train to the end, optionally from a checkpoint.
-
-        Args:
-            resume_from_checkpoint: A checkpoint's folder, or True for the last one in `output_dir`.
-            args: As of `Trainer.train`.
-            kwargs: As of `Trainer.train`.
+        """Train to the end, optionally from a checkpoint (see `Trainer.train`).
 
         Raises:
             InterruptedRunError: SIGINT or SIGTERM; a checkpoint has been written.
@@ -397,7 +379,7 @@ class FinetuningTrainer(Trainer):
 
     def _load_learned(self, folder: Path) -> None:
         if (folder / LEARNED_FILE).is_file():
-            copy_parameters(self.model, load_file(str(folder / LEARNED_FILE)))
+            self.model.load_state_dict(load_file(str(folder / LEARNED_FILE)), strict=False)
 
 
 class DistillationTrainer(FinetuningTrainer):
@@ -455,7 +437,7 @@ class DistillationTrainer(FinetuningTrainer):
     ) -> tuple[dict[str, Tensor], dict[str, float], Any]:
         """Compute the terms of the loss of one batch: `task`, `logits` and `hidden`."""
         config, shift = self.args, self._loss_shifts_labels
-        if not self._in_training_step:
+        if not torch.is_grad_enabled():
             return super().loss_terms(model, inputs, labels)
         arguments = self._forward_arguments(inputs)
         with_hidden = config.hidden_weight > 0
@@ -508,12 +490,6 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-
-
-def copy_parameters(model: nn.Module, values: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for name, value in values.items():
-        parameters[name].data.copy_(value)
 
 
 def _check_processes(checkpoint: Path, processes: int) -> None:

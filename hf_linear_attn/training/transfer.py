@@ -32,7 +32,7 @@ from .arguments import AttentionTransferConfig
 from .losses import layer_loss
 from .options import check_transfer_options
 from .sharding import meta_copy, reshard, shard_frozen_model
-from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss, copy_parameters
+from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss
 
 Batch = Mapping[str, Tensor]
 ProgressFunction = Callable[[int, int, float], None]
@@ -132,9 +132,8 @@ def transfer_attention(
         return TransferResult(0, 0, 0.0, [])
     source = itertools.chain([first], source)
     held_out = [batch for batch in validation or () if _longest(batch) > beyond]
-    groups, parameters = objective.parameter_groups(lr), objective.parameters
-    optimizer = torch.optim.AdamW(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transfer_lr_factor(step, steps))
+    parameters = objective.parameters
+    optimizer, schedule = objective.optimizer(lr, steps)
     losses: list[float] = []
     evaluations: list[tuple[int, float]] = []
     best: tuple[float, int, list[Tensor]] | None = None
@@ -145,7 +144,7 @@ def transfer_attention(
                 optimizer.zero_grad()
                 layers = objective(next(source), step)
                 losses.append(float(layers.mean()))
-                check_finite_loss(losses[-1], step, groups[0]["lr"], "Lower lr")
+                check_finite_loss(losses[-1], step, float(schedule.base_lrs[0]), "Lower lr")
                 average_gradients(parameters)
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
                 optimizer.step()
@@ -187,11 +186,18 @@ class AttentionTransferLoss:
         model: PreTrainedModel,
         kind: str = "auto",
         branch_steps: frozenset[int] = frozenset(),
-        *,
         whole_model: bool = False,
     ) -> None:
+        if not is_patched(model):
+            raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+        mechanisms: list[Any] = [module.linear_attention for module in attention_modules(model)]
+        self.learned = [mechanism for mechanism in mechanisms if list(mechanism.parameters())]
+        if not self.learned:
+            raise ValueError(
+                "None of the patched layers has anything to learn. Attention transfer is for mechanisms with learned "
+                "parts (list_attentions() tells which)."
+            )
         self.model = model
-        self.learned = _learned_modules(model)
         self.kind = kind
         self.branch_steps = branch_steps
         self.tokens = 0
@@ -203,21 +209,21 @@ class AttentionTransferLoss:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.learned for parameter in _own_parameters(module)]
 
-    def parameter_groups(self, lr: float | None) -> list[dict[str, Any]]:
-        """Return one group of parameters per layer, with its learning rate (None: the mechanism's own)."""
-        groups = []
-        for module in self.learned:
-            parameters = _own_parameters(module)
-            if parameters:
-                groups.append({"params": parameters, "lr": lr or module.transfer_lr, "weight_decay": 0.0})
-        return groups
+    def optimizer(self, lr: float | None, steps: int) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+        """Return optimizer and schedule: a group of parameters per layer, with `lr` or the mechanism's own rate."""
+        groups = [
+            {"params": parameters, "lr": lr or module.transfer_lr, "weight_decay": 0.0}
+            for module in self.learned
+            if (parameters := _own_parameters(module))
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transfer_lr_factor(step, steps))
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Context manager in which only the learned parts require gradients, in float32, and dropout is off.
 
-        Types, gradients flags and the mode of the model are restored at the end; on a FloatingPointError the values of
-        the parameters are, too.
+        Types, flags and the mode of the model are restored at the end, the parameters after a FloatingPointError.
         """
         model, parameters = self.model, self.parameters
         dtypes = [parameter.dtype for parameter in parameters]
@@ -242,12 +248,9 @@ class AttentionTransferLoss:
             model.train(mode)
 
     def __call__(self, batch: Batch, step: int | None = None) -> Tensor:
-        """Return the loss of each layer, `[layers]`.
+        """Return the loss of each layer, `[layers]`, and with a step (from 1) add gradients to the learned parts.
 
-        Args:
-            batch: Inputs of the model, `[B, L]`. What the model does not take, such as labels for a backbone, is left
-                out.
-            step: Number of the training step, from 1. Gradients are then added to those of the learned parts.
+        What the model does not take of the batch, such as labels for a backbone, is left out.
         """
         losses: list[Tensor] = []
         inputs: dict[str, Any] = {
@@ -273,8 +276,7 @@ class AttentionTransferLoss:
 
 
 def transfer_lr_factor(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate in a step, counted from 0: a warm-up of a tenth of the steps, then a
-    cosine from 1 to 0.1."""
+    """Return the share of the peak learning rate in a step, from 0: a warm-up of a tenth, then a cosine to 0.1."""
     warmup = max(steps // 10, 1)
     if step < warmup:
         return (step + 1) / warmup
@@ -282,13 +284,7 @@ def transfer_lr_factor(step: int, steps: int) -> float:
 
 
 def branch_steps(steps: int, first: float, dropout: float) -> frozenset[int]:
-    """Return the steps, from 1, in which a hybrid trains its linear branch alone.
-
-    Args:
-        steps: All optimizer steps.
-        first: Share of them at the beginning.
-        dropout: Share of the others, drawn from a generator of its own.
-    """
+    """Return the steps, from 1, in which a hybrid trains its linear branch alone, by the shares of both kinds."""
     beginning = round(first * steps)
     generator = torch.Generator().manual_seed(steps)
     dropped = (torch.rand(steps, generator=generator) < dropout).tolist()
@@ -309,19 +305,6 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         _average(parameter.grad)
-
-
-def _learned_modules(model: PreTrainedModel) -> list[Any]:
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
-    modules: list[Any] = [module.linear_attention for module in attention_modules(model)]
-    learned = [module for module in modules if any(True for _ in module.parameters())]
-    if not learned:
-        raise ValueError(
-            "None of the patched layers has anything to learn. Attention transfer is for mechanisms with learned parts "
-            "(list_attentions() tells which)."
-        )
-    return learned
 
 
 def _own_parameters(module: Any) -> list[nn.Parameter]:
@@ -414,7 +397,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
         with self.objective.training():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
-            copy_parameters(self.model, self._best_parameters)
+            self.model.load_state_dict(self._best_parameters, strict=False)
         return output
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -422,10 +405,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
             self._skeleton = meta_copy(self.model)
         self.model = shard_frozen_model(self.accelerator, self.model)
         self.model_wrapped = self.model
-        self.optimizer = torch.optim.AdamW(self.objective.parameter_groups(self.args.learning_rate))
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: transfer_lr_factor(step, max_steps)
-        )
+        self.optimizer, self.lr_scheduler = self.objective.optimizer(self.args.learning_rate, max_steps)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -499,4 +479,4 @@ class AttentionTransferTrainer(FinetuningTrainer):
         tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
         best = [name for name in tensors if name.startswith(BEST_PREFIX)]
         self._best_parameters = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in best}
-        copy_parameters(self.model, tensors)
+        self.model.load_state_dict(tensors, strict=False)

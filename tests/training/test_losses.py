@@ -19,7 +19,6 @@ from hf_linear_attn.training.losses import (
     row_losses,
     select_targets,
     task_loss,
-    weighted_sum,
 )
 from hf_linear_attn.training.trainers import DistillationTrainer
 from tests.helpers import BERT, GPT2, assert_close, patched
@@ -161,9 +160,8 @@ def test_targets_of_tokens(shift: bool) -> None:
 def terms(student: Any, teacher: Any, batch: Any, folder: Path, **weights: float) -> Any:
     """The terms of the loss of a training batch, its value, and the trainer."""
     trainer = DistillationTrainer(student, teacher, config(folder, DistillationConfig, **weights))
-    trainer._in_training_step = True
     parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
-    return parts, weighted_sum(parts, factors), trainer
+    return parts, sum(factors[name] * part for name, part in parts.items()), trainer
 
 
 def outputs(model: Any, batch: Any) -> Any:
@@ -269,7 +267,7 @@ def test_losses_of_rows_add_up(tmp_path: Path) -> None:
 def test_an_evaluation_has_the_loss_of_the_task_only(tmp_path: Path) -> None:
     student, teacher, batch = classifier(1), classifier(2), batch_of("class")
     _, _, trainer = terms(student, teacher, batch, tmp_path)
-    trainer._in_training_step = False
-    parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
+    with torch.no_grad():
+        parts, factors, _ = trainer.loss_terms(student, dict(batch), batch["labels"])
     assert parts.keys() == {"task"}
     assert factors == {"task": 1.0}
