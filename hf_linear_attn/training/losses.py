@@ -226,8 +226,7 @@ def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float 
 def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int, int]]:
     """Return ranges of queries, `(start, stop, factor)`: the loss is the sum of theirs, each times its factor.
 
-    A sample divides the row into equal parts and draws one run of neighbouring queries from each. The factor is the
-    number of runs that this one stands for.
+    A sample draws one run of neighbouring queries, which stands for `factor` runs, from each of some equal parts.
     """
     _, heads, length, _ = call.query.shape
     if seed is None or length <= SAMPLED_QUERIES:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, GPT2Tokenizer, PreTrainedModel
 
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
@@ -48,21 +48,13 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
 
     Its one special token `<|endoftext|>` begins, ends and pads. It encodes any text: all 256 bytes are tokens.
     """
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
     end_of_text = "<|endoftext|>"
     if size < 257:
         raise ValueError(f"train_tokenizer must be at least 257 (256 bytes and {end_of_text}), got {size!r}.")
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, size, min_frequency=0, special_tokens=[end_of_text], show_progress=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer,
-        bos_token=end_of_text,
-        eos_token=end_of_text,
-        pad_token=end_of_text,
-        model_max_length=max_length,
-    )
+    untrained = GPT2Tokenizer(pad_token=end_of_text)
+    tokenizer = untrained.train_new_from_iterator(texts, size, show_progress=False)
+    tokenizer.model_max_length = max_length
+    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,12 +62,9 @@ def check_launch(process: PartialState | Accelerator) -> None:
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """Check how accelerate is configured to spread a model, and complete the configuration of DeepSpeed.
+    """Raise an error if accelerate is configured to spread a model in a way that is not supported.
 
-    Raises:
-        NotImplementedError: FSDP1 or Megatron.
-        ValueError: As `check_launch`; only one process would load the weights; or DeepSpeed is configured for fp16, an
-            optimizer, a scheduler or tensor parallelism.
+    The configuration of DeepSpeed is completed.
     """
     kind = accelerator.distributed_type.value
     check_launch(accelerator)
@@ -205,17 +202,6 @@ def _gathered(parameter: Any) -> Tensor:
 def is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model are shards."""
     return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
-    """Return a context of the run's mixed precision, for calls of models outside of training too."""
-    if accelerator.distributed_type.value != "DEEPSPEED":
-        context: AbstractContextManager[Any] = accelerator.autocast()
-        return context
-    # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model only.
-    plugin: Any = accelerator.state.deepspeed_plugin
-    enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
-    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=enabled)
 
 
 def name_layers(accelerator: Accelerator, model: Any) -> None:

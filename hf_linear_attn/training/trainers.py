@@ -21,7 +21,6 @@ from .callbacks import InterruptionCallback
 from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import (
-    autocast,
     check_sharding,
     fill_copy,
     meta_copy,
@@ -190,8 +189,13 @@ class FinetuningTrainer(Trainer):
         return output
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return a context of the run's mixed precision, which holds in evaluations after training too."""
-        return autocast(self.accelerator)
+        """Return a context of the run's mixed precision, for calls of models outside of training too."""
+        if self.accelerator.distributed_type.value != "DEEPSPEED":
+            return self.accelerator.autocast()
+        # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model only.
+        plugin: Any = self.accelerator.state.deepspeed_plugin
+        enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
     # ---------------------------------------------------------------------------------------------- optimizer, data
 
@@ -465,7 +469,7 @@ class DistillationTrainer(FinetuningTrainer):
     @torch.no_grad()
     def teacher_outputs(self, inputs: dict[str, Any], output_hidden_states: bool) -> Any:
         """Return the teacher's outputs for a batch without labels."""
-        with autocast(self.accelerator):
+        with self.autocast_smart_context_manager():
             if self.teacher is not None:
                 return self.teacher(**inputs, output_hidden_states=output_hidden_states)
             student: Any = self.model

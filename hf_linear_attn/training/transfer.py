@@ -464,16 +464,13 @@ class AttentionTransferTrainer(FinetuningTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; in a checkpoint, the learned parts and their best values so far."""
         if not _internal_call:
-            super().save_model(output_dir, _internal_call)
-            return
-        state = self.learned_state_dict()
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir) if output_dir else self._output_folder
-        folder.mkdir(parents=True, exist_ok=True)
-        best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
-        tensors = {name: value.cpu().contiguous() for name, value in (state | best).items()}
-        save_file(tensors, str(folder / LEARNED_FILE))
+            super().save_model(output_dir)
+        elif self.args.should_save:
+            folder = Path(str(output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
+            tensors = {name: value.cpu().contiguous() for name, value in (self.learned_state_dict() | best).items()}
+            save_file(tensors, str(folder / LEARNED_FILE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
