@@ -127,7 +127,7 @@ The exit code is 0 if the budget is met, and 1 if it is not.""",
         "demo:run_demo",
         "evaluate a small model: quality and speed of linear attention beside exact attention",
         ("model",),
-        "hf-linear-attn demo --quick\nhf-linear-attn demo ./llama --data.dataset mine.txt --attention hedgehog window",
+        "hf-linear-attn demo\nhf-linear-attn demo smollm2\nhf-linear-attn demo ./llama --data.dataset mine.txt --full",
     ),
     "env": Verb("cli:EnvConfig", "cli:show_environment", "show versions and hardware, for a bug report"),
 }
@@ -196,7 +196,7 @@ examples:
   hf-linear-attn list favor+
   hf-linear-attn patch bert-base-uncased out --attention hedgehog
   hf-linear-attn convert ./bert-sst2 --data.task sst2 --output out
-  hf-linear-attn demo --quick
+  hf-linear-attn demo
 
 `{PROGRAM} VERB --help` shows the options that matter first, `--help all` every option.
 """

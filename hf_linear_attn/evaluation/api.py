@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,6 +40,9 @@ from .metrics import QualityMetric, classification_metric, embedding_metric, per
 from .progress import ConsoleProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
+
+Examples = Callable[[Evaluator], Mapping[str, Any]]
+"""Data frames by title, from the exact and the converted models of an evaluator."""
 
 #: A folder with one of these holds a result of `evaluate`.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
@@ -103,13 +106,20 @@ def evaluate(
     return _evaluate(model, config, folder, progress or Progress(), tool, tokenizer, documents, timing=timing)
 
 
-def run_evaluate(config: EvaluateConfig, *, console: Any = None, tool: str = "hf-linear-attn evaluate") -> Evaluation:
+def run_evaluate(
+    config: EvaluateConfig,
+    *,
+    console: Any = None,
+    tool: str = "hf-linear-attn evaluate",
+    examples: Examples | None = None,
+) -> Evaluation:
     """Evaluate, write the report to `config.output`, show the summary, and return the `Evaluation`.
 
     Args:
         config: The options.
         console: A rich console; None: stdout.
         tool: What the report calls this program.
+        examples: Tables for a person to read, by their titles, for the end of screen and report.
 
     Raises:
         ValueError, OSError: Options, a model or data that cannot be used. Nothing has been measured or written then.
@@ -120,13 +130,16 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, tool: str = "hf
         raise ValueError("No model: give a local folder or a repository on the Hub.")
     folder = Path(config.output)
     with ConsoleProgress(console) as screen:
-        evaluation = _evaluate(config.model, config, folder, screen, tool)
+        evaluation = _evaluate(config.model, config, folder, screen, tool, examples=examples)
     evaluation.save(folder)
     path = evaluation.report(folder)
     screen.table(evaluation.summary())
     conclusions = (f"{one.label}: {one.sentence}" for one in evaluation.conclusions())
     for line in (*conclusions, *evaluation.warnings()):
         screen.log(f"• {line}")
+    for title, frame in evaluation.examples().items():
+        screen.log(title)
+        screen.table(frame)
     screen.log(f"Report: {path}")
     return evaluation
 
@@ -141,6 +154,7 @@ def _evaluate(
     documents: Sequence[str] | None = None,
     *,
     timing: bool = True,
+    examples: Examples | None = None,
 ) -> Evaluation:
     """Check and load everything, and then measure; with a folder, every record is in it as soon as it is known."""
     start = time.perf_counter()
@@ -159,7 +173,7 @@ def _evaluate(
         if len(records):
             progress.log(f"{len(records)} records of earlier runs are used where they fit.")
         try:
-            return _run(evaluators, config, records, progress, start, tool, timing=timing)
+            return _run(evaluators, config, records, progress, start, tool, timing=timing, examples=examples)
         except BaseException:
             if records.path is not None and len(records):
                 saved = f"{len(records)} records are saved in {records.path}."
@@ -270,6 +284,7 @@ def _run(
     tool: str,
     *,
     timing: bool,
+    examples: Examples | None = None,
 ) -> Evaluation:
     first = evaluators[0]
     run_settings = _join_earlier_runs(evaluators, config, records)
@@ -284,6 +299,7 @@ def _run(
         evaluator.measure_quality()
     if timing and first.settings.lengths:
         measure_speed(first)
+    tables = examples(first) if examples is not None else {}
     used, left_out = _current_records(records, first)
     if left_out:
         first.notes.append(f"{left_out} records of another device or other versions are not shown. Measure them again.")
@@ -302,6 +318,7 @@ def _run(
         "checkpoints": run_settings["checkpoints"],
         "notes": first.notes,
         "records": sorted(used),
+        "examples": {title: frame.reset_index().to_dict("list") for title, frame in tables.items()},
         "runs": len(records.runs),
     }
     return Evaluation(records.to_frame(used), json_safe(info), records)

@@ -74,6 +74,7 @@ class Evaluator:
     task: str = ""  # a further task that this model is for; only its scores are measured then
     progress: Progress = field(default_factory=Progress)
     notes: list[str] = field(default_factory=list)  # what was left out, and why
+    converted: dict[str, Loader] = field(default_factory=dict)  # by label, after the transfer
 
     @property
     def scores(self) -> list[Score]:
@@ -129,6 +130,7 @@ class Evaluator:
         patched = cache(lambda: patch_model(shared_copy(self.exact.model), name, **options))
         identity: dict[str, Any] = {"options": options, "seed": seed if trains or options else None}
         stages = [self._quality(name, name, patched, state="untrained", **identity)]
+        self.converted[name] = patched
         if trains:
             transfer = {name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}
             transfer |= {"data": self.inputs.hash, "order": self.settings.seed}
@@ -137,6 +139,7 @@ class Evaluator:
             if self.records.known(self.exact.conditions(name, "attention_transfer", **identity)) is None:
                 transferred()
             stages.append(self._quality(name, name, transferred, **identity))
+            self.converted[name] = transferred
         self._log(name, *stages)
 
     def _transferred(

@@ -92,7 +92,8 @@ def page_template(name: str) -> Any:
 
 def render_markdown(evaluation: Evaluation) -> str:
     """Return the summary, the conclusions, the tables and how it was measured as Markdown."""
-    tables = [f"## {title}\n\n{frame.to_markdown()}" for title, frame in speed_tables(evaluation).items()]
+    frames = {**evaluation.examples(), **speed_tables(evaluation)}
+    tables = [f"## {title}\n\n{frame.to_markdown()}" for title, frame in frames.items()]
     parts = [
         f"# Linear attention in {evaluation.info['model']['name']}",
         lead(evaluation),

@@ -302,6 +302,13 @@ class Evaluation:
             known = [[fmean(shares)] for shares in known]
         return Quality.of(100 * fmean(run) for run in zip(*known, strict=True))
 
+    def examples(self) -> dict[str, pandas.DataFrame]:
+        """Return tables for a person to read, by their titles: what the exact and the converted models do."""
+        import pandas
+
+        tables = self.info.get("examples", {})
+        return {title: pandas.DataFrame(one).set_index(next(iter(one))) for title, one in tables.items()}
+
     def conclusions(self) -> list[Conclusion]:
         """Return one sentence per mechanism: its speed at the user's length, and what it keeps of the quality."""
         return [self._conclusion(label) for label in self.mechanisms]

@@ -1,0 +1,111 @@
+"""Examples that a person can read, by the exact model and by converted ones: a search, a long document, a text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import normalize
+from transformers import PreTrainedModel
+
+from ..data.text import encode_text, pad_token, padded_batches, special_tokens, token_documents, token_passages
+from ..integration.discovery import longest_input
+from ..utils.formatting import format_seconds
+from .metrics import sentence_embeddings
+
+if TYPE_CHECKING:
+    import pandas
+
+    from .models import ExactModel
+
+#: What somebody may look for in the documentation of Python's standard library.
+QUERIES = (
+    "compress a file",
+    "parse command line arguments",
+    "send an e-mail",
+    "measure how long a piece of code runs",
+    "read JSON",
+    "wait for several threads",
+)
+PROMPT = "The lighthouse stood at the end of the island, and every evening the keeper"
+
+#: Documents to search in, tokens of each that are read, hits that are shown; tokens that a decoder adds.
+DOCUMENTS, PASSAGE, HITS, CONTINUATION = 120, 128, 3, 40
+
+Models = Mapping[str, PreTrainedModel]
+
+
+def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dict[str, pandas.DataFrame]:
+    """Return tables of examples by their titles.
+
+    Args:
+        exact: The exact model and its tokenizer.
+        models: The exact model and converted ones, by label.
+        documents: Texts: to search in, and to make a long document of.
+    """
+    if exact.kind == "decoder":
+        return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
+    return {
+        "A search: the first hits of each model": search(models, exact.tokenizer, documents),
+        "A long document": long_document(models, exact.tokenizer, documents),
+    }
+
+
+def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
+    """Return the documents that each model finds for `QUERIES`, by their first lines, a column for each model."""
+    import pandas
+
+    documents = sorted(documents, key=len, reverse=True)[:DOCUMENTS]
+    titles = [document.strip().splitlines()[0][:60] for document in documents]
+    before, after = special_tokens(tokenizer, documents)
+    pad = pad_token(tokenizer)
+    length = min(PASSAGE, longest_input(next(iter(models.values()))) or PASSAGE)
+    passages = [token_passages(tokenizer, [document], length, 10**6)[0] for document in documents]
+    queries = [[*before, *encode_text(tokenizer, query), *after] for query in QUERIES]
+    columns = {}
+    for label, model in models.items():
+        found, asked = (
+            normalize(sentence_embeddings(model, padded_batches(ids, 16, pad)), dim=-1) for ids in (passages, queries)
+        )
+        hits = (asked @ found.T).topk(min(HITS, len(titles)), dim=-1).indices.tolist()
+        columns[label] = [titles[index] for row in hits for index in row]
+    ranks = range(1, len(columns[label]) // len(QUERIES) + 1)
+    index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
+    return pandas.DataFrame(columns, index=index)
+
+
+def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
+    """Return how alike the models embed the longest input that the exact one takes, and the time each needs."""
+    import pandas
+
+    first = next(iter(models.values()))
+    length = min(longest_input(first) or 2048, 2048)
+    batch = padded_batches(token_documents(tokenizer, ["\n\n".join(documents)], length), 1, 0)
+    rows, exact = {}, None
+    for label, model in models.items():
+        sentence_embeddings(model, batch)  # the first call compiles kernels and fills caches
+        start = time.perf_counter()
+        embedding = normalize(sentence_embeddings(model, batch), dim=-1)
+        seconds = time.perf_counter() - start
+        exact = embedding if exact is None else exact
+        rows[label] = {"cosine with the exact embedding": f"{float((embedding * exact).sum()):.3f}"}
+        rows[label]["time"] = format_seconds(seconds)
+    tokens = f"{batch[0]['input_ids'].shape[1]:,} tokens"
+    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis(tokens)
+
+
+@torch.no_grad()
+def continued_text(models: Models, tokenizer: object) -> pandas.DataFrame:
+    """Return how each decoder goes on after `PROMPT`, greedily."""
+    import pandas
+
+    ids = torch.tensor([encode_text(tokenizer, PROMPT)])
+    options = {"max_new_tokens": CONTINUATION, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
+    texts = {}
+    for label, model in models.items():
+        own = ids.to(model.device)
+        output = model.generate(own, attention_mask=torch.ones_like(own), **options)  # type: ignore[operator]
+        texts[label] = " ".join(tokenizer.decode(output[0, ids.shape[1] :]).split())  # type: ignore[attr-defined]
+    return pandas.DataFrame({"continued by": texts.keys(), "text": texts.values()}).set_index("continued by")
