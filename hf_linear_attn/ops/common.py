@@ -166,8 +166,9 @@ class OutputBlocks:
         self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
         self.filled += block.shape[2]
 
-    def add_quotient(self, numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> None:
-        """Append `divide(numerator, denominator)`, in one pass where possible; numerator `[B, H, l, e]`."""
+    def add_quotient(self, sums: Tensor, *, signed: bool = False) -> None:
+        """Append the weighted means of v from sums `Σ w [v, 1]` `[B, H, l, e + 1]`, in one pass where possible."""
+        numerator, denominator = sums[..., :-1], sums[..., -1]
         if self.buffer is None or signed or self.buffer.dtype != numerator.dtype:
             return self.add(divide(numerator, denominator, signed=signed))
         target = self.buffer[:, :, self.filled : self.filled + numerator.shape[2]]

@@ -17,6 +17,7 @@ from torch import Tensor
 from .common import (
     FeatureFunction,
     Features,
+    KeySums,
     OutputBlocks,
     State,
     block_length,
@@ -25,6 +26,8 @@ from .common import (
     finite_or_zero,
     group_heads,
     mask_tokens,
+    token_blocks,
+    with_ones,
 )
 from .fused import KernelizedCall
 
@@ -43,35 +46,14 @@ def masked_key_features(
 
     The keys themselves are zeroed first: NaN in padding reaches neither the state nor the gradient of a learned map.
     """
-    values, log_scale = key_features(mask_tokens(key.to(dtype), mask), start)
-    values = mask_tokens(values, mask)
-    return Features(values, None if log_scale is None else mask_tokens(log_scale, mask, float("-inf")))
+    return _masked(key_features(mask_tokens(key.to(dtype), mask), start), mask)
 
 
-def merge_keys(state: State | None, keys: Features, value: Tensor, *, signed: bool = False) -> State:
-    """Add keys `[B, G, l, m]` and values `[B, G, l, e]`, whose masked tokens are zero, to a state.
-
-    With a log scale, `c' = max(c, max_j s_j)`, and state and keys are rescaled to `c'`: nothing overflows at any
-    length. The result does not depend on `c`, so no gradient flows through it, unless the guard of signed features
-    reads it.
-    """
+def _masked(keys: Features, mask: Tensor | None) -> Features:
     values, log_scale = keys
-    carried = state
-    scales: State = {}
-    if log_scale is not None:
-        top = (log_scale if signed else log_scale.detach()).amax(dim=-1)
-        if state is not None:
-            top = torch.maximum(top, state["log_scale"])
-            decay = torch.exp(state["log_scale"] - finite_or_zero(top))
-            carried = {"kv": state["kv"] * decay[..., None, None], "k_sum": state["k_sum"] * decay[..., None]}
-        values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
-        scales = {"log_scale": top}
-    if carried is None:
-        return {"kv": values.transpose(-1, -2) @ value, "k_sum": values.sum(dim=-2), **scales}
-    kv, values_t = carried["kv"], values.flatten(0, 1).transpose(1, 2)
-    kv = torch.baddbmm(kv.flatten(0, 1), values_t, value.flatten(0, 1)).view(kv.shape)
-    one = values.shape[2] == 1
-    return {"kv": kv, "k_sum": carried["k_sum"] + (values.squeeze(2) if one else values.sum(dim=-2)), **scales}
+    return Features(
+        mask_tokens(values, mask), None if log_scale is None else mask_tokens(log_scale, mask, float("-inf"))
+    )
 
 
 def bidirectional(call: KernelizedCall) -> Tensor:
@@ -82,37 +64,26 @@ def bidirectional(call: KernelizedCall) -> Tensor:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    query, key, value, mask, signed = call.query, call.key, call.value, call.mask, call.signed
-    dtype = compute_dtype(query)
+    query, key, value, signed = call.query, call.key, call.value, call.signed
     batch, heads, length, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if _explicit_is_cheaper(length, keys, call.num_features, value.shape[-1]):
         return _explicit(call)
-    step = block_length(batch, groups, max(call.num_features, value.shape[-1]), keys)
-    state: State | None = None
-    for start in range(0, keys, step):
-        stop = min(start + step, keys)
-        part = None if mask is None else mask[:, start:stop]
-        features = masked_key_features(call.key_features, key[:, :, start:stop], start, part, dtype)
-        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
-        state = merge_keys(state, features, values, signed=signed)
-    if state is None:  # no keys at all
+    width = max(call.num_features, value.shape[-1])
+    sums: KeySums | None = None
+    for start, _, part, (columns, values) in token_blocks(
+        block_length(batch, groups, width, keys), call.mask, key, value
+    ):
+        own = KeySums.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=signed)
+        sums = own if sums is None else sums.plus(own)
+    if sums is None:  # no keys at all
         return value.new_zeros(batch, heads, length, value.shape[-1])
-    step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
-    for start in range(0, length, step):
-        block = call.query_features(query[:, :, start : start + step].to(dtype), start).values
-        rows = block.shape[2]
-        folded = block.reshape(batch, groups, -1, block.shape[-1])
-        normaliser = _row_products(folded, state["k_sum"])
-        numerator = (folded @ state["kv"]).view(batch, heads, rows, -1)
-        outputs.add_quotient(numerator, normaliser.view(batch, heads, rows), signed=signed)
+    for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
+        features = call.query_features(rows, start).values
+        out = features.reshape(batch, groups, -1, features.shape[-1]) @ sums.total
+        outputs.add_quotient(out.view(batch, heads, rows.shape[2], -1), signed=signed)
     return outputs.result()
-
-
-def _row_products(rows: Tensor, vector: Tensor) -> Tensor:
-    """`[…, n, m]`, `[…, m]` -> `[…, n]`: the vector from the left, which takes torch a third of the time."""
-    return (vector.unsqueeze(-2) @ rows.transpose(-1, -2)).squeeze(-2)
 
 
 def _explicit_is_cheaper(length: int, keys: int, features: int, width: int) -> bool:
@@ -132,7 +103,7 @@ def _explicit(call: KernelizedCall) -> Tensor:
     keys = masked_key_features(call.key_features, call.key, 0, call.mask, dtype)
     values = mask_tokens(call.value.to(dtype), call.mask)
     if call.causal:
-        weights = chunk_weights(group_heads(queries, groups), keys, None, signed=signed)[0]
+        weights = _chunk_weights(group_heads(queries, groups), keys, None, signed)[0]
         weights = weights.view(batch, groups, -1, length)
     else:
         features = keys.values
@@ -144,9 +115,7 @@ def _explicit(call: KernelizedCall) -> Tensor:
     return out.view(batch, heads, length, -1).to(call.value.dtype)
 
 
-def chunk_weights(
-    query: Tensor, keys: Features, carried: Tensor | None, *, signed: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def _chunk_weights(query: Tensor, keys: Features, carried: Tensor | None, signed: bool) -> tuple[Tensor, Tensor | None]:
     """Compute causal weights within one chunk, relative to the running log scale of each row.
 
     query `[B, G, R, n, m]`, keys `[B, G, n, …]`, carried `[B, G]` (log scale of the state) ->
@@ -176,72 +145,44 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
         The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token if
         `call.return_state`.
     """
-    query, key, value, mask, state, signed = call.query, call.key, call.value, call.mask, call.state, call.signed
-    dtype = compute_dtype(query)
+    query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
-    groups = key.shape[1]
     if state is None and not call.return_state and 0 < length <= 2 * chunk:
         return _explicit(call), None
-    if state is not None and length == 1:
-        return _step(call, state)
+    sums = None if state is None else KeySums.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        part = None if mask is None else mask[:, start:stop]
-        queries = group_heads(call.query_features(query[:, :, start:stop].to(dtype), start).values, groups)
-        keys = masked_key_features(call.key_features, key[:, :, start:stop], start, part, dtype)
-        values = mask_tokens(value[:, :, start:stop].to(dtype), part)
+    for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
+        rows = query[:, :, start:stop].to(columns.dtype)
+        queries = group_heads(call.query_features(rows, start).values, key.shape[1])
+        keys, values = _masked(call.key_features(columns, start), part), with_ones(values)
         for low in range(0, stop - start, chunk):
-            high = min(low + chunk, stop - start)
-            chunk_q, chunk_v = queries[:, :, :, low:high], values[:, :, low:high]
-            chunk_scale = None if keys.log_scale is None else keys.log_scale[:, :, low:high]
-            chunk_k = Features(keys.values[:, :, low:high], chunk_scale)
-            numerator, denominator = _causal_chunk(chunk_q, chunk_k, chunk_v, state, signed)
-            heads_first = numerator.view(batch, heads, high - low, -1), denominator.view(batch, heads, high - low)
-            outputs.add_quotient(*heads_first, signed=signed)
-            if call.return_state or start + high < length:
-                state = merge_keys(state, chunk_k, chunk_v, signed=signed)
-    return outputs.result(), state if call.return_state else None
+            now = slice(low, min(low + chunk, stop - start))
+            chunk_scale = None if keys.log_scale is None else keys.log_scale[:, :, now]
+            chunk_k, chunk_v = Features(keys.values[:, :, now], chunk_scale), values[:, :, now]
+            if length == 1 and sums is not None:  # the recurrent step: add the token, then read the sums
+                sums = sums.plus(KeySums.of(chunk_k, chunk_v, signed=signed))
+                out = queries.flatten(2, 3) @ sums.total
+            else:
+                out = _causal_chunk(queries[:, :, :, now], chunk_k, chunk_v, sums, signed)
+                if call.return_state or start + now.stop < length:
+                    own = KeySums.of(chunk_k, chunk_v, signed=signed)
+                    sums = own if sums is None else sums.plus(own)
+            outputs.add_quotient(out.view(batch, heads, now.stop - low, -1), signed=signed)
+    return outputs.result(), sums.state() if call.return_state and sums is not None else None
 
 
-def _step(call: KernelizedCall, state: State) -> tuple[Tensor, State]:
-    """One token: add it to the state, then read the state."""
-    dtype, signed = compute_dtype(call.query), call.signed
-    batch, heads, groups = call.query.shape[0], call.query.shape[1], call.key.shape[1]
-    queries = call.query_features(call.query.to(dtype), 0).values.reshape(batch, groups, heads // groups, -1)
-    keys = masked_key_features(call.key_features, call.key, 0, call.mask, dtype)
-    after = merge_keys(state, keys, mask_tokens(call.value.to(dtype), call.mask), signed=signed)
-    normaliser = _row_products(queries, after["k_sum"])
-    out = divide(queries @ after["kv"], normaliser, signed=signed)
-    return out.view(batch, heads, 1, -1).to(call.value.dtype), after
-
-
-def _causal_chunk(
-    query: Tensor, keys: Features, value: Tensor, state: State | None, signed: bool
-) -> tuple[Tensor, Tensor]:
-    """Numerators and normalisers of one chunk, of B·H·n rows: the keys of the state, and the chunk's own, j <= i."""
+def _causal_chunk(query: Tensor, keys: Features, value: Tensor, sums: KeySums | None, signed: bool) -> Tensor:
+    """Sums `Σ w [v, 1]` of one chunk, of B·H·n rows: the keys before it, and the chunk's own, j <= i."""
     batch, groups, repeats, length, width = query.shape
-    carried = None if state is None else state.get("log_scale")
-    weights, running = chunk_weights(query, keys, carried, signed=signed)
-    weights = weights.view(batch * groups, repeats * length, length)
-    numerator, denominator = torch.bmm(weights, value.flatten(0, 1)), weights.sum(dim=-1)
-    if state is None:
-        return numerator, denominator
+    carried = None if sums is None else sums.log_scale
+    weights, running = _chunk_weights(query, keys, carried, signed)
+    own = torch.bmm(weights.view(batch * groups, repeats * length, length), value.flatten(0, 1))
+    if sums is None:
+        return own
     if carried is not None and running is not None:
         query = query * torch.exp(carried.unsqueeze(-1) - finite_or_zero(running))[:, :, None, :, None]
-    rows = query.reshape(batch * groups, repeats * length, width)
-    numerator = torch.baddbmm(numerator, rows, state["kv"].flatten(0, 1))
-    return numerator, denominator + _row_products(rows, state["k_sum"].flatten(0, 1))
-
-
-def read_state(query: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Return `(φ(q)ᵀ S, φ(q)ᵀ z)` for query features `[B, G, R, n, m]`: `[B, G, R, n, e]` and `[B, G, R, n]`."""
-    batch, groups, repeats, length, width = query.shape
-    folded = query.reshape(batch, groups, repeats * length, width)
-    numerator = (folded @ state["kv"]).view(batch, groups, repeats, length, -1)
-    denominator = _row_products(folded, state["k_sum"]).view(batch, groups, repeats, length)
-    return numerator, denominator
+    return torch.baddbmm(own, query.reshape(batch * groups, repeats * length, width), sums.total.flatten(0, 1))
 
 
 def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: bool = False) -> Tensor:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import Features, State, compute_dtype, divide, mask_tokens
+from .common import Features, KeySums, State, compute_dtype, divide, mask_tokens, with_ones
 from .fused import WindowedCall
-from .kernelized import masked_key_features, merge_keys
+from .kernelized import masked_key_features
 from .sinks import first_tokens
 from .windowed import Columns, row_weights
 
@@ -39,8 +39,8 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     outside = state["count"].unsqueeze(1) - call.window  # the position of the oldest token, which leaves the window
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
-    far: State = {name: state[name] for name in ("kv", "k_sum", "log_scale") if name in state}
-    far = merge_keys(far, older, mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
+    older_value = with_ones(mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
+    far = KeySums.from_state(state).plus(KeySums.of(older, older_value))
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
@@ -56,11 +56,10 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     values, scale = call.query_features(query.to(dtype), 0)
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
-    far_scale = None if scale is None else far["log_scale"].unsqueeze(-1)
+    far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
     (exact,), top = row_weights(features, [Columns(logits)], far_scale)
-    far_value, far_weight = features.values @ far["kv"], (features.values @ far["k_sum"].unsqueeze(-1)).squeeze(-1)
+    total = features.values @ far.total
     if features.log_scale is not None and far_scale is not None:
-        decay = torch.exp(features.log_scale + far_scale - top)
-        far_value, far_weight = far_value * decay.unsqueeze(-1), far_weight * decay
-    out = divide(exact @ near_value + far_value, exact.sum(dim=-1) + far_weight)
-    return out.view(batch, heads, 1, -1).to(value.dtype), {**far, **ring, **first}
+        total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
+    out = divide(exact @ near_value + total[..., :-1], exact.sum(dim=-1) + total[..., -1])
+    return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
