@@ -151,41 +151,27 @@ class OutputBlocks:
     """
 
     def __init__(self, batch: int, heads: int, length: int, width: int, like: Tensor) -> None:
-        self.blocks: list[Tensor] = []
+        self.blocks = [like.new_empty(batch, heads, 0, width)]
         self.buffer: Tensor | None = None
         self.filled = 0
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.buffer = like.new_empty(batch, length, heads, width).transpose(1, 2)
-        self.empty = like.new_empty(batch, heads, 0, width)
+            self.buffer = token_major(batch, heads, length, width, like.dtype, like.device)
 
     def add(self, block: Tensor) -> None:
         """Append the output `[B, H, l, e]` of the next l tokens."""
         if self.buffer is None:
-            self.blocks.append(block.to(self.empty.dtype))
-            return
-        self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
-        self.filled += block.shape[2]
+            self.blocks.append(block.to(self.blocks[0].dtype))
+        else:
+            self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
+            self.filled += block.shape[2]
 
     def add_quotient(self, sums: Tensor, *, signed: bool = False) -> None:
-        """Append the weighted means of v from sums `Σ w [v, 1]` `[B, H, l, e + 1]`, in one pass where possible."""
-        numerator, denominator = sums[..., :-1], sums[..., -1]
-        if self.buffer is None or signed or self.buffer.dtype != numerator.dtype:
-            return self.add(divide(numerator, denominator, signed=signed))
-        target = self.buffer[:, :, self.filled : self.filled + numerator.shape[2]]
-        torch.div(numerator, denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1), out=target)
-        self.filled += numerator.shape[2]
-        return None
+        """Append the weighted means of v from sums `Σ w [v, 1]` `[B, H, l, e + 1]`."""
+        self.add(divide(sums[..., :-1], sums[..., -1], signed=signed))
 
     def result(self) -> Tensor:
         """Return all blocks as one tensor."""
-        return self.buffer if self.buffer is not None else concatenate(self.blocks, self.empty)
-
-
-def concatenate(blocks: list[Tensor], empty: Tensor) -> Tensor:
-    """Join blocks `[B, H, l, e]` along the sequence; one block is returned as it is, and `empty` for none."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return torch.cat(blocks, dim=2) if blocks else empty
+        return self.buffer if self.buffer is not None else torch.cat(self.blocks, dim=2)
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -227,6 +213,14 @@ def divide(numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> T
         inverse = denominator / denominator.square().clamp_min(SIGNED_NORMALISER_EPS**2)
         return numerator * inverse.unsqueeze(-1)
     return numerator / denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
+
+
+def softmax_rows(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """Apply softmax over the last dimension to the allowed entries; rows without any are zero."""
+    if allowed is None:
+        return torch.softmax(logits, dim=-1)
+    weights = torch.softmax(logits.masked_fill(~allowed, torch.finfo(logits.dtype).min), dim=-1)
+    return weights.masked_fill(~allowed, 0.0)
 
 
 def group_heads(tensor: Tensor, groups: int) -> Tensor:

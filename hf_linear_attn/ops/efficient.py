@@ -2,9 +2,11 @@
 
     w_ij = Σ_c a_ic exp(k_jc) / Σ_{j' visible to i} exp(k_j'c)      a_i = softmax(q_i)
 
-Every feature has a normaliser of its own, which in the causal form grows from token to token. Shapes: `B` batch, `H`
-query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value size. q and k arrive
-scaled. All sums are float32 (float64 for float64 inputs).
+Every feature has a normaliser of its own, which in the causal form grows from token to token. q and k are multiplied by
+`scale` first. All sums are float32 (float64 for float64 inputs).
+
+Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` with `H = G·R` query heads for G key-value heads;
+a mask `[B, S]` is True for tokens.
 
 The state holds, with c the running maximum of each feature over the keys so far:
     `kv`        `[B, G, d, e]`   Σ_j exp(k_j - c) v_jᵀ
@@ -23,10 +25,10 @@ from .common import (
     State,
     block_length,
     compute_dtype,
-    concatenate,
     finite_or_zero,
     group_heads,
     mask_tokens,
+    token_blocks,
 )
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
@@ -38,11 +40,8 @@ PIECE = 8
 DENSE_ELEMENTS = 1 << 22
 
 
-def _logits(key: Tensor, scale: float, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return mask_tokens(key.to(dtype) * scale, mask, float("-inf"))
-
-
-def _no_keys(batch: int, groups: int, width: int, value: Tensor, dtype: torch.dtype) -> State:
+def _no_keys(batch: int, groups: int, width: int, value: Tensor) -> State:
+    dtype = compute_dtype(value)
     return {
         "kv": value.new_zeros(batch, groups, width, value.shape[-1], dtype=dtype),
         "k_sum": value.new_zeros(batch, groups, width, dtype=dtype),
@@ -69,34 +68,20 @@ def _add_keys(state: State, logits: Tensor, value: Tensor) -> State:
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
     """Compute the bidirectional form. Time O((L + S)·d·e); temporaries O(block·d).
 
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, S, d]`.
-        value: `[B, G, S, e]`.
-        scale: Factor of queries and keys.
-        mask: `[B, S]`, True for tokens.
-
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`.
     """
-    dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
-    groups, keys = key.shape[1], key.shape[2]
-    state = _no_keys(batch, groups, width, value, dtype)
-    step = block_length(batch, groups, max(width, value.shape[-1]), keys)
-    for start in range(0, keys, step):
-        block = slice(start, start + step)
-        part = None if mask is None else mask[:, block]
-        logits = _logits(key[:, :, block], scale, part, dtype)
-        state = _add_keys(state, logits, mask_tokens(value[:, :, block].to(dtype), part))
+    groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
+    state = _no_keys(batch, groups, width, value)
+    for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), mask, key, value):
+        state = _add_keys(state, mask_tokens(logits * scale, part, float("-inf")), values)
     table = state["kv"] / state["k_sum"].clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
-    outputs = []
-    step = block_length(batch, heads, max(width, value.shape[-1]), length)
-    for start in range(0, length, step):
-        features = torch.softmax(query[:, :, start : start + step].to(dtype) * scale, dim=-1)
-        folded = features.reshape(batch, groups, -1, width)
-        outputs.append((folded @ table).view(batch, heads, features.shape[2], -1).to(value.dtype))
-    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1]))
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    for _, _, _, (rows,) in token_blocks(block_length(batch, heads, size, length), None, query):
+        folded = torch.softmax(rows * scale, dim=-1).reshape(batch, groups, -1, width)
+        outputs.append((folded @ table).view(batch, heads, rows.shape[2], -1).to(value.dtype))
+    return torch.cat(outputs, dim=2)
 
 
 def causal(
@@ -115,20 +100,16 @@ def causal(
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
-    dtype = compute_dtype(query)
-    batch, heads, length, width = query.shape
+    batch, heads, _, width = query.shape
     groups = key.shape[1]
-    state = _no_keys(batch, groups, width, value, dtype) if state is None else state
-    outputs = []
-    for start in range(0, length, CHUNK):
-        chunk = slice(start, min(start + CHUNK, length))
-        part = None if mask is None else mask[:, chunk]
-        features = torch.softmax(query[:, :, chunk].to(dtype) * scale, dim=-1)
-        logits = _logits(key[:, :, chunk], scale, part, dtype)
-        values = mask_tokens(value[:, :, chunk].to(dtype), part)
+    state = _no_keys(batch, groups, width, value) if state is None else state
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    for start, stop, part, (keys, values) in token_blocks(CHUNK, mask, key, value):
+        features = torch.softmax(query[:, :, start:stop].to(keys.dtype) * scale, dim=-1)
+        logits = mask_tokens(keys * scale, part, float("-inf"))
         out, state = _causal_chunk(group_heads(features, groups), logits, values, state)
-        outputs.append(out.reshape(batch, heads, -1, value.shape[-1]).to(value.dtype))
-    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1])), state
+        outputs.append(out.flatten(1, 2).to(value.dtype))
+    return torch.cat(outputs, dim=2), state
 
 
 def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State) -> tuple[Tensor, State]:
@@ -192,7 +173,7 @@ def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) 
     features = torch.softmax(query.to(dtype) * scale, dim=-1)
     logits = (key.to(dtype) * scale).repeat_interleave(heads // key.shape[1], dim=1).unsqueeze(2)
     step = max(DENSE_ELEMENTS // max(batch * heads * keys * width, 1), 1)
-    blocks = []
+    blocks = [features.new_zeros(batch, heads, 0, keys)]
     for start in range(0, length, step):
         rows = slice(start, start + step)
         visible = logits.masked_fill(~allowed[:, :, rows].unsqueeze(-1), float("-inf"))  # [B, H, r, S, d]
@@ -200,4 +181,4 @@ def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) 
             visible = (visible - finite_or_zero(visible.detach().amax(dim=3, keepdim=True))).exp()
         shares = features[:, :, rows] / visible.sum(dim=3).clamp_min(DENOMINATOR_EPS)
         blocks.append((visible @ shares.unsqueeze(-1)).squeeze(-1))
-    return concatenate(blocks, features.new_zeros(batch, heads, 0, keys))
+    return torch.cat(blocks, dim=2)

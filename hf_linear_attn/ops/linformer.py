@@ -103,16 +103,8 @@ def causal_blocks(
     finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number `slot_count [B]`, and the open block
     `open_key [B, G, c, d]`, `open_value`, `open_count [B]`. Time O(L·(c + L·r/c)·d), state O(L·r/c).
 
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, L, d]`.
-        value: `[B, G, L, e]`.
-        project_key: `[h, r, c]` with h = G or 1.
-        project_value: `[h, r, c]`.
-        scaling: τ.
-        mask: `[B, L]`, True for tokens.
-        state: The state before these tokens.
-        return_state: Whether to return the state after them.
+    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`; project_key and project_value `[h, r, c]` with h = G
+    or 1; scaling is τ, and a mask `[B, L]` is True for tokens.
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state or None.
@@ -123,9 +115,7 @@ def causal_blocks(
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = state if state is not None else _empty_blocks(key, value, block, dtype)
-    index = (
-        past["open_count"][:, None] + token_positions(mask)[0]
-    )  # position of each token, counted from the open block
+    index = past["open_count"][:, None] + token_positions(mask)[0]  # of each token, counted from the open block
     blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
     capacity = blocks * block
     index = torch.where(mask, index, capacity)  # padding goes to one extra position, dropped below

@@ -5,8 +5,9 @@ Bidirectional: `K̃ = softmax(τ P Kᵀ) K`, `Ṽ = softmax(τ P Kᵀ) V`, `O = 
 Causal, with `a_j = f(τ P k_j) ∈ R^l` positive and n_i the number of real tokens up to i:
 `u_i = softmax((1/n_i) Σ_{j<=i} (s q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`.
 
-Shapes: `B` batch, `H` query heads, `G` key-value heads (`H = G·R`), `L` queries, `S` keys, `d` head size, `e` value
-size.
+τ is `scaling`, s `query_scale` and f `activation`. Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value
+`[B, G, S, e]` with `H = G·R` query heads for G key-value heads; `packed` P is `[G, l, d]`, and a mask `[B, S]` is True
+for tokens.
 
 The state of the causal form is
     `packed_key`   `[B, G, l, d]`   Σ_j a_j k_jᵀ
@@ -21,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import State, compute_dtype, concatenate, group_heads, mask_tokens
+from .common import State, compute_dtype, group_heads, mask_tokens, softmax_rows, token_blocks
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
@@ -34,25 +35,13 @@ Activation = Callable[[Tensor], Tensor]
 def _packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
     """Compute `softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros without a key."""
     logits = (packed.to(key.dtype) * scaling) @ key.transpose(-1, -2)
-    if mask is None:
-        return torch.softmax(logits, dim=-1)
-    hidden = ~mask[:, None, None, :]
-    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(key.dtype).min), dim=-1)
-    return weights.masked_fill(hidden, 0.0)
+    return softmax_rows(logits, None if mask is None else mask[:, None, None, :])
 
 
 def bidirectional(
     query: Tensor, key: Tensor, value: Tensor, packed: Tensor, *, scaling: float, mask: Tensor | None = None
 ) -> Tensor:
     """Compute the bidirectional form. Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
-
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, S, d]`.
-        value: `[B, G, S, e]`.
-        packed: P `[G, l, d]`.
-        scaling: τ.
-        mask: `[B, S]`, True for tokens.
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`.
@@ -80,17 +69,6 @@ def causal(
 
     Time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l)) per head; one token is O(l·(d + e)).
 
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, L, d]`.
-        value: `[B, G, L, e]`.
-        packed: P `[G, l, d]`.
-        activation: f.
-        scaling: τ.
-        query_scale: s.
-        mask: `[B, L]`, True for tokens.
-        state: The state before these tokens.
-
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
@@ -107,13 +85,10 @@ def causal(
     counts = state["count"].unsqueeze(1) + real.long().cumsum(dim=1)
     shares = counts.clamp_min(1).to(dtype).reciprocal()[:, None, None, :, None]  # 1/n_i, [B, 1, 1, L, 1]
     key_sum, value_sum = state["packed_key"], state["packed_value"]
-    outputs = []
-    for start in range(0, length, CHUNK):
-        chunk = slice(start, min(start + CHUNK, length))
-        part = None if mask is None else mask[:, chunk]
-        queries, keys, values = (mask_tokens(x[:, :, chunk].to(dtype), part) for x in (query, key, value))
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):
         features = mask_tokens(packing_features(packed, keys, activation, scaling), part)
-        rows, share = group_heads(queries * query_scale, groups), shares[:, :, :, chunk]
+        rows, share = group_heads(queries * query_scale, groups), shares[:, :, :, start:stop]
         logits = _causal_read(rows, keys, features, key_sum.transpose(-1, -2)) * share
         out = _causal_read(torch.softmax(logits, dim=-1), features, values, value_sum) * share
         outputs.append(out.flatten(1, 2).to(value.dtype))
@@ -124,7 +99,7 @@ def causal(
         "packed_value": value_sum,
         "count": counts[:, -1].clone() if length else state["count"],
     }
-    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1])), after
+    return torch.cat(outputs, dim=2), after
 
 
 def packing_features(packed: Tensor, key: Tensor, activation: Activation, scaling: float) -> Tensor:

@@ -5,7 +5,8 @@
 Q̃ and K̃ are the means of m equal segments of each row's own real tokens. A row of at most m tokens has a landmark for
 every token: F = A = B is then its exact softmax matrix, F A⁺ B = F, and the product is not formed at all.
 
-Shapes: `B` batch, `H` query heads, `G` key-value heads (`H = G·R`), `S` tokens, `d` head size, `e` value size.
+τ is `scaling`, m `landmarks`. Shapes: query `[B, H, S, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` with `H = G·R`
+query heads for G key-value heads; a mask `[B, S]` is True for tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import block_length, compute_dtype, concatenate, mask_tokens
+from .common import block_length, compute_dtype, mask_tokens, softmax_rows
 from .linformer import token_positions
 
 
@@ -36,14 +37,6 @@ def landmark_pooling(length: int, landmarks: int, mask: Tensor | None, like: Ten
     overlap = torch.minimum(edges + size, first + used) - torch.maximum(edges, first)
     pooling = overlap.clamp_min(0).to(compute_dtype(like)) / size.clamp_min(1)
     return (pooling if mask is None else pooling.masked_fill(~mask[:, None, :], 0.0)), lengths
-
-
-def softmax_rows(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """Apply softmax over the last dimension to the allowed entries; rows without any are zero."""
-    if allowed is None:
-        return torch.softmax(logits, dim=-1)
-    weights = torch.softmax(logits.masked_fill(~allowed, torch.finfo(logits.dtype).min), dim=-1)
-    return weights.masked_fill(~allowed, 0.0)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -108,15 +101,6 @@ def nystrom(
 
     Time O(S·m·(d + e) + iterations·m³), temporaries O(S·m + m²) per head.
 
-    Args:
-        query: `[B, H, S, d]`.
-        key: `[B, G, S, d]`.
-        value: `[B, G, S, e]`.
-        landmarks: m.
-        iterations: Steps of the pseudo-inverse.
-        scaling: τ.
-        mask: `[B, S]`, True for tokens.
-
     Returns:
         The output `[B, H, S, e]` in the dtype of `value`.
     """
@@ -130,12 +114,10 @@ def nystrom(
         )
     elif mask is not None:
         allowed = mask[:, None, None, :]
-    step = block_length(batch, heads, keys.shape[2], length)
-    outputs = []
-    for start in range(0, length, step):
-        rows = query[:, :, start : start + step] * scaling
-        outputs.append((softmax_rows(_products(rows, keys), allowed) @ values).to(value.dtype))
-    return concatenate(outputs, value.new_zeros(batch, heads, 0, value.shape[-1]))
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    for rows in query.split(block_length(batch, heads, keys.shape[2], length), dim=2):
+        outputs.append((softmax_rows(_products(rows * scaling, keys), allowed) @ values).to(value.dtype))
+    return torch.cat(outputs, dim=2)
 
 
 def depthwise_skip(value: Tensor, kernel: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from hf_linear_attn.ops.triton import backward, check, forward, layout
+from hf_linear_attn.ops.triton import attention, check
 from tests.ops.test_native import SCALED, build, inputs, make_call
 
 #: Bytes that one block of threads can have on the smaller GPUs of the generations since Ampere.
@@ -42,11 +42,11 @@ def main(architecture: int, size: int, names: list[str]) -> None:
     made: dict[str, int] = {}
 
     def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
-        compiled = kernel.warmup(*arguments, num_warps=warps, num_stages=layout.STAGES, grid=grid, **constants)
+        compiled = kernel.warmup(*arguments, num_warps=warps, num_stages=attention.STAGES, grid=grid, **constants)
         assert compiled.metadata.shared <= SHARED_BYTES, (kernel, compiled.metadata.shared)
         made[kernel.fn.__name__] = max(made.get(kernel.fn.__name__, 0), compiled.metadata.shared)
 
-    forward.launch = backward.launch = compile_only
+    attention.launch = compile_only
     for name in names:
         for dtype in (torch.float32, torch.bfloat16):
             for causal in (False, True):
@@ -56,7 +56,7 @@ def main(architecture: int, size: int, names: list[str]) -> None:
                     assert call.fused is not None
                     case = check.case_of(call)._replace(learning=learning)
                     with torch.enable_grad() if learning else torch.no_grad():
-                        check.results(case, call.fused, check.backward.run, double=False)
+                        check.results(case, call.fused, check.attention.run, double=False)
     sys.stdout.write(f"compiled {sorted(made.items())}\n")
 
 

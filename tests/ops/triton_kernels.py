@@ -11,7 +11,7 @@ import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.triton import check, layout
+from hf_linear_attn.ops.triton import attention, check
 from hf_linear_attn.ops.triton.backend import TritonBackend, interpreted
 from hf_linear_attn.registry import FEATURE_MAPS
 from tests.ops.test_native import BOTH, MAPS, SCALED, assert_near, build, definition, inputs, make_call, masks
@@ -24,7 +24,7 @@ LEARNING = sorted(set(MAPS) - SCALED)
 
 @pytest.fixture(autouse=True)
 def short_spans(monkeypatch):
-    monkeypatch.setattr(layout, "MIN_SPAN", 32)
+    monkeypatch.setattr(attention, "MIN_SPAN", 32)
 
 
 @BOTH
@@ -240,22 +240,22 @@ def test_the_check_before_first_use(name, causal, learning, monkeypatch):
         return
     case = check.case_of(call)._replace(learning=learning)
     assert check.compare(case, call.fused) is None
-    right = check.backward.run
+    right = check.attention.run
 
     def wrong(call):
         out, state = right(call)
         return out * 1.01, state
 
-    monkeypatch.setattr(check.backward, "run", wrong)
+    monkeypatch.setattr(check.attention, "run", wrong)
     assert "differ from torch in the output" in check.compare(case, call.fused)
 
     def broken(call):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(check.backward, "run", broken)
+    monkeypatch.setattr(check.attention, "run", broken)
     monkeypatch.setattr(check, "_reasons", {})
     assert "shared memory" in check.checked_reason(call)
-    monkeypatch.setattr(check.backward, "run", right)
+    monkeypatch.setattr(check.attention, "run", right)
     assert "shared memory" in check.checked_reason(call)  # asked once
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernelized
 from ..common import State
 from ..fused import FusedMap, KernelizedCall
-from . import backward
+from . import attention
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def compare(case: Case, fused: tuple[FusedMap, FusedMap]) -> str | None:
     try:
         with torch.enable_grad() if case.learning else torch.no_grad():
             actual, expected = (
-                results(case, fused, backward.run, double=False),
+                results(case, fused, attention.run, double=False),
                 results(case, fused, _torch, double=True),
             )
             errors = {name: relative_error(actual[name], expected[name]) for name in expected}

@@ -1,0 +1,368 @@
+"""The passes by the Triton kernels: arguments, the division of the work into programs, and the function of autograd."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
+from ..fused import PARTS, FusedMap, KernelizedCall
+from . import kernels
+from .backend import padded_features, power_of_two
+from .kernels import MapArguments, Rows
+
+#: Numbers of the state that one program holds at a time: 16 KB in float32.
+STATE_BLOCK = 1 << 12
+
+#: Numbers of a state that one program of the scan adds up.
+SCAN_BLOCK = 1024
+
+#: A span of the sequence has at least this many tokens: its states are then small beside it.
+MIN_SPAN = 256
+
+#: Number of loads in flight while a block is computed. More would not fit into the memory of smaller GPUs.
+STAGES = 2
+
+#: Programs per multiprocessor that a sequence is split into; number of multiprocessors assumed by the interpreter.
+PROGRAMS_PER_PROCESSOR = 2
+INTERPRETED_PROCESSORS = 8
+
+#: Half-precision inputs go through the tensor cores with 10 bits of mantissa, which represent them exactly; float32
+#: ones in three such products, which come near float32, or without tensor cores on other GPUs. Sums are float32.
+HALF_PRECISION, FULL_PRECISION, IEEE_PRECISION = "tf32", "tf32x3", "ieee"
+
+
+class Blocks(NamedTuple):
+    """Sizes of one pass: tokens a block, tokens a span, spans, columns of the value a tile, tiles, warps."""
+
+    tokens: int
+    span: int
+    spans: int
+    columns: int
+    tiles: int
+    warps: int
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return the precision of products for inputs of a dtype."""
+    if torch.version.hip is not None:
+        return IEEE_PRECISION
+    return FULL_PRECISION if dtype == torch.float32 else HALF_PRECISION
+
+
+def blocks(x: Tensor, call: KernelizedCall, *, chunked: bool = False) -> Blocks:
+    """Split the tokens of `[B, heads, L, d]` so that every processor has work; `chunked`: one block a span."""
+    pairs, length, value_size = x.shape[0] * x.shape[1], x.shape[2], call.value.shape[3]
+    features = padded_features(call)
+    columns = max(min(power_of_two(value_size), 64, STATE_BLOCK // features), 16)
+    tiles = triton.cdiv(value_size, columns)
+    most = 64 if features <= 64 and x.dtype != torch.float32 else 32 if features <= 128 else 16
+    tokens = min(most, power_of_two(length))
+    span = tokens
+    if not chunked:
+        target = max(processors(x.device) * PROGRAMS_PER_PROCESSOR // (pairs * tiles), 1)
+        spans = min(triton.cdiv(length, MIN_SPAN), target)
+        span = triton.cdiv(triton.cdiv(length, spans), tokens) * tokens
+    warps = 8 if features * columns >= 1 << 12 else 4
+    return Blocks(tokens, span, triton.cdiv(length, span), columns, tiles, warps)
+
+
+def map_arguments(fused: FusedMap, head_dim: int, dtype: torch.dtype) -> MapArguments:
+    """Return the kernels' arguments of a feature map for inputs `[…, head_dim]`."""
+    weight, bias = (None if x is None else x.detach() for x in (fused.weight, fused.bias))
+    cosine, sine = (None if x is None else x.float().contiguous() for x in (fused.cosine, fused.sine))
+    strides = (0, 0, 0) if weight is None else weight.stride()
+    width = fused.width(head_dim)
+    return MapArguments(
+        weight=weight,
+        weight_head=0 if weight is None or weight.shape[0] == 1 else strides[0],
+        weight_row=strides[1],
+        weight_column=strides[2],
+        bias=None if bias is None else bias.contiguous(),
+        bias_head=0 if bias is None or bias.shape[0] == 1 else bias.shape[1],
+        bias_scale=fused.bias_scale,
+        cosine=cosine,
+        sine=sine,
+        angle_batch=0 if cosine is None or cosine.shape[0] == 1 else cosine.shape[1],
+        in_scale=fused.in_scale,
+        alpha=fused.alpha,
+        epsilon=fused.epsilon,
+        factor=fused.factor,
+        activation=tl.constexpr(fused.activation),
+        parts=tl.constexpr(PARTS[fused.activation]),
+        width=tl.constexpr(width),
+        half=tl.constexpr(power_of_two(width)),
+        size_block=tl.constexpr(power_of_two(head_dim)),
+        precision=tl.constexpr(precision(dtype)),
+    )
+
+
+def rows(tensor: Tensor) -> Rows:
+    """Return a tensor `[B, heads, L, width]` with its strides."""
+    batch, head, token = tensor.stride()[:3]
+    return Rows(tensor, batch, head, token, tensor.shape[3])
+
+
+def mask_bytes(mask: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return the mask as bytes, and its stride from one row of the batch to the next."""
+    if mask is None:
+        return None, 0
+    flags = mask.contiguous().view(torch.uint8)
+    return flags, 0 if flags.shape[0] == 1 else flags.shape[1]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the tensors' device current: Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
+    """Launch one kernel. All launches go through this function."""
+    kernel[grid](*arguments, num_warps=warps, num_stages=STAGES, **constants)
+
+
+class Forward(NamedTuple):
+    """Results of the forward pass: the output, the state, the normalisers, and the sums over all keys."""
+
+    out: Tensor
+    state: State | None
+    normaliser: Tensor | None
+    states: Tensor | None
+
+
+def sum_tokens(
+    x: Tensor,
+    u: Tensor,
+    mask: Tensor | None,
+    fmap: MapArguments,
+    split: Blocks,
+    *,
+    spans: int | None = None,
+    gradient: tuple[Tensor, Tensor] | None = None,
+    scaled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute sums over each of the first `spans` spans, `[B·heads, all spans, m·(e + 1)]`, and their log scales."""
+    batch, heads, length, _ = x.shape
+    flat = int(fmap.parts.value * fmap.width.value) * (u.shape[3] + 1)
+    states = torch.empty(batch * heads, split.spans, flat, device=x.device, dtype=torch.float32)
+    tops = torch.empty(batch * heads, split.spans, device=x.device, dtype=torch.float32) if scaled else None
+    grid = (batch * heads, split.spans if spans is None else spans, split.tiles)
+    launch(
+        kernels.sum_tokens, grid, rows(x), rows(u), *mask_bytes(mask), *(gradient or (None, None)), states, tops, fmap,
+        heads, length, split.span, split.spans, split.columns, split.tokens, scaled, warps=split.warps,
+    )  # fmt: skip
+    return states, tops
+
+
+def scan(
+    states: Tensor,
+    value_size: int,
+    *,
+    tops: Tensor | None = None,
+    state: State | None = None,
+    repeats: int = 1,
+    total: bool = False,
+    reverse: bool = False,
+) -> Tensor | None:
+    """Replace states per span by sums before each span, in place, and return the log scales before each span."""
+    pairs, spans, flat = states.shape
+    before = None if tops is None else torch.empty_like(tops)
+    carried = state or {}
+    sum_size = flat // (value_size + 1)
+    launch(
+        kernels.scan, (pairs // repeats, triton.cdiv(flat, SCAN_BLOCK)), states, tops, before, carried.get("kv"),
+        carried.get("k_sum"), carried.get("log_scale"), spans, repeats, flat - sum_size, sum_size, total, reverse,
+        SCAN_BLOCK, warps=4,
+    )  # fmt: skip
+    return before
+
+
+def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
+    """Two passes: the sums over the keys, then the queries. With `save`, normalisers and states are returned."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads, length, _ = query.shape
+    groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
+    out = token_major(batch, heads, length, value_size, value.dtype, value.device)
+    if not out.numel() or not keys:
+        return Forward(out.zero_(), None, None, None)
+    assert call.fused is not None
+    maps, split, scaled = _map_arguments(call), blocks(key, call), call.fused[1].scaled
+    states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
+    if split.spans > 1:
+        scan(states, value_size, tops=tops, total=True)
+    normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
+    reads = blocks(query, call)
+    launch(
+        kernels.attend_bidirectional, (batch * heads, reads.spans, reads.tiles), rows(query), rows(out), states,
+        normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
+        reads.tokens, warps=reads.warps,
+    )  # fmt: skip
+    return Forward(out, None, normaliser, states if save else None)
+
+
+def causal(call: KernelizedCall, *, save: bool) -> Forward:
+    """One pass over chunks; if the sequence is split into spans, the sums before each span are computed first."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads, length, _ = query.shape
+    groups, value_size = key.shape[1], value.shape[3]
+    out = token_major(batch, heads, length, value_size, value.dtype, value.device)
+    if not out.numel():
+        return Forward(out, call.state, None, None)
+    assert call.fused is not None
+    maps, split, scaled = _map_arguments(call), blocks(query, call), call.fused[1].scaled
+    before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
+    states = tops = None
+    if split.spans > 1:
+        states, tops = sum_tokens(key, value, call.mask, maps[1], split, spans=split.spans - 1, scaled=scaled)
+        tops = scan(states, value_size, tops=tops, state=before)
+    after: State = {
+        "kv": torch.empty(batch, groups, call.num_features, value_size, device=out.device),
+        "k_sum": torch.empty(batch, groups, call.num_features, device=out.device),
+    }
+    if scaled:
+        after["log_scale"] = torch.empty(batch, groups, device=out.device)
+    normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
+    launch(
+        kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
+        rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
+        after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
+        split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
+    )  # fmt: skip
+    return Forward(out, after, normaliser, None)
+
+
+def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
+    """Compute a call, with gradients where they are needed."""
+    fused = call.fused
+    assert fused is not None
+    call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
+    if not call.needs_grad():
+        with on_device(call.query.device):
+            result = (causal if call.causal else bidirectional)(call, save=False)
+        return result.out, result.state
+    first, second = fused
+    learned = (first.weight, first.bias, second.weight, second.bias)
+    return _Attention.apply(call.query, call.key, call.value, *learned, call), None
+
+
+def _map_arguments(call: KernelizedCall) -> tuple[MapArguments, MapArguments]:
+    assert call.fused is not None
+    first, second = (map_arguments(fused, call.query.shape[3], call.query.dtype) for fused in call.fused)
+    return first, second
+
+
+class _Attention(torch.autograd.Function):
+    """It saves inputs, output and normalisers, `B·H·L` floats, and the sums over the keys (bidirectional).
+
+    Extra memory of the backward pass: `B·H·L` times two floats, the gradients before a projection (`B·H·L·f` floats
+    and the inputs in float32, maps with weights only), and for the causal form the sums before and after every chunk,
+    `m·(e + 1)` floats for every 64 tokens of a head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        call = rest[4].replace(query=query, key=key, value=value)
+        with on_device(query.device):
+            result = (causal if call.causal else bidirectional)(call, save=True)
+        ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.states, call.mask)
+        ctx.call = call.replace(query=None, key=None, value=None, mask=None)  # not referenced twice
+        return result.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, *parameters, out, normaliser, states, mask = ctx.saved_tensors
+        call = ctx.call.replace(query=query, key=key, value=value, mask=mask)
+        if normaliser is None:  # there are no keys
+            tensors = (query, key, value, *parameters)
+            return *(None if x is None else torch.zeros_like(x) for x in tensors), None
+        gradient = readable(gradients[0])
+        with on_device(query.device):
+            pre_gradients, to_value = _backward(call, gradient, out, normaliser, states)
+        needed = ctx.needs_input_grad[3:7]
+        to_query, *query_learned = _through_projection(query, call.fused[0], pre_gradients[0], needed[:2])
+        to_key, *key_learned = _through_projection(key, call.fused[1], pre_gradients[1], needed[2:])
+        return to_query, to_key, to_value, *query_learned, *key_learned, None
+
+
+def _through_projection(
+    x: Tensor, fused: FusedMap, before: Tensor, needed: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute the gradients of x, W and b from that of `y = s x W + c b`; without W it is that of x already."""
+    if fused.weight is None:
+        return before, None, None
+    to_x = ((before @ fused.weight.detach().float().transpose(-1, -2)) * fused.in_scale).to(x.dtype)
+    to_weight = to_bias = None
+    if needed[0]:
+        to_weight = parameter_gradient((x.float().transpose(-1, -2) @ before) * fused.in_scale, fused.weight)
+    if needed[1] and fused.bias is not None:
+        to_bias = parameter_gradient(before.sum(dim=2) * fused.bias_scale, fused.bias)
+    return to_x, to_weight, to_bias
+
+
+def _backward(
+    call: KernelizedCall, gradient: Tensor, out: Tensor, normaliser: Tensor, states: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return the gradients of the numbers before the activations, of queries and of keys, and that of the value.
+
+    states: the sums over the keys (bidirectional).
+    """
+    assert call.fused is not None
+    query, key, value = call.query, call.key, call.value
+    maps, masks = _map_arguments(call), mask_bytes(call.mask)
+    batch, heads, length, _ = query.shape
+    groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
+    factors = torch.empty_like(normaliser), torch.empty_like(normaliser)
+    launch(
+        kernels.normalised, (batch * heads, triton.cdiv(length, 64)), rows(gradient), rows(out), normaliser, *factors,
+        heads, length, DENOMINATOR_EPS, min(power_of_two(value_size), 64), 64, warps=4,
+    )  # fmt: skip
+    before = []
+    for x, fused in zip((query, key), call.fused, strict=True):
+        dtype, width = x.dtype if fused.weight is None else torch.float32, fused.width(x.shape[3])
+        before.append(token_major(batch, x.shape[1], x.shape[2], width, dtype, x.device))
+    to_value = token_major(batch, groups, keys, value_size, value.dtype, value.device)
+    outputs = rows(before[1]), rows(to_value)
+    split = blocks(query, call, chunked=call.causal)
+    if states is not None:
+        query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+        scan(query_states, value_size, repeats=heads // groups, total=True)
+        key_split = blocks(key, call)
+        launch(
+            kernels.backward_bidirectional, (batch * heads, split.spans), rows(query), rows(gradient), None, 0,
+            *factors, states, rows(before[0]), None, maps[0], heads, groups, length, split.span, states.shape[1],
+            split.columns, split.tokens, warps=8,
+        )  # fmt: skip
+        launch(
+            kernels.backward_bidirectional, (batch * groups, key_split.spans), rows(key), rows(value), *masks, None,
+            None, query_states, *outputs, maps[1], groups, groups, keys, key_split.span,
+            split.spans * (heads // groups), key_split.columns, key_split.tokens, warps=8,
+        )  # fmt: skip
+        return before, to_value
+    inputs = rows(query), rows(key), rows(value), rows(gradient), *masks, *factors
+    shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
+    sums, _ = sum_tokens(key, value, call.mask, maps[1], split)
+    scan(sums, value_size)
+    launch(
+        kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, sums, rows(before[0]), *shape, warps=8
+    )
+    del sums
+    sums, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+    scan(sums, value_size, repeats=heads // groups, reverse=True)
+    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, sums, *outputs, *shape, warps=8)
+    return before, to_value

@@ -1,0 +1,579 @@
+"""The kernels in Triton: feature maps and their gradients on a block of tokens, the forward and the backward pass.
+
+A block has T tokens. Its features are in `M = parts · half` columns, `half` the width before the activation padded to a
+power of two: column j is number `j % half` of part `j // half`. The second part of a pair sees `-y`, so that one
+tensor holds both. Numbers are float32 whatever the inputs are.
+
+Forward pass: sums over tokens are cut into spans, one program each. `sum_tokens` stores `[kv | k_sum]` of every span in
+`states` `[B·heads, spans, m·(e + 1)]`, `scan` adds them up in the order of the sequence (no atomics, so that the bits
+are always the same), and the programs of `attend_bidirectional` or `attend_causal` read them. The grid is (batch ·
+heads, spans, tiles of the value's columns).
+
+Backward pass, for maps without a log scale: with `g_i = ∂o_i / D_i` and `h_i = -⟨∂o_i, o_i⟩ / D_i` (D the normaliser,
+∂o the gradient of the output) a weight's gradient is `∂a_ij = ⟨g_i, v_j⟩ + h_i`, hence
+
+    ∂φ(q_i) = Σ_j ∂a_ij φ(k_j) = S g_i + h_i z           S, z: the sums over the keys that i sees
+    ∂φ(k_j) = Σ_i ∂a_ij φ(q_i) = S' v_j + z'             S', z': Σ φ(q_i) g_iᵀ, Σ φ(q_i) h_i over those that see j
+    ∂v_j    = S'ᵀ φ(k_j)
+
+The kernels store the gradient of the numbers before the activation, which is that of the input for maps without
+weights.
+"""
+
+# mypy: disable-error-code="no-untyped-def,annotation-unchecked"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """Tokens `[B, heads, L, width]` with their strides; the numbers of a token are contiguous."""
+
+    data: Any
+    batch: int
+    head: int
+    token: int
+    width: int
+
+
+class MapArguments(NamedTuple):
+    """The feature map of queries or of keys (`ops.fused.FusedMap`). The last fields are compile-time constants."""
+
+    weight: Any
+    weight_head: int
+    weight_row: int
+    weight_column: int
+    bias: Any
+    bias_head: int
+    bias_scale: float
+    cosine: Any
+    sine: Any
+    angle_batch: int
+    in_scale: float
+    alpha: float
+    epsilon: float
+    factor: float
+    activation: Any
+    parts: Any
+    width: Any
+    half: Any
+    size_block: Any
+    precision: Any
+
+
+@triton.jit
+def load_rows(rows, batch, head, tokens, real, columns):
+    """Load `[T, C]` in float32, with zeros where there is no token or no column."""
+    first = rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
+    offsets = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
+    return tl.load(first + offsets, mask=real[:, None] & (columns < rows.width)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(rows, batch, head, tokens, real, columns, values):
+    """Store `[T, C]` in the dtype of the tensor."""
+    first = rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
+    offsets = tokens.to(tl.int64)[:, None] * rows.token + columns[None, :]
+    inside = real[:, None] & (columns < rows.width)[None, :]
+    tl.store(first + offsets, values.to(rows.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unmasked(mask, mask_batch, batch, tokens, stop):
+    """Return which of the tokens exist and are not padding."""
+    real = tokens < stop
+    if mask is not None:
+        real = real & (tl.load(mask + batch.to(tl.int64) * mask_batch + tokens, mask=real, other=0) != 0)
+    return real
+
+
+@triton.jit
+def feature_indices(fmap):
+    """Return the index of every column among the features, and whether the column is a feature."""
+    columns = tl.arange(0, fmap.parts * fmap.half)
+    return columns // fmap.half * fmap.width + columns % fmap.half, columns % fmap.half < fmap.width
+
+
+@triton.jit
+def products(x, batch, head, tokens, real, fmap):
+    """Compute `s x W + c b` `[T, half]`, and `‖s x‖²/2` `[T]` for the maps that need it."""
+    columns = tl.arange(0, fmap.half)
+    halves = tl.zeros((tokens.shape[0],), tl.float32)
+    if fmap.weight is not None:
+        rows = tl.arange(0, fmap.size_block)
+        inputs = load_rows(x, batch, head, tokens, real, rows)
+        offsets = rows[:, None] * fmap.weight_row + columns[None, :] * fmap.weight_column
+        valid = (rows < x.width)[:, None] & (columns < fmap.width)[None, :]
+        weight = tl.load(fmap.weight + head * fmap.weight_head + offsets, mask=valid, other=0.0).to(tl.float32)
+        y = tl.dot(inputs, weight, input_precision=fmap.precision) * fmap.in_scale
+        if fmap.bias is not None:
+            bias = tl.load(fmap.bias + head * fmap.bias_head + columns, mask=columns < fmap.width, other=0.0)
+            y += bias.to(tl.float32)[None, :] * fmap.bias_scale
+        if (fmap.activation == "positive") or (fmap.activation == "positive-pair"):
+            halves = tl.sum(inputs * inputs, axis=1) * (0.5 * fmap.in_scale * fmap.in_scale)
+    else:
+        y = load_rows(x, batch, head, tokens, real, columns) * fmap.in_scale
+    return y, halves
+
+
+@triton.jit
+def all_parts(y, fmap):
+    """Expand `[T, half]` to `[T, M]`: the second part is -y, or y for rotated-relu, whose parts differ by an angle."""
+    both = y
+    if fmap.parts == 2:
+        second = -y
+        if fmap.activation == "rotated-relu":
+            second = y
+        both = tl.reshape(tl.permute(tl.join(y, second), (0, 2, 1)), (y.shape[0], 2 * fmap.half))
+    return both
+
+
+@triton.jit
+def rotate(values, batch, tokens, real, fmap):
+    """Multiply by cos θ (first part) and sin θ (second part) of each token."""
+    offsets = batch.to(tl.int64) * fmap.angle_batch + tokens
+    cosine = tl.load(fmap.cosine + offsets, mask=real, other=0.0)
+    sine = tl.load(fmap.sine + offsets, mask=real, other=0.0)
+    first = tl.arange(0, fmap.parts * fmap.half) < fmap.half
+    return values * tl.where(first[None, :], cosine[:, None], sine[:, None])
+
+
+@triton.jit
+def activate(y, halves, batch, tokens, real, fmap):
+    """Compute features `[T, M]` and their log scale `[T]` from y. Selections instead of minima propagate NaN."""
+    y = all_parts(y, fmap)
+    _, inside = feature_indices(fmap)
+    length: tl.constexpr = tokens.shape[0]
+    scale = tl.zeros((length,), tl.float32)
+    if fmap.activation == "elu":
+        below = tl.where(y > 0, 0.0, y)
+        values = tl.where(y > 0, y + 1, fmap.alpha * (tl.exp(below) - 1) + 1)
+    elif (fmap.activation == "relu") or (fmap.activation == "rotated-relu"):
+        values = tl.where(y < 0, 0.0, y) + fmap.epsilon
+        if fmap.activation == "rotated-relu":
+            values = rotate(values, batch, tokens, real, fmap)
+    elif fmap.activation == "softmax-pair":
+        logits = tl.reshape(tl.where(inside[None, :], y, float("-inf")), (length, fmap.parts, fmap.half))
+        parts = tl.exp(logits - tl.max(logits, axis=2, keep_dims=True))
+        values = tl.reshape(parts / tl.sum(parts, axis=2, keep_dims=True), (length, fmap.parts * fmap.half))
+    elif fmap.activation == "softmax-joint":
+        logits = tl.where(inside[None, :], 2 * y, float("-inf"))
+        parts = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
+        values = parts / tl.sum(parts, axis=1, keep_dims=True)
+    else:
+        top = tl.max(tl.where(inside[None, :], y, float("-inf")), axis=1)
+        values = tl.exp(tl.where(inside[None, :], y, 0.0) - top[:, None])
+        if fmap.activation != "exp-pair":
+            values = values * fmap.factor
+        scale = top - halves
+    return tl.where(inside[None, :] & real[:, None], values, 0.0), tl.where(real, scale, float("-inf"))
+
+
+@triton.jit
+def features(x, batch, head, tokens, real, fmap):
+    """Compute features `[T, M]` and log scales `[T]` of a block; zero and `-inf` without a token."""
+    y, halves = products(x, batch, head, tokens, real, fmap)
+    return activate(y, halves, batch, tokens, real, fmap)
+
+
+@triton.jit
+def slopes(y, values, gradient, batch, tokens, real, fmap):
+    """Compute the gradient of the numbers before the activation `[T, half]` from that of the features."""
+    _, inside = feature_indices(fmap)
+    y = all_parts(y, fmap)
+    length: tl.constexpr = tokens.shape[0]
+    if fmap.activation == "elu":
+        back = gradient * tl.where(y > 0, 1.0, values + (fmap.alpha - 1))
+    elif fmap.activation == "relu":
+        back = tl.where(y > 0, gradient, 0.0)
+    elif fmap.activation == "rotated-relu":
+        back = tl.where(y > 0, rotate(gradient, batch, tokens, real, fmap), 0.0)
+    elif fmap.activation == "softmax-pair":
+        both = tl.reshape(values * gradient, (length, fmap.parts, fmap.half))
+        mean = tl.sum(both, axis=2, keep_dims=True)
+        parts = both - tl.reshape(values, (length, fmap.parts, fmap.half)) * mean
+        back = tl.reshape(parts, (length, fmap.parts * fmap.half))
+    else:
+        tl.static_assert(fmap.activation == "softmax-joint", "this feature map has no backward kernel")
+        mean = tl.sum(values * gradient, axis=1, keep_dims=True)
+        back = 2 * values * (gradient - mean)
+    back = tl.where(inside[None, :] & real[:, None], back, 0.0)
+    if fmap.weight is None:
+        back = back * fmap.in_scale
+    if fmap.parts == 2:
+        first, second = tl.split(tl.permute(tl.reshape(back, (length, 2, fmap.half)), (0, 2, 1)))
+        if fmap.activation == "rotated-relu":
+            second = -second
+        back = first - second
+    return back
+
+
+@triton.jit
+def finite(top):
+    """The largest log scale over no tokens is `-inf`: 0 in its index keeps `exp(-inf - top)` indices 0."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def load_kv(states, index, fmap, value_size, columns):
+    """Load `[M, C]`, some columns of one `[kv | k_sum]`."""
+    indices, inside = feature_indices(fmap)
+    first = states + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
+    valid = inside[:, None] & (columns < value_size)[None, :]
+    return tl.load(first + indices[:, None] * value_size + columns[None, :], mask=valid, other=0.0)
+
+
+@triton.jit
+def load_k_sum(states, index, fmap, value_size):
+    """Load `[M]`, the end of one `[kv | k_sum]`."""
+    indices, inside = feature_indices(fmap)
+    first = states + index.to(tl.int64) * (fmap.parts * fmap.width * (value_size + 1))
+    return tl.load(first + fmap.parts * fmap.width * value_size + indices, mask=inside, other=0.0)
+
+
+@triton.jit
+def sum_tokens(
+    x, u, mask, mask_batch, inverse, slope, states, tops, fmap, heads, length, span, spans,
+    value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
+):  # fmt: skip
+    """`Σ φ(x) uᵀ` and `Σ φ(x)` over one span. With `inverse` and `slope` `[B, heads, L]`, as the backward pass needs it
+    over queries, `Σ φ(x) inverse uᵀ` and `Σ φ(x) slope`."""
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    columns = tile * value_block + tl.arange(0, value_block)
+    wide: tl.constexpr = fmap.parts * fmap.half
+    total = tl.zeros((wide, value_block), tl.float32)
+    weights = tl.zeros((wide,), tl.float32)
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    stop = tl.minimum((split + 1) * span, length)
+    for first in range(split * span, stop, block):
+        tokens = first + tl.arange(0, block)
+        real = unmasked(mask, mask_batch, batch, tokens, stop)
+        values, scale = features(x, batch, head, tokens, real, fmap)
+        if scaled:
+            higher = tl.maximum(top, tl.max(scale, axis=0))
+            decay = tl.exp(top - finite(higher))
+            total, weights, top = total * decay, weights * decay, higher
+            values = values * tl.exp(scale - finite(top))[:, None]
+        values_u = load_rows(u, batch, head, tokens, real, columns)
+        if inverse is not None:
+            offsets = pair.to(tl.int64) * length + tokens
+            values_u *= tl.load(inverse + offsets, mask=real, other=0.0)[:, None]
+            weights += tl.sum(values * tl.load(slope + offsets, mask=real, other=0.0)[:, None], axis=0)
+        else:
+            weights += tl.sum(values, axis=0)
+        total += tl.dot(tl.trans(values), values_u, input_precision=fmap.precision)
+    indices, inside = feature_indices(fmap)
+    index = pair.to(tl.int64) * spans + split
+    base = states + index * (fmap.parts * fmap.width * (u.width + 1))
+    valid = inside[:, None] & (columns < u.width)[None, :]
+    tl.store(base + indices[:, None] * u.width + columns[None, :], total, mask=valid)
+    if tile == 0:
+        tl.store(base + fmap.parts * fmap.width * u.width + indices, weights, mask=inside)
+    if scaled:
+        tl.store(tops + index, top)
+
+
+@triton.jit
+def scan(
+    states, tops, tops_before, kv, k_sum, log_scale, spans, repeats, kv_size, sum_size,
+    total: tl.constexpr, reverse: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Replace the sums of every span by those of all spans before it (after it: `reverse`), on top of a state; or
+    store their total as the first span. `repeats` heads in a row are added into the first of them."""
+    group = tl.program_id(0).to(tl.int64)
+    indices = tl.program_id(1) * block + tl.arange(0, block)
+    flat = kv_size + sum_size
+    carry = tl.zeros((block,), tl.float32)
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    if kv is not None:
+        carry += tl.load(kv + group * kv_size + indices, mask=indices < kv_size, other=0.0)
+        carry += tl.load(
+            k_sum + group * sum_size + indices - kv_size, mask=(indices >= kv_size) & (indices < flat), other=0.0
+        )
+    if log_scale is not None:
+        top = tl.load(log_scale + group)
+    first = group * repeats * spans
+    counted = spans
+    if not total:
+        counted = spans - 1  # the last span is not before any other
+    for step in range(counted):
+        split = step
+        if reverse:
+            split = spans - 1 - step
+        part = tl.zeros((block,), tl.float32)
+        for repeat in range(repeats):
+            part += tl.load(states + (first + repeat * spans + split) * flat + indices, mask=indices < flat, other=0.0)
+        if not total:
+            tl.store(states + (first + split) * flat + indices, carry, mask=indices < flat)
+        if tops is not None:
+            tl.store(tops_before + group * spans + split, top)  # every program writes the same
+            span_top = tl.load(tops + group * spans + split)
+            higher = tl.maximum(top, span_top)
+            carry = carry * tl.exp(top - finite(higher)) + part * tl.exp(span_top - finite(higher))
+            top = higher
+        else:
+            carry += part
+    last = first
+    if (not total) and (not reverse):
+        last = first + spans - 1
+    tl.store(states + last * flat + indices, carry, mask=indices < flat)
+    if tops is not None:
+        tl.store(tops_before + last, top)
+
+
+@triton.jit
+def attend_bidirectional(
+    query, out, states, normaliser, fmap, heads, groups, length, span, spans, floor,
+    value_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`φ(q)ᵀ S / φ(q)ᵀ z` for the queries of one span; S and z are the first span of each group's states."""
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    group = batch * groups + head // (heads // groups)
+    columns = tile * value_block + tl.arange(0, value_block)
+    kv = load_kv(states, group * spans, fmap, out.width, columns)
+    k_sum = load_k_sum(states, group * spans, fmap, out.width)
+    stop = tl.minimum((split + 1) * span, length)
+    for first in range(split * span, stop, block):
+        tokens = first + tl.arange(0, block)
+        real = tokens < stop
+        values, _ = features(query, batch, head, tokens, real, fmap)
+        below = tl.sum(values * k_sum[None, :], axis=1)
+        result = tl.dot(values, kv, input_precision=fmap.precision)
+        result = result / tl.where(below < floor, floor, below)[:, None]
+        store_rows(out, batch, head, tokens, real, columns, result)
+        if (normaliser is not None) and (tile == 0):
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=real)
+
+
+@triton.jit
+def load_state(states, tops, kv, k_sum, log_scale, index, group, fmap, value_size, columns, scaled: tl.constexpr):
+    """Load `[M, C]`, `[M]` and the log scale before a span: from the sums before it, from a state, or zeros."""
+    indices, inside = feature_indices(fmap)
+    sum_size: tl.constexpr = fmap.parts * fmap.width
+    top = tl.max(tl.full((16,), float("-inf"), tl.float32), axis=0)
+    if states is not None:
+        total = load_kv(states, index, fmap, value_size, columns)
+        weights = load_k_sum(states, index, fmap, value_size)
+        if scaled:
+            top = tl.load(tops + index)
+    elif kv is not None:
+        offsets = group.to(tl.int64) * sum_size * value_size + indices[:, None] * value_size + columns[None, :]
+        total = tl.load(kv + offsets, mask=inside[:, None] & (columns < value_size)[None, :], other=0.0)
+        weights = tl.load(k_sum + group * sum_size + indices, mask=inside, other=0.0)
+        if scaled:
+            top = tl.load(log_scale + group)
+    else:
+        total = tl.zeros((fmap.parts * fmap.half, columns.shape[0]), tl.float32)
+        weights = tl.zeros((fmap.parts * fmap.half,), tl.float32)
+    return total, weights, top
+
+
+@triton.jit
+def store_state(total, weights, top, next_kv, next_sum, next_scale, group, tile, fmap, value_size, columns):
+    """Store the state after the last span."""
+    indices, inside = feature_indices(fmap)
+    sum_size: tl.constexpr = fmap.parts * fmap.width
+    offsets = group.to(tl.int64) * sum_size * value_size + indices[:, None] * value_size + columns[None, :]
+    tl.store(next_kv + offsets, total, mask=inside[:, None] & (columns < value_size)[None, :])
+    if tile == 0:
+        tl.store(next_sum + group * sum_size + indices, weights, mask=inside)
+        if next_scale is not None:
+            tl.store(next_scale + group, top)
+
+
+@triton.jit
+def attend_causal(
+    query, key, value, out, mask, mask_batch, states, tops, kv, k_sum, log_scale, next_kv, next_sum, next_scale,
+    normaliser, query_map, key_map, heads, groups, length, span, spans, floor,
+    value_block: tl.constexpr, block: tl.constexpr, scaled: tl.constexpr,
+):  # fmt: skip
+    """The queries of one span, chunk by chunk: explicit weights within a chunk, a carried state between chunks.
+
+    The state before the span comes from `states` (and `tops`), or from `kv`, `k_sum`, `log_scale` if there is only one
+    span; the last span writes the state after the last token. A single token is the recurrent step.
+    """
+    pair, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = pair // heads, pair % heads
+    repeats = heads // groups
+    group = batch * groups + head // repeats
+    columns = tile * value_block + tl.arange(0, value_block)
+    total, weights, top = load_state(
+        states, tops, kv, k_sum, log_scale, group * spans + split, group, key_map, value.width, columns, scaled
+    )
+    stop = tl.minimum((split + 1) * span, length)
+    order = tl.arange(0, block)
+    for first in range(split * span, stop, block):
+        tokens = first + order
+        real = unmasked(mask, mask_batch, batch, tokens, stop)
+        values, _ = features(query, batch, head, tokens, tokens < stop, query_map)
+        keys, scale = features(key, batch, head // repeats, tokens, real, key_map)
+        values_u = load_rows(value, batch, head // repeats, tokens, real, columns)
+        pairs = tl.dot(values, tl.trans(keys), input_precision=key_map.precision)
+        earlier = order[:, None] >= order[None, :]
+        above = tl.dot(values, total, input_precision=key_map.precision)
+        below = tl.sum(values * weights[None, :], axis=1)
+        if scaled:
+            running = tl.maximum(tl.max(tl.where(earlier, scale[None, :], float("-inf")), axis=1), top)
+            gap = tl.where(earlier, scale[None, :] - finite(running)[:, None], float("-inf"))
+            pairs = pairs * tl.exp(gap)
+            decay = tl.exp(top - finite(running))
+            above, below = above * decay[:, None], below * decay
+        pairs = tl.where(earlier, pairs, 0.0)
+        above += tl.dot(pairs, values_u, input_precision=key_map.precision)
+        below += tl.sum(pairs, axis=1)
+        result = above / tl.where(below < floor, floor, below)[:, None]
+        store_rows(out, batch, head, tokens, tokens < stop, columns, result)
+        if (normaliser is not None) and (tile == 0):
+            tl.store(normaliser + pair.to(tl.int64) * length + tokens, below, mask=tokens < stop)
+        if scaled:
+            higher = tl.maximum(top, tl.max(scale, axis=0))
+            change = tl.exp(top - finite(higher))
+            total, weights, top = total * change, weights * change, higher
+            keys = keys * tl.exp(scale - finite(top))[:, None]
+        total += tl.dot(tl.trans(keys), values_u, input_precision=key_map.precision)
+        weights += tl.sum(keys, axis=0)
+    if (split == spans - 1) & (head % repeats == 0):
+        store_state(
+            total, weights, top, next_kv, next_sum, next_scale, group, tile, key_map, value.width, columns
+        )  # fmt: skip
+
+
+@triton.jit
+def normalised(
+    gradient, out, normaliser, inverse, slope, heads, length, floor, value_block: tl.constexpr, block: tl.constexpr
+):
+    """Compute `1 / D_i` and `h_i`; both are zero for a row without keys, as its output is."""
+    pair = tl.program_id(0)
+    batch, head = pair // heads, pair % heads
+    tokens = tl.program_id(1) * block + tl.arange(0, block)
+    real = tokens < length
+    offsets = pair.to(tl.int64) * length + tokens
+    products_of = tl.zeros((block,), tl.float32)
+    for first in range(0, out.width, value_block):
+        columns = first + tl.arange(0, value_block)
+        upstream = load_rows(gradient, batch, head, tokens, real, columns)
+        products_of += tl.sum(upstream * load_rows(out, batch, head, tokens, real, columns), axis=1)
+    below = tl.load(normaliser + offsets, mask=real, other=0.0)
+    reciprocal = tl.where(below <= floor, 0.0, 1.0 / tl.where(below <= floor, 1.0, below))
+    tl.store(inverse + offsets, reciprocal, mask=real)
+    tl.store(slope + offsets, -products_of * reciprocal, mask=real)
+
+
+@triton.jit
+def backward_bidirectional(
+    x, u, mask, mask_batch, inverse, slope, states, before, to_value, fmap, heads, groups, length, span, spans,
+    value_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Bidirectional, for queries (`u` the gradient of the output, with `inverse` and `slope`; the keys' states) or
+    keys (`u` the value; the queries' states), which also store the gradient of the value."""
+    pair, split = tl.program_id(0), tl.program_id(1)
+    batch, head = pair // heads, pair % heads
+    index = (batch * groups + head // (heads // groups)) * spans
+    stop = tl.minimum((split + 1) * span, length)
+    for first in range(split * span, stop, block):
+        tokens = first + tl.arange(0, block)
+        real = unmasked(mask, mask_batch, batch, tokens, stop)
+        y, halves = products(x, batch, head, tokens, real, fmap)
+        values, _ = activate(y, halves, batch, tokens, real, fmap)
+        sum_factor = tl.where(real, 1.0, 0.0)
+        factor = sum_factor
+        if inverse is not None:
+            offsets = pair.to(tl.int64) * length + tokens
+            factor = tl.load(inverse + offsets, mask=real, other=0.0)
+            sum_factor = tl.load(slope + offsets, mask=real, other=0.0)
+        k_sum = load_k_sum(states, index, fmap, u.width)
+        gradient = sum_factor[:, None] * k_sum[None, :]
+        for left in range(0, u.width, value_block):
+            columns = left + tl.arange(0, value_block)
+            upstream = load_rows(u, batch, head, tokens, real, columns) * factor[:, None]
+            kv = load_kv(states, index, fmap, u.width, columns)
+            gradient += tl.dot(upstream, tl.trans(kv), input_precision=fmap.precision)
+            if to_value is not None:
+                value_gradient = tl.dot(values, kv, input_precision=fmap.precision)
+                store_rows(to_value, batch, head, tokens, tokens < stop, columns, value_gradient)
+        back = slopes(y, values, gradient, batch, tokens, real, fmap)
+        store_rows(before, batch, head, tokens, tokens < stop, tl.arange(0, fmap.half), back)
+
+
+@triton.jit
+def backward_causal_queries(
+    query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, query_map, key_map, heads, groups,
+    length, spans, value_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Causal, the queries of one chunk; `sums` over the keys before the chunk."""
+    pair, chunk = tl.program_id(0), tl.program_id(1)
+    batch, head = pair // heads, pair % heads
+    group = head // (heads // groups)
+    index = (batch * groups + group) * spans + chunk
+    order = tl.arange(0, block)
+    tokens = chunk * block + order
+    exists = tokens < length
+    y, halves = products(query, batch, head, tokens, exists, query_map)
+    values, _ = activate(y, halves, batch, tokens, exists, query_map)
+    real = unmasked(mask, mask_batch, batch, tokens, length)
+    keys, _ = features(key, batch, group, tokens, real, key_map)
+    offsets = pair.to(tl.int64) * length + tokens
+    factor = tl.load(inverse + offsets, mask=exists, other=0.0)
+    sum_factor = tl.load(slope + offsets, mask=exists, other=0.0)
+    k_sum = load_k_sum(states, index, key_map, value.width)
+    to_features = sum_factor[:, None] * k_sum[None, :]
+    weights = tl.zeros((block, block), tl.float32) + sum_factor[:, None]
+    for left in range(0, value.width, value_block):
+        columns = left + tl.arange(0, value_block)
+        upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
+        value_rows = load_rows(value, batch, group, tokens, real, columns)
+        kv = load_kv(states, index, key_map, value.width, columns)
+        weights += tl.dot(upstream, tl.trans(value_rows), input_precision=key_map.precision)
+        to_features += tl.dot(upstream, tl.trans(kv), input_precision=key_map.precision)
+    weights = tl.where(order[:, None] >= order[None, :], weights, 0.0)
+    to_features += tl.dot(weights, keys, input_precision=key_map.precision)
+    back = slopes(y, values, to_features, batch, tokens, exists, query_map)
+    store_rows(before, batch, head, tokens, exists, tl.arange(0, query_map.half), back)
+
+
+@triton.jit
+def backward_causal_keys(
+    query, key, value, gradient, mask, mask_batch, inverse, slope, states, before, to_value, query_map, key_map,
+    heads, groups, length, spans, value_block: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Causal, the keys of one chunk; `sums` over the queries after the chunk, all heads of the group added up."""
+    pair, chunk = tl.program_id(0), tl.program_id(1)
+    batch, group = pair // groups, pair % groups
+    repeats = heads // groups
+    index = pair * repeats * spans + chunk
+    order = tl.arange(0, block)
+    tokens = chunk * block + order
+    exists = tokens < length
+    real = unmasked(mask, mask_batch, batch, tokens, length)
+    y, halves = products(key, batch, group, tokens, real, key_map)
+    keys, _ = activate(y, halves, batch, tokens, real, key_map)
+    later = order[:, None] <= order[None, :]
+    k_sum = load_k_sum(states, index, key_map, value.width)
+    to_features = tl.where(real, 1.0, 0.0)[:, None] * k_sum[None, :]
+    for left in range(0, value.width, value_block):
+        columns = left + tl.arange(0, value_block)
+        value_rows = load_rows(value, batch, group, tokens, real, columns)
+        kv = load_kv(states, index, key_map, value.width, columns)
+        to_features += tl.dot(value_rows, tl.trans(kv), input_precision=key_map.precision)
+        value_gradient = tl.dot(keys, kv, input_precision=key_map.precision)
+        for repeat in range(repeats):
+            head = group * repeats + repeat
+            values, _ = features(query, batch, head, tokens, exists, query_map)
+            offsets = (batch * heads + head).to(tl.int64) * length + tokens
+            factor = tl.load(inverse + offsets, mask=exists, other=0.0)
+            upstream = load_rows(gradient, batch, head, tokens, exists, columns) * factor[:, None]
+            pairs = tl.dot(keys, tl.trans(values), input_precision=key_map.precision)
+            value_gradient += tl.dot(tl.where(later, pairs, 0.0), upstream, input_precision=key_map.precision)
+            weights = tl.dot(value_rows, tl.trans(upstream), input_precision=key_map.precision)
+            if left == 0:
+                weights += tl.load(slope + offsets, mask=exists, other=0.0)[None, :]
+            weights = tl.where(later, weights, 0.0)
+            to_features += tl.dot(weights, values, input_precision=key_map.precision)
+        store_rows(to_value, batch, group, tokens, exists, columns, tl.where(real[:, None], value_gradient, 0.0))
+    back = slopes(y, keys, to_features, batch, tokens, real, key_map)
+    store_rows(before, batch, group, tokens, exists, tl.arange(0, key_map.half), back)
