@@ -1,1 +1,23 @@
-"""Fused GPU kernels for kernelized attention, in Triton: imported when first used, on a machine that has Triton."""
+"""Fused GPU kernels for kernelized attention, in Triton: imported when first used, on a machine that has Triton.
+
+This module holds the sizes that the kernels support, known without Triton.
+"""
+
+from __future__ import annotations
+
+from ..fused import PARTS, KernelizedCall
+
+#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
+MAX_FEATURES = 512
+MAX_HEAD_DIM = 256
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two, at least 16, the minimum of the tensor cores."""
+    return max(1 << (number - 1).bit_length(), 16)
+
+
+def padded_features(call: KernelizedCall) -> int:
+    """Return the number of columns that the kernels use for the features of a call."""
+    head_dim = call.query.shape[3]
+    return max(PARTS[fused.activation] * power_of_two(fused.width(head_dim)) for fused in call.fused or ())

@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
 from ..fused import PARTS, FusedMap, KernelizedCall
-from . import kernels
-from .backend import padded_features, power_of_two
+from . import kernels, padded_features, power_of_two
 from .kernels import MapArguments, Rows
 
 #: Numbers of the state that one program holds at a time: 16 KB in float32.

@@ -9,12 +9,9 @@ import os
 from torch import Tensor
 
 from ..common import State
-from ..fused import PARTS, AttentionCall, KernelizedCall, WindowedCall
+from ..fused import AttentionCall, KernelizedCall, WindowedCall
 from ..kernel_inputs import unsupported_inputs
-
-#: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
-MAX_FEATURES = 512
-MAX_HEAD_DIM = 256
+from . import MAX_FEATURES, MAX_HEAD_DIM, padded_features
 
 #: Environment variable that, set to 1 before Triton is imported, runs the kernels on the CPU, slowly: for tests.
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
@@ -29,17 +26,6 @@ def interpreted() -> bool:
 def installed() -> bool:
     """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def power_of_two(number: int) -> int:
-    """Return the next power of two, at least 16, the minimum of the tensor cores."""
-    return max(1 << (number - 1).bit_length(), 16)
-
-
-def padded_features(call: KernelizedCall) -> int:
-    """Return the number of columns that the kernels use for the features of a call."""
-    head_dim = call.query.shape[3]
-    return max(PARTS[fused.activation] * power_of_two(fused.width(head_dim)) for fused in call.fused or ())
 
 
 class TritonBackend:
