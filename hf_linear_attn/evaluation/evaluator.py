@@ -135,16 +135,14 @@ class Evaluator:
             transfer = {name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}
             transfer |= {"data": self.inputs.hash, "order": self.settings.seed}
             identity.update(state="transferred", settings={"transfer": transfer})
-            transferred = cache(lambda: self._transferred(name, seed, patched(), identity))
+            transferred = cache(lambda: self.transferred(name, seed, patched(), identity))
             if self.records.known(self.exact.conditions(name, "attention_transfer", **identity)) is None:
                 transferred()
             stages.append(self._quality(name, name, transferred, **identity))
             self.converted[name] = transferred
         self._log(name, *stages)
 
-    def _transferred(
-        self, name: str, seed: int, model: PreTrainedModel, identity: Mapping[str, Any]
-    ) -> PreTrainedModel:
+    def transferred(self, name: str, seed: int, model: PreTrainedModel, identity: Mapping[str, Any]) -> PreTrainedModel:
         """The patched model with its learned parameters trained: those on disk, or else by a transfer."""
         conditions = self.exact.conditions(name, "attention_transfer", **identity)
         folder = self.records.path and self.records.path.parent / LEARNED_FOLDER

@@ -167,7 +167,8 @@ def sentence_pair_metric(folder: str, tokenizer: Any, settings: Settings, max_ro
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         embeddings = sentence_embeddings(model, batches, on_batch)[torch.tensor(order).argsort()]
-        similarity = cosine_similarity(*embeddings.chunk(2), dim=-1).double().numpy()
+        first, second = embeddings.chunk(2)
+        similarity = cosine_similarity(first, second, dim=-1).double().numpy()
         scores = compute_metrics(["spearmanr", "pearson"], similarity, references)
         return [
             value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, references)),

@@ -50,28 +50,16 @@ SEARCHES = ("rank", "greedy")
 
 @dataclass(frozen=True)
 class DamageUnit:
-    """A unit of lost quality: `factor · (converted - exact)` of a metric, or `factor · (converted / exact - 1)`.
-
-    Attributes:
-        name: The unit's name.
-        measurement: The measurement that it belongs to.
-        metric: The value of the measurement that is compared.
-        factor: Makes damage positive where quality is lost.
-        pattern: Regular expression of the unit in a budget.
-        example: A budget in it.
-        template: Format of a value.
-        sign: -1 where damage is shown as the fall of a value.
-        relative: Whether the change is relative.
-    """
+    """A unit of lost quality: `factor · (converted - exact)` of a metric, or `factor · (converted / exact - 1)`."""
 
     name: str
-    measurement: str
-    metric: str
-    factor: float
-    pattern: str
-    example: str
-    template: str
-    sign: int = 1
+    measurement: str  # that it belongs to
+    metric: str  # the value of the measurement that is compared
+    factor: float  # makes damage positive where quality is lost
+    pattern: str  # regular expression of the unit in a budget
+    example: str  # a budget in it
+    template: str  # format of a value
+    sign: int = 1  # -1 where damage is shown as the fall of a value
     relative: bool = False
 
     def damage(self, exact: Mapping[str, Any], converted: Mapping[str, Any]) -> float | None:
@@ -172,42 +160,26 @@ class Budget:
 class LayerSearchResult:
     """The layers to convert, and every measurement that the choice rests on.
 
-    Attributes:
-        budget: What the layers were chosen for.
-        unit: The unit of all damages.
-        score: `title` and `digits` of the metric's score, and what its `divergence` is.
-        baseline: The exact model's attention implementation, which speedups are relative to.
-        attention: Name of the mechanism.
-        mechanisms: For each layer that was searched (its index as text), the mechanism with its options.
-        num_layers: Self-attention layers of the model.
-        layers: Chosen layer indices.
-        met: Whether the budget is met, on the data of the choice and on the data of the verification.
-        within_budget: Whether it is met on the data of the choice.
-        informative: Whether the exact model is clearly better than the model without attention (`metrics.assess`).
-        curve: One row for each number of converted layers: `count`, `added`, `layers`, `divergence`, `score`,
-            `damage`, `chance` (better than exact, though it diverges largely), `speedup` by length.
-        single_layers: One row for each layer by itself: `index`, `name`, `divergence`, `score`, `damage`, `chance`.
-        chosen: The chosen row of the curve.
-        verified: The chosen model on the data of the verification.
-        references: Values of the exact model and of the model without attention, by data set.
+    Measured models have `divergence`, `score`, `damage`, `chance` (better than exact, though it diverges largely) and
+    `speedup` by length.
     """
 
-    budget: Budget
-    unit: DamageUnit
-    score: dict[str, Any]
-    baseline: str
-    attention: str
-    mechanisms: dict[str, dict[str, Any]]
-    num_layers: int
-    layers: list[int]
-    met: bool
-    within_budget: bool
-    informative: bool
-    curve: list[dict[str, Any]]
-    single_layers: list[dict[str, Any]]
-    chosen: dict[str, Any]
-    verified: dict[str, Any]
-    references: dict[str, dict[str, Any]]
+    budget: Budget  # what the layers were chosen for
+    unit: DamageUnit  # of all damages
+    score: dict[str, Any]  # `title` and `digits` of the metric's score, and what its `divergence` is
+    baseline: str  # the exact model's attention implementation, which speedups are relative to
+    attention: str  # the mechanism
+    mechanisms: dict[str, dict[str, Any]]  # of each layer that was searched (its index as text), with its options
+    num_layers: int  # self-attention layers of the model
+    layers: list[int]  # chosen layer indices
+    met: bool  # whether the budget is met, on the data of the choice and on those of the verification
+    within_budget: bool  # whether it is met on the data of the choice
+    informative: bool  # whether the exact model is clearly better than without attention (`metrics.assess`)
+    curve: list[dict[str, Any]]  # a model for each number of converted layers: `count`, `added`, `layers`
+    single_layers: list[dict[str, Any]]  # a model for each layer by itself: `index`, `name`
+    chosen: dict[str, Any]  # the chosen row of the curve
+    verified: dict[str, Any]  # the chosen model on the data of the verification
+    references: dict[str, dict[str, Any]]  # values of the exact model and of that without attention, by data set
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -311,8 +283,8 @@ class LayerSearchResult:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSearchResult:
         """Return the result that `to_dict` wrote."""
-        objects = {"budget": Budget.parse(values["budget"]), "unit": DAMAGE_UNITS[values["unit"]]}
-        return cls(**{name: objects.get(name, values[name]) for name in cls.__dataclass_fields__})
+        parts: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__}
+        return cls(**parts | {"budget": Budget.parse(values["budget"]), "unit": DAMAGE_UNITS[values["unit"]]})
 
 
 def format_divergence(value: float | None) -> str:
@@ -368,7 +340,7 @@ def search_layers(
         ValueError: The budget cannot be read or does not fit the metric, or the search is unknown.
     """
     budget = Budget.parse(budget) if isinstance(budget, str) else budget
-    unit = budget.unit_of(choice.measurement)
+    budget.unit_of(choice.measurement)
     if search not in SEARCHES:
         raise ValueError(f"search must be one of {', '.join(SEARCHES)}, got {search!r}.")
     if records is None:
@@ -377,7 +349,7 @@ def search_layers(
     conditions = conditions or Conditions(type(model).__name__, "", "", "")
     models = (model.eval(), patched.eval(), (timed or patched).eval())
     metrics = {"choice": choice, "verification": verification}
-    run = _LayerSearch(*models, metrics, budget, unit, tokens, seconds, records, conditions, progress or Progress())
+    run = _LayerSearch(*models, metrics, budget, tokens, seconds, records, conditions, progress or Progress())
     return run.search(search == "greedy", sorted({*lengths, *([budget.length] if budget.length else [])}))
 
 
@@ -412,7 +384,6 @@ class _LayerSearch:
     timed: PreTrainedModel
     metrics: dict[str, QualityMetric]
     budget: Budget
-    unit: DamageUnit
     tokens: Sequence[int]
     seconds: float
     records: Records
@@ -420,9 +391,10 @@ class _LayerSearch:
     progress: Progress
 
     def __post_init__(self) -> None:
-        score = self.metrics["choice"].score
-        assert score is not None
-        self.score, self.baseline = score, str(self.exact.config._attn_implementation)
+        metric = self.metrics["choice"]
+        assert metric.score is not None
+        self.score, self.unit = metric.score, self.budget.unit_of(metric.measurement)
+        self.baseline = str(self.exact.config._attn_implementation)
         self.names = [layer.name for layer in self_attention(self.patched)]
         self.references: dict[str, dict[str, Any]] = {}
         self.measured: set[str] = set()

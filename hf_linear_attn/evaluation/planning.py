@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from ..checkpoints import save_checkpoint
@@ -26,24 +24,23 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, Settings, resolve_settings
-from .evaluator import TRANSFER_SETTINGS, learned_tensors, train_attention
+from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
 from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
 from .progress import ConsoleProgress, Progress
-from .records import RECORDS_FILE, Conditions, Records
+from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .speed import possible_lengths, timing_options
 
 if TYPE_CHECKING:
     from ..plan import PlanConfig
 
 PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
-LEARNED = "learned.safetensors"
 
 #: A folder with one of these files holds a result of `plan`.
-RESULTS = (RECORDS_FILE, LEARNED)
+RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 FORMAT_VERSION = 4
 
@@ -73,7 +70,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         rows = [f"{inputs_text(data['data'][part])} for the {use}" for use, part in uses.items()]
         progress.log(f"Data: {data['data']['source']}; {', '.join(rows)}")
         progress.log(f"Records: {folder / RECORDS_FILE}; a run that is stopped continues with --resume")
-        records, conditions = Records(folder / RECORDS_FILE), run.conditions("")
+        records, conditions = Records(folder / RECORDS_FILE), run.exact.conditions(config.attention, "", **run.identity)
         resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
         facts = {**environment(run.exact.model.device), **data, "model": model, "resumed": resumed}
         records.start_run("hf-linear-attn plan", facts["settings"], environment(run.exact.model.device))
@@ -116,6 +113,9 @@ class _Run:
         self.settings = plan_settings(config, kind, model)
         self.inputs, self.metrics = self._read_rows() if text is None else self._read_text(text)
         self._patch(budget)
+        settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
+        #: What all measurements depend on.
+        self.identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": settings}
 
     def _read_text(self, text: Text) -> tuple[EvaluationInputs, list[QualityMetric]]:
         """The train part of a text is for the transfer, half of its held-out part each to choose and to verify."""
@@ -165,38 +165,19 @@ class _Run:
         longer = timing_options(entry, options, limit, max(self.lengths, default=1))
         self.timed = self.patched if longer == options else patch_model(shared_copy(model), attention, **longer)
 
-    def conditions(self, measurement: str) -> Conditions:
-        """What all measurements depend on."""
-        settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
-        parts = {"seed": self.config.seed, "options": self.config.options, "settings": settings}
-        return self.exact.conditions(self.config.attention, measurement, **parts)
-
     def transfer(self, records: Records, progress: Progress) -> dict[str, Any]:
-        """Train the learned parts of all layers, once; return what the report says of it.
+        """Train the learned parts of all layers, once, or load them; return what the report says of it.
 
         Each layer sees the hidden states of the exact model, whatever the other layers are: one run serves every choice
         of layers.
         """
-        path, settings, stage = Path(self.config.output) / LEARNED, self.settings, "steps of attention transfer"
-        if not settings.steps or not learned_tensors(self.patched):
+        attention = self.config.attention
+        if not self.settings.steps or not ATTENTIONS.get(attention).learned:
             return {}
-        conditions = self.conditions("transfer")
-        record = records.known(conditions)
-        if record is not None and _metadata(path).get("record") == f"{record.run} {record.id}":
-            self.patched.load_state_dict(load_file(path), strict=False)
-        else:
-            records.remeasure = True  # What was measured belongs to parameters that are lost.
-            progress.status(stage, 0, settings.steps)
-            values = train_attention(
-                self.patched,
-                self.inputs.train,
-                self.inputs.validation,
-                settings,
-                self.config.seed,
-                lambda step, total, loss: progress.status(stage, step, total),
-            )
-            record = records.add(conditions, values)
-            atomic_write(path, save(learned_tensors(self.patched), {"record": f"{record.run} {record.id}"}))
+        evaluator = Evaluator(self.exact, self.inputs, self.settings, [], records=records, progress=progress)
+        evaluator.transferred(attention, self.config.seed, self.patched, self.identity)
+        record = records.latest(self.exact.conditions(attention, "attention_transfer", **self.identity))
+        assert record is not None
         names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
         return {name: record.value(metric) for name, metric in names.items()}
 
@@ -275,12 +256,3 @@ def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progr
     for sentence in result.summary():
         progress.log(f"• {sentence}")
     progress.log(f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}")
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty if there is no such file, or it is damaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}
-    except (OSError, SafetensorError):
-        return {}

@@ -51,17 +51,11 @@ NEEDLES, CONTEXT, COPIED, KEY = 4, 8, 4, 5
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question.
-
-    Attributes:
-        ids: Tokens of the prompt; the question is at the end.
-        answer: Tokens that answer it.
-        position: Index in `ids` of the answer's first token, where it was said.
-    """
+    """One question, at the end of a prompt."""
 
     ids: list[int]
     answer: list[int]
-    position: int
+    position: int  # of the answer's first token in `ids`, where it was said
 
 
 Statement = tuple[list[int], list[int], list[int]]
@@ -168,8 +162,8 @@ def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float
 def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """A passage of random tokens that begins again at the end (Olsson et al. 2022, arXiv:2209.11895)."""
     passage = rng.choices(maker.ordinary, k=CONTEXT + COPIED)
-    statement = passage[:CONTEXT], passage[CONTEXT:], []
-    return maker.prompt(rng, length, depth, [statement], filler=[[token] for token in maker.ordinary])
+    statements: list[Statement] = [(passage[:CONTEXT], passage[CONTEXT:], [])]
+    return maker.prompt(rng, length, depth, statements, filler=[[token] for token in maker.ordinary])
 
 
 TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
