@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
@@ -91,22 +92,18 @@ def _model_class(path: str, config: Any, auto_class: Any) -> type:
                 f"The config of {path!r} does not say which class was saved. Pass auto_class=AutoModelForCausalLM, …"
             )
         return transformers_class(names[0])
+    named = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    mapping = getattr(named, "_model_mapping", None)
+    if mapping is not None:
+        if type(config) not in mapping:
+            raise ValueError(f"{named.__name__} has no class for model type {config.model_type!r}.")
+        classes = mapping[type(config)]
+        return classes[0] if isinstance(classes, (list, tuple)) else classes
     if isinstance(auto_class, str):
-        import transformers
-
-        named_class = getattr(transformers, auto_class, None)
-        if named_class is None:
-            raise ValueError(f"Transformers has no class {auto_class!r}.")
-        auto_class = named_class
-    mapping = getattr(auto_class, "_model_mapping", None)
-    if mapping is None:
-        if isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel):
-            return auto_class
+        return transformers_class(auto_class)
+    if not (isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)):
         raise TypeError(f"auto_class must be an AutoModel… class, a model class, or a name, got {auto_class!r}.")
-    if type(config) not in mapping:
-        raise ValueError(f"{auto_class.__name__} has no class for model type {config.model_type!r}.")
-    classes = mapping[type(config)]
-    return classes[0] if isinstance(classes, (list, tuple)) else classes
+    return auto_class
 
 
 def save_checkpoint(

@@ -86,11 +86,8 @@ def patch_model(
         model.name_or_path += PATCHED_NAME
     if positions.added and "sentence_transformers" in sys.modules:
         logger.warning(
-            "The positions of this %s go up to %d tokens now. A SentenceTransformer around it still truncates at its "
-            "own limit: set encoder.max_seq_length = %d.",
-            type(model).__name__,
-            max_length,
-            max_length,
+            f"The positions of this {type(model).__name__} go up to {max_length} tokens now. A SentenceTransformer "
+            f"around it still truncates at its own limit: set encoder.max_seq_length = {max_length}."
         )
     return model
 

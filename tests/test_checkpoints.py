@@ -369,7 +369,7 @@ def test_a_truncated_weights_file(checkpoint, size):
 @pytest.mark.parametrize(
     ("auto_class", "error", "message"),
     [
-        ("AutoModelForTelepathy", ValueError, "no class 'AutoModelForTelepathy'"),
+        ("AutoModelForTelepathy", ValueError, "no model class 'AutoModelForTelepathy'"),
         (dict, TypeError, "auto_class must be an AutoModel… class, a model class, or a name, got <class 'dict'>"),
         ("AutoModelForSpeechSeq2Seq", ValueError, "has no class for model type 'bert'"),
     ],

@@ -93,14 +93,14 @@ def _attend_packed(call: InterfaceCall, boundaries: Tensor) -> tuple[Tensor, Ten
             f"{call.label} attends to another sequence of {key.shape[2]} tokens, which packed documents "
             f"({BOUNDARIES}, or position_ids that begin again) do not say how to share. Pass padded rows."
         )
-    has_full_mask = mask is not None and mask.dim() == 4
-    padding = None if has_full_mask else mask
-    documents = documents_of(boundaries.to(query.device), (query.shape[0], query.shape[2]), padding)
+    full_mask = mask if mask is not None and mask.dim() == 4 else None
+    boundaries = boundaries.to(query.device)
+    documents = documents_of(boundaries, (query.shape[0], query.shape[2]), mask if full_mask is None else None)
     names = (*BOUNDARY_ARGUMENTS, "position_ids")
     call = replace(call, kwargs={name: value for name, value in call.kwargs.items() if name not in names})
-    if mask is not None and has_full_mask:
-        numbers = document_numbers(boundaries.to(query.device), documents.shape)[:, None]
-        allowed = full_mask_to_bool(mask, call.label) & (numbers[..., :, None] == numbers[..., None, :])
+    if full_mask is not None:
+        numbers = document_numbers(boundaries, documents.shape)[:, None]
+        allowed = full_mask_to_bool(full_mask, call.label) & (numbers[..., :, None] == numbers[..., None, :])
         return _attend(replace(call, mask=allowed))
 
     def forward(

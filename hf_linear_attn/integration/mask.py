@@ -45,25 +45,21 @@ def _packed_mask(run: ModelRun, arguments: dict[str, Any]) -> Tensor:
     assert run.boundaries is not None
     function = arguments.get("mask_function", causal_mask_function)
     if function not in SIMPLE_PATTERNS:
-        arguments["mask_function"] = packed_mask_function(function, run.boundaries, run.shape)
+        # The same pattern inside of each document: positions count from its first token.
+        documents = document_numbers(run.boundaries, run.shape)
+        tokens = torch.arange(documents.numel(), device=documents.device).view(run.shape)
+        positions = tokens - run.boundaries[documents]
+
+        def inside(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            same = documents[batch, query] == documents[batch, key]
+            return same & function(batch, head, positions[batch, query], positions[batch, key])
+
+        arguments["mask_function"] = inside
     mask = _mask(**arguments)
     if mask is None:
         mask = torch.ones(run.shape, dtype=torch.bool, device=run.boundaries.device)
     setattr(mask, MASK_BOUNDARIES, run.boundaries)
     return mask
-
-
-def packed_mask_function(function: MaskFunction, boundaries: Tensor, shape: tuple[int, int]) -> MaskFunction:
-    """Return the same pattern inside of each document: positions count from its first token."""
-    documents = document_numbers(boundaries, shape)
-    tokens = torch.arange(documents.numel(), device=boundaries.device).view(shape)
-    positions = tokens - boundaries[documents]
-
-    def inside(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        same = documents[batch, query] == documents[batch, key]
-        return same & function(batch, head, positions[batch, query], positions[batch, key])
-
-    return inside
 
 
 def _mask(

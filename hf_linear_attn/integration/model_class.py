@@ -44,18 +44,16 @@ def __getattr__(name):
     return class_by_name(name)
 '''
 
-#: Field of `config.json` that names the file of the weights, and what stands there in a patched checkpoint. Every
-#: `from_pretrained` of Transformers refuses what is no file of weights, with this text, whether this package is
-#: installed or not. Ours does not read the field, and neither does what resumes a training: the weights have their
-#: usual file name.
+#: Field of `config.json` that names the file of the weights. In a patched checkpoint it holds a text with which every
+#: `from_pretrained` of Transformers refuses it, with or without this package. Ours does not read the field, and neither
+#: does what resumes a training: the weights have their usual file name.
 WEIGHTS_FIELD = "transformers_weights"
 REFUSAL = (
     "This checkpoint runs linear attention. Load it with hf_linear_attn.load_pretrained(path), or with an AutoModel "
     "class and trust_remote_code=True; both need the package (pip install hf-linear-attn)."
 )
 
-#: What `patch_model` adds to the name that PEFT writes into an adapter as that of its base model. Loaders of adapters
-#: would otherwise take the plain checkpoint for it.
+#: What `patch_model` adds to the name that PEFT saves as that of an adapter's base model, which is no plain checkpoint.
 PATCHED_NAME = " patched by hf_linear_attn"
 
 

@@ -86,18 +86,6 @@ class ModelContext:
     #: A part that mixes tokens without attention (see `token_mixer`), or "".
     token_mixer: str
 
-    @classmethod
-    def of(cls, model: nn.Module, layers: Sequence[str], causal: bool) -> ModelContext:
-        """Describe a model around self-attention layers of these names."""
-        names, kwargs = source_guards.argument_names(type(model))
-        path = [model.get_submodule(name) for name in (layers[0], *parent_names(layers[0]))]
-        passes_on = all(
-            source_guards.passes_keyword_arguments_on(type(module))
-            for module in path
-            if not isinstance(module, nn.ModuleList)
-        )
-        return cls(names, kwargs is not None, passes_on, causal, token_mixer(model, layers))
-
 
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
     """Return name and class of a part of a model that mixes tokens without regard to boundaries of documents; or "".
@@ -142,7 +130,12 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
             continue
         prefix = f"{name}." if name else ""
         inside = [other.name.removeprefix(prefix) for other in layers if other.name.startswith(prefix)]
-        setattr(parent, MODEL_CONTEXT, ModelContext.of(parent, inside, layer.causal))
+        path = [type(parent.get_submodule(part)) for part in (inside[0], *parent_names(inside[0]))]
+        calls = [cls for cls in path if not issubclass(cls, nn.ModuleList)]
+        passes_on = all(source_guards.passes_keyword_arguments_on(cls) for cls in calls)
+        names, kwargs = source_guards.argument_names(type(parent))
+        mixer = token_mixer(parent, inside)
+        setattr(parent, MODEL_CONTEXT, ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer))
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
         parent.register_forward_hook(after_model, always_call=True)
 

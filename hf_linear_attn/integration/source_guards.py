@@ -1,11 +1,8 @@
 """What the source of Transformers' modeling files says and no flag or config does: the only place that reads it.
 
-`discovery` and `boundaries` go by attributes of modules and configs wherever these exist. Some facts stand in the code
-alone: that a module calls the attention interface, that it adds a bias to its logits, that a model hands keyword
-arguments on to its layers. Each function here answers one such question about a class, from the `forward` of that
-class. The source is parsed and written out again first, so that comments, line breaks and quotes do not matter.
-`tests/integration/test_source_guards.py` lists for every guard what it sees in Transformers, and fails where an
-upstream change makes it see something else.
+Each function answers one question about a class, from the `forward` of that class. The source is parsed and written out
+again first, so that comments, line breaks and quotes do not matter. The tests list what each guard sees in
+Transformers, and fail where an upstream change makes it see something else.
 """
 
 from __future__ import annotations
