@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from types import NoneType
@@ -36,10 +35,6 @@ class AttentionShape:
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token in float32."""
         return 4 * self.num_key_value_heads * (self.head_dim + self.value_dim)
-
-    def sum_bytes(self, num_features: int) -> int:
-        """Return the bytes of sums over keys `[G, m, e]` and `[G, m]` in float32."""
-        return 4 * self.num_key_value_heads * num_features * (self.value_dim + 1)
 
 
 _INTERVALS_IN_WORDS = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
@@ -162,14 +157,6 @@ class FeatureMap(nn.Module):
         if formulas is not None:
             return formulas[0].features, formulas[1].features, formulas
         return lambda x, start: self.query(x, scaling), lambda x, start: self.key(x, scaling), None
-
-    @torch.no_grad()
-    def state_bytes(self) -> int:
-        """Return the bytes of the sums over keys, with the running maxima `[G]` of a map that has a log scale."""
-        groups = self.shape.num_key_value_heads
-        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        scale = self.key(torch.zeros(1, groups, 1, self.shape.head_dim, device=device), 1.0).log_scale
-        return self.shape.sum_bytes(self.num_features) + (0 if scale is None else 4 * groups)
 
     def extra_repr(self) -> str:
         return f"num_features={self.num_features}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,9 +174,20 @@ class LinearAttention(nn.Module):
         """The longest input in tokens that is attended to exactly; 0 where none is."""
         return 0
 
+    @torch.no_grad()
     def state_bytes(self, length: int = 0) -> int:
-        """Return the bytes of the state of one token stream after `length` tokens; 0 in a mechanism without a state."""
-        return 0
+        """Return the bytes of the state of one token stream after `length` tokens; 0 in a mechanism without a state.
+
+        Unless a mechanism has a growing state, this is the state after one token of zeros in float32.
+        """
+        if self.entry is not None and self.entry.state == "none":
+            return 0
+        heads, groups, size = self.shape.num_heads, self.shape.num_key_value_heads, self.shape.head_dim
+        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+        tensors = (torch.zeros(1, *sizes, device=device) for sizes in ((heads, 1, size), (groups, 1, size)))
+        value = torch.zeros(1, groups, 1, self.shape.value_dim, device=device)
+        inputs = AttentionInputs(*tensors, value, 1.0, True, return_state=True, first_call=False)
+        return sum(tensor.nbytes for tensor in (self.forward(inputs)[1] or {}).values())
 
     def extra_repr(self) -> str:
         return repr(self.options)

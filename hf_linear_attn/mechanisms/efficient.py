@@ -64,6 +64,3 @@ class EfficientAttention(LinearAttention):
         return {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}[
             self.options.scale
         ]
-
-    def state_bytes(self, length: int = 0) -> int:
-        return 4 * self.shape.num_key_value_heads * self.shape.head_dim * (self.shape.value_dim + 2)

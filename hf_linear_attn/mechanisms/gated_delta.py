@@ -93,6 +93,3 @@ class GatedDeltaAttention(LinearAttention):
         rate = MIN_RATE + (1 - MIN_RATE) * torch.sigmoid(gates[..., 1])
         values = functional.normalize(self.feature_map.key(key, scaling).values, dim=-1)
         return ops.DeltaKeys(values, functional.logsigmoid(gates[..., 0]), rate)
-
-    def state_bytes(self, length: int = 0) -> int:
-        return self.shape.sum_bytes(self.feature_map.num_features) + 4 * self.shape.num_key_value_heads

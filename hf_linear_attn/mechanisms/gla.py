@@ -82,6 +82,3 @@ class GatedLinearAttention(LinearAttention):
         down, up, bias = (p.to(key.dtype) for p in (self.gate_down, self.gate_up, self.gate_bias))
         gate = torch.sigmoid((key * scaling**0.5) @ down @ up + bias.unsqueeze(-2))
         return ops.GatedKeys(self.feature_map.key(key, scaling).values, -ops.MAX_DECAY * gate)
-
-    def state_bytes(self, length: int = 0) -> int:
-        return self.shape.sum_bytes(self.feature_map.num_features)

@@ -85,9 +85,6 @@ class KernelizedAttention(LinearAttention):
                 f"max_length={limit}. Shorten the input, or patch again with max_length={longest} or more."
             )
 
-    def state_bytes(self, length: int = 0) -> int:
-        return self.feature_map.state_bytes() + (8 if self.feature_map.uses_positions else 0)
-
 
 def _register(name: str, entry: AttentionEntry) -> None:
     """Make a feature map's kernelized attention available under the name of the map."""

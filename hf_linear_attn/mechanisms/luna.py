@@ -118,6 +118,3 @@ class LunaAttention(LinearAttention):
         if self.options.activation == "elu":
             return functional.elu(x) + 1
         return functional.softplus(x, beta=math.log(2))
-
-    def state_bytes(self, length: int = 0) -> int:
-        return self.options.num_packed * self.shape.token_bytes + 8

@@ -106,6 +106,3 @@ class RandomFeatureAttention(LinearAttention):
         gate = (key * scaling**0.5) @ self.gate_weight.to(key.dtype) + self.gate_bias.to(key.dtype).unsqueeze(-2)
         log_write = functional.logsigmoid(-gate).squeeze(-1)
         return gated.GatedKeys(self._features(key, 0).values, functional.logsigmoid(gate), log_write)
-
-    def state_bytes(self, length: int = 0) -> int:
-        return self.shape.sum_bytes(self.options.num_features) + 4 * self.shape.num_key_value_heads * self.gated

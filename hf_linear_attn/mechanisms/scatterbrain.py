@@ -104,13 +104,6 @@ class ScatterbrainAttention(HybridAttention):
         query_map, key_map, _ = self.feature_map.functions(scaling)
         return lambda x, start: _with_scale(query_map(x, start)), lambda x, start: _with_scale(key_map(x, start)), None
 
-    def state_bytes(self, length: int = 0) -> int:
-        shape, options, groups = self.shape, self.options, self.shape.num_key_value_heads
-        bucket_keys = options.num_hash_buckets * options.hash_rounds * options.bucket_capacity
-        band = options.window_size * (shape.token_bytes + 1) + 8
-        sums = shape.sum_bytes(self.feature_map.num_features) + 4 * groups
-        return sums + band + bucket_keys * (shape.token_bytes + 8 * groups)
-
 
 def _with_scale(features: Features) -> Features:
     """Give features without a log scale one of zero."""

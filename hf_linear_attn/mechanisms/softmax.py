@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..feature_maps.base import Options
 from ..ops.common import State, compute_dtype
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
@@ -16,16 +15,11 @@ from .base import AttentionInputs, LinearAttention
 EXACT = "softmax"
 
 
-@dataclass(frozen=True)
-class SoftmaxOptions:
-    """Exact attention has no options."""
-
-
 @register_attention(
     EXACT,
     description="exact attention, computed by the model's own implementation",
     paper="Vaswani et al. 2017, arXiv:1706.03762",
-    options=SoftmaxOptions,
+    options=Options,
     causal=True,
     bidirectional=True,
     learned=False,

@@ -271,9 +271,5 @@ class WindowAttention(HybridAttention):
     def _exact_length(self, causal: bool) -> int:
         return self.options.window_size + self.options.sink_tokens * (1 if causal else 2)
 
-    def state_bytes(self, length: int = 0) -> int:
-        window, sinks = self.options.window_size, self.options.sink_tokens
-        return self.feature_map.state_bytes() + (window + sinks) * self.shape.token_bytes + window + 8
-
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}, sink_tokens={self.options.sink_tokens}"
