@@ -138,9 +138,9 @@ def register_attention(
     description: str,
     paper: str,
     options: type,
-    causal: bool,
-    bidirectional: bool,
     learned: bool,
+    causal: bool = True,
+    bidirectional: bool = True,
     state: str = "none",
     cost: str = "",
     recommendation: str = "",
@@ -153,9 +153,9 @@ def register_attention(
         description: One line, for lists.
         paper: The source, e.g. `"Author 2020, arXiv:2006.16236"`.
         options: Frozen dataclass of the options with defaults; each field's `metadata["help"]` is shown to users.
+        learned: Whether it has parameters that attention transfer can train.
         causal: Whether it can compute causal attention.
         bidirectional: Whether it can compute bidirectional attention.
-        learned: Whether it has parameters that attention transfer can train.
         state: `"constant"`, `"growing"` or `"none"` (no decoding).
         cost: Time and memory, in the symbols L (length), m (features), d (head size), w (window), k (slots).
         recommendation: When to choose it, one line.

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,16 @@ def epsilon_option(default: float, added_to: str = "every feature") -> Any:
     return option(default, help, within="[0, 1)")
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Options:
-    """Base class of options. A value outside of its field's limits or `Literal` choices is a ValueError."""
+    """Base class of options, whose subclasses are frozen dataclasses without a decorator.
+
+    A value outside of its field's limits or `Literal` choices is a ValueError.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         own_class: Any = type(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
 
 
-@dataclass(frozen=True)
 class CosformerOptions(Options):
     max_length: int | None = option(
         None, "M, the longest input; weights fall to 0 at distance M (None: the model's limit)", least=1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
 
 
-@dataclass(frozen=True)
 class DpfpOptions(Options):
     nu: int = option(1, "number ν of products per entry: m = 2dν features; at most 2d - 1", least=1)
     epsilon: float = epsilon_option(0.01)

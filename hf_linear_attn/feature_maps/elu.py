@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..ops.fused import FusedMap, FusedMaps
@@ -11,7 +9,6 @@ from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, option
 
 
-@dataclass(frozen=True)
 class EluOptions(Options):
     alpha: float = option(1.0, "α of the elu; in (0, 1] elu(x) + 1 stays positive", within="(0, 1]")
     split_scaling: bool = option(False, "multiply q and k by √τ first (the paper takes them raw)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,7 +17,6 @@ from .random_features import RandomFeatureOptions, layer_seed
 PHASE_SEED_OFFSET = 500_009
 
 
-@dataclass(frozen=True)
 class FavorOptions(RandomFeatureOptions):
     num_features: int = option(256, "number of features m; 'sincos' makes two of each random row (m even)", least=1)
     trig: Literal["sincos", "cos"] = option(

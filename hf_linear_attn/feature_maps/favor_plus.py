@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from .random_features import RandomFeatureOptions
 REDRAW_SEED_STRIDE = 1_000_000_000_039
 
 
-@dataclass(frozen=True)
 class FavorPlusOptions(RandomFeatureOptions):
     num_features: int = option(256, "number of features m; 'hyperbolic' makes two of each random row (m even)", least=1)
     hyperbolic: bool = option(False, "[exp(Wx), exp(-Wx)] with m/2 rows: less variance")

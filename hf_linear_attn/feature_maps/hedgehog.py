@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ SMALL_HEAD_ROWS = 128
 _FUSED: dict[str, Activation] = {"softmax": "softmax-pair", "exp": "exp-pair", "joint": "softmax-joint"}
 
 
-@dataclass(frozen=True)
 class HedgehogOptions(Options):
     feature_dim: int | None = option(
         None, f"rows f of W per head, 2f features (None: the head size, or {SMALL_HEAD_ROWS} below 64)", least=1

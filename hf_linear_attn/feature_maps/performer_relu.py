@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,7 +25,6 @@ POSITIVE: dict[str, Callable[[Tensor], Tensor]] = {
 SIGNED: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "tanh": torch.tanh}
 
 
-@dataclass(frozen=True)
 class PerformerReluOptions(RandomFeatureOptions):
     kernel: Literal["relu", "exp", "abs", "sigmoid", "softplus", "gelu", "tanh"] = option(
         "relu", "the nonlinearity f: relu, exp, abs, sigmoid or softplus; gelu and tanh give signed weights"

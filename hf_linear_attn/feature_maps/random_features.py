@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -57,7 +56,6 @@ def unit_rows(count: int, dim: int, layer_index: int) -> Tensor:
     return torch.cat([torch.eye(dim, device="cpu"), extra / dim**0.5])[:count]
 
 
-@dataclass(frozen=True)
 class RandomFeatureOptions(Options):
     """Options of maps with random rows."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,6 @@ from .base import AttentionShape, FeatureMap, Options, constant_parameter, epsil
 from .random_features import unit_rows
 
 
-@dataclass(frozen=True)
 class T2ROptions(Options):
     num_features: int | None = option(None, "number of features m per head (None: four times the head size)", least=1)
     bias_init: float = option(

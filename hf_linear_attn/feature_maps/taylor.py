@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,6 @@ from .base import AttentionShape, FeatureMap, Options, option
 from .random_features import gaussian_features
 
 
-@dataclass(frozen=True)
 class TaylorOptions(Options):
     projection_dim: int | None = option(
         None,

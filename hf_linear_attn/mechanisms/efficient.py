@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class EfficientOptions(Options):
     scale: Literal["raw", "split", "matched"] = option(
         "raw", "factor of q and k: 'raw' (the paper's): 1; 'split': √τ; 'matched': √(τd), see the class"
@@ -26,8 +24,6 @@ class EfficientOptions(Options):
     description="softmax of q over features, softmax of k over the sequence, nothing learned",
     paper="Shen et al. 2018, arXiv:1812.01243",
     options=EfficientOptions,
-    causal=True,
-    bidirectional=True,
     learned=False,
     state="constant",
     cost="O(L·d²) time, O(d²) state",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from .base import AttentionInputs, LinearAttention
 MIN_RATE = 1e-4
 
 
-@dataclass(frozen=True)
 class GatedDeltaOptions(Options):
     feature_dim: int | None = option(
         None, "rows f of the feature map per head (None: the head size); 2f features", least=1
@@ -41,7 +39,6 @@ class GatedDeltaOptions(Options):
     description="learned softmax features; the state forgets, and corrects the value under a key",
     paper="Yang et al. 2024, arXiv:2412.06464",
     options=GatedDeltaOptions,
-    causal=True,
     bidirectional=False,
     learned=True,
     state="constant",

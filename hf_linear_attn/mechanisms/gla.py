@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,7 +19,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class GLAOptions(Options):
     feature_dim: int | None = option(
         None, "rows f of the feature map per head (None: the head size); 2f features", least=1
@@ -37,7 +35,6 @@ class GLAOptions(Options):
     description="learned softmax features whose state forgets, feature by feature, as the keys say",
     paper="Yang et al. 2023, arXiv:2312.06635",
     options=GLAOptions,
-    causal=True,
     bidirectional=False,
     learned=True,
     state="constant",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class LinformerOptions(Options):
     num_slots: int = option(128, "k, the number of projected keys and values", least=1)
     max_length: int | None = option(None, "n_max, the longest input (None: the model's own limit)", least=1)
@@ -44,7 +43,6 @@ class LinformerOptions(Options):
     paper="Wang et al. 2020, arXiv:2006.04768",
     options=LinformerOptions,
     causal=False,
-    bidirectional=True,
     learned=True,
     cost="O(L·k·d) time, O(L·k) memory, h·k·n_max parameters",
     recommendation="encoders with inputs of similar length; not for generation",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, Options, option
@@ -13,7 +11,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class LinformerCausalOptions(Options):
     block_size: int = option(64, "c, the tokens of a block", least=1)
     slots_per_block: int = option(4, "r, the slots that a finished block leaves", least=1)
@@ -32,7 +29,6 @@ class LinformerCausalOptions(Options):
     description="finished blocks of c tokens compressed to r slots, own block exact, one softmax",
     paper="after Wang et al. 2020, arXiv:2006.04768 (block-causal form)",
     options=LinformerCausalOptions,
-    causal=True,
     bidirectional=False,
     learned=True,
     state="growing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -23,7 +23,6 @@ BIDIRECTIONAL_INIT = 2.0
 CAUSAL_INIT = 0.1
 
 
-@dataclass(frozen=True)
 class LunaOptions(Options):
     num_packed: int = option(64, "l, the length of the learned sequence P", least=1)
     activation: Literal["elu", "softplus"] = option(
@@ -41,8 +40,6 @@ class LunaOptions(Options):
     description="attention through a learned sequence of l vectors",
     paper="Ma et al. 2021, arXiv:2106.01540",
     options=LunaOptions,
-    causal=True,
-    bidirectional=True,
     learned=True,
     state="constant",
     cost="O(L·l·d) time, O(l·d) state",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
@@ -13,7 +11,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class NystromOptions(Options):
     num_landmarks: int = option(64, "m, the landmarks; shorter inputs are exact", least=1)
     iterations: int = option(6, "steps of the pseudo-inverse; many invert the noise as well", least=1)
@@ -34,7 +31,6 @@ class NystromOptions(Options):
     paper="Xiong et al. 2021, arXiv:2102.03902",
     options=NystromOptions,
     causal=False,
-    bidirectional=True,
     learned=False,
     cost="O(L·m·d + m³) time, O(L·m) memory",
     recommendation="encoders without any training: the nearest to exact attention; inputs up to m tokens are exact",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
 
-@dataclass(frozen=True)
 class RFAOptions(Options):
     num_features: int = option(256, "number of features m, two of each random row (even)")
     sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", within="(0, inf)")
@@ -39,8 +37,6 @@ class RFAOptions(Options):
     description="trigonometric random features of normalised queries and keys with learned scales, gated if causal",
     paper="Peng et al. 2021, arXiv:2103.02143",
     options=RFAOptions,
-    causal=True,
-    bidirectional=True,
     learned=True,
     state="constant",
     cost="O(L·m·d) time, O(m·d) state",

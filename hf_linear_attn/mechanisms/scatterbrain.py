@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,6 @@ from .window import HybridAttention, HybridOptions
 HASH_SEED_OFFSET = 500_009
 
 
-@dataclass(frozen=True)
 class ScatterbrainOptions(HybridOptions):
     feature_map: str = option("favor+", "φ, an estimate of exp(τ q·k), outside the support")
     num_hash_buckets: int = option(0, "hash buckets beside the band, an even number (0: the band only)")
@@ -38,8 +36,6 @@ class ScatterbrainOptions(HybridOptions):
     description="exact weights in a band and in hash buckets, random features elsewhere, one normaliser",
     paper="Chen et al. 2021, arXiv:2110.15343",
     options=ScatterbrainOptions,
-    causal=True,
-    bidirectional=True,
     learned=False,
     state="constant",
     cost="O(L·(w + m)·d) time, O((w + m)·d) state; buckets add O(L·r·c·m·d) and O(b·r·c·d)",

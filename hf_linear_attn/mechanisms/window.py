@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,6 @@ CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 MIX_BOUND = 10.0
 
 
-@dataclass(frozen=True)
 class HybridOptions(Options):
     """Options of a window with exact weights, and of the feature map outside it."""
 
@@ -109,7 +108,6 @@ class HybridAttention(LinearAttention):
         return self.options.window_size
 
 
-@dataclass(frozen=True)
 class WindowOptions(HybridOptions):
     mix_init: float = option(0.0, "start of the learned log mixing weight of the part outside the window")
     saturation: int | Literal["auto"] | None = option(
@@ -132,8 +130,6 @@ class WindowOptions(HybridOptions):
     description="exact softmax in a window and for sinks, a learned feature map elsewhere, one normaliser",
     paper="Zhang et al. 2024 (LoLCATs), arXiv:2410.10254",
     options=WindowOptions,
-    causal=True,
-    bidirectional=True,
     learned=True,
     state="constant",
     cost="O(L·(w + m)·d) time, O((w + m)·d) state",

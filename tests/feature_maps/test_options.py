@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from hf_linear_attn.feature_maps.base import Options, option
 
 
-@dataclass(frozen=True)
 class Example(Options):
     count: int = option(1, "a positive integer", least=1)
     size: int | None = option(None, "an integer from 0 on", least=0)
