@@ -182,11 +182,11 @@ class LinearAttention(nn.Module):
         """
         if self.entry is not None and self.entry.state == "none":
             return 0
-        heads, groups, size = self.shape.num_heads, self.shape.num_key_value_heads, self.shape.head_dim
         device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        tensors = (torch.zeros(1, *sizes, device=device) for sizes in ((heads, 1, size), (groups, 1, size)))
-        value = torch.zeros(1, groups, 1, self.shape.value_dim, device=device)
-        inputs = AttentionInputs(*tensors, value, 1.0, True, return_state=True, first_call=False)
+        query = torch.zeros(1, self.shape.num_heads, 1, self.shape.head_dim, device=device)
+        key = query[:, : self.shape.num_key_value_heads]
+        value = key.new_zeros(*key.shape[:3], self.shape.value_dim)
+        inputs = AttentionInputs(query, key, value, 1.0, True, return_state=True, first_call=False)
         return sum(tensor.nbytes for tensor in (self.forward(inputs)[1] or {}).values())
 
     def extra_repr(self) -> str:

@@ -41,8 +41,9 @@ class KernelizedAttention(LinearAttention):
         if inputs.mask is not None and is_decoding_step(inputs.query, inputs.mask, inputs.state):
             inputs = replace(inputs, mask=None)
         maps, counts = self._maps(inputs)
-        settings = {"num_features": self.feature_map.num_features, "signed": self.feature_map.signed}
-        out, state_after = backends.attend(KernelizedCall(*inputs.tensors, *maps, **settings, **inputs.settings))
+        size, signed = self.feature_map.num_features, self.feature_map.signed
+        call = KernelizedCall(*inputs.tensors, *maps, size, signed=signed, **inputs.settings)
+        out, state_after = backends.attend(call)
         return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ class LunaAttention(LinearAttention):
         packed, allowed = (self.packed, self._activation), inputs.visible()
         return ops.dense_causal_weights(inputs.query, inputs.key, *packed, allowed, **self._scales(inputs.scaling))
 
-    def _scales(self, scaling: float) -> dict[str, float]:
+    def _scales(self, scaling: float) -> dict[str, Any]:
         return {"scaling": scaling, "query_scale": scaling if self.options.scale_query else 1.0}
 
     def _activation(self, x: Tensor) -> Tensor:
