@@ -25,7 +25,7 @@ from ..common import (
 from ..fused import AttentionCall, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
 from ..kernel_inputs import unsupported_inputs
 from . import binding
-from .binding import KernelMap, address
+from .binding import KernelMap
 from .build import BuildError, library
 from .windowed import run_windowed
 
@@ -47,16 +47,12 @@ def unavailable_reason() -> str | None:
 def _mix_matches(mix: StepMix | QueryMix, query: Tensor) -> bool:
     """Return whether the tensors of a formula of mixing weights match the queries."""
     batch, heads, length, size = query.shape
-    if isinstance(mix, QueryMix):
-        if not (mix.base.is_cpu and mix.weight.is_cpu) or mix.base.dim() != 3 or mix.weight.shape != (heads, size):
-            return False
-        rows, base_heads, tokens = mix.base.shape
-        return rows in (1, batch) and base_heads == heads and tokens in (1, length)
-    if not (mix.base.is_cpu and mix.weight.is_cpu):
+    if not (mix.base.is_cpu and mix.weight.is_cpu) or mix.weight.shape != (heads, size):
         return False
-    if mix.num_tokens is not None and not (mix.num_tokens.is_cpu and mix.num_tokens.shape == (batch,)):
-        return False
-    return mix.base.shape == (heads,) and mix.weight.shape == (heads, size)
+    if isinstance(mix, StepMix):
+        count = mix.num_tokens
+        return mix.base.shape == (heads,) and (count is None or (count.is_cpu and count.shape == (batch,)))
+    return mix.base.shape in {(rows, heads, tokens) for rows in (1, batch) for tokens in (1, length)}
 
 
 class NativeBackend:
@@ -132,11 +128,11 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
             raise ValueError(
                 "The state belongs to another feature map: only one of the two has a log scale. Start without a state."
             )
-        return_state = call.return_state or now.stop < length
-        functions = call.query_features, call.query_features
-        part = KernelizedCall(query, key, value, *functions, None, size, True, False, mask, state, return_state)
-        maps = binding.precomputed(Features(query)), binding.precomputed(Features(key, log_scale))
-        out, state = _forward(part, maps, decay=None if decay is None else readable(decay.expand_as(key)))
+        part = call.replace(mask=mask, state=state, return_state=call.return_state or now.stop < length)
+        maps = Features(query), Features(key, None if log_scale is None else log_scale.contiguous())
+        out, state = _forward(
+            part, (query, key, value), maps, decay=None if decay is None else readable(decay.expand_as(key))
+        )
         outputs.add(out)
     return outputs.result(), state
 
@@ -152,52 +148,44 @@ def _check_sizes(of: str, features: Tensor, expected: tuple[int, ...]) -> None:
 def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call whose feature maps have formulas, with gradients where they are needed."""
     assert call.fused is not None
-    query_map, key_map = binding.prepare_both(call.fused, call.query.shape[3])
-    query, key, value = readable(call.query), readable(call.key), readable(call.value)
-    mask = None if call.mask is None else call.mask.contiguous()
-    if query is not call.query or key is not call.key or value is not call.value or mask is not call.mask:
-        call = call.replace(query=query, key=key, value=value, mask=mask)
+    maps = binding.prepare(call.fused)
+    inputs = readable(call.query), readable(call.key), readable(call.value)
+    if call.mask is not None and not call.mask.is_contiguous():
+        call = call.replace(mask=call.mask.contiguous())
     if not call.needs_grad():
-        return _forward(call, (query_map, key_map))
-    tensors = (query_map.weight, query_map.bias, key_map.weight, key_map.bias)
-    return _Attention.apply(call.query, call.key, call.value, *tensors, call, (query_map, key_map)), None
+        return _forward(call, inputs, maps)
+    return _Attention.apply(*inputs, maps[0].weight, maps[0].bias, maps[1].weight, maps[1].bias, call, maps), None
 
 
 def _forward(
-    call: KernelizedCall,
+    call: KernelizedCall | GatedCall,
+    inputs: tuple[Tensor, Tensor, Tensor],
     maps: tuple[KernelMap, KernelMap],
     normaliser: Tensor | None = None,
     decay: Tensor | None = None,
 ) -> tuple[Tensor, State | None]:
-    batch, heads, length, _ = call.query.shape
-    groups, value_size = call.key.shape[1], call.value.shape[3]
-    out = token_major(batch, heads, length, value_size, call.value.dtype)
-    filled = binding.arguments(call, maps, out)
+    query, key, value = inputs
+    batch, heads, length, _ = query.shape
+    groups, value_size = key.shape[1], value.shape[3]
+    out = token_major(batch, heads, length, value_size, value.dtype)
+    filled = binding.arguments(inputs, call.mask, maps, call.num_features, out)
     if not call.causal:
         binding.run("bidirectional", filled)
         return out, None
     if not length:
         return out, call.state
-    before: State = {}
-    if call.state is not None:
-        before = {name: tensor.contiguous() for name, tensor in call.state.items()}
-        filled.state, filled.state_sum = before["kv"].data_ptr(), before["k_sum"].data_ptr()
-        filled.state_scale = address(before.get("log_scale"))
+    before = {name: tensor.contiguous() for name, tensor in (call.state or {}).items()}
     after: State = {}
     if call.return_state and isinstance(call.state, InPlaceState):
         after = {name: before[name] for name in ("kv", "k_sum", "log_scale") if name in before}
     elif call.return_state:
         after["kv"] = binding.empty(batch, groups, call.num_features, value_size)
         after["k_sum"] = binding.empty(batch, groups, call.num_features)
-        if maps[1].scaled:
+        if maps[1].log_scale is not None if isinstance(maps[1], Features) else maps[1].scaled:
             after["log_scale"] = binding.empty(batch, groups)
-    if after:
-        filled.next_state, filled.next_sum = after["kv"].data_ptr(), after["k_sum"].data_ptr()
-        filled.next_scale = address(after.get("log_scale"))
-    if normaliser is not None:
-        filled.normaliser = normaliser.data_ptr()
-    if decay is not None:
-        filled.decay = binding.strided(decay)
+    filled.point(state=before.get("kv"), state_sum=before.get("k_sum"), state_scale=before.get("log_scale"))
+    filled.point(next_state=after.get("kv"), next_sum=after.get("k_sum"), next_scale=after.get("log_scale"))
+    filled.point(normaliser=normaliser, decay=decay)
     binding.run("causal", filled)
     return out, after or None
 
@@ -209,30 +197,20 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         call, maps = rest[4:]
         normaliser = binding.empty(*query.shape[:3]) if call.causal else None
-        out, _ = _forward(call, maps, normaliser)
+        out, _ = _forward(call, (query, key, value), maps, normaliser)
         ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, call.mask)
-        ctx.call = call.replace(
-            query=None, key=None, value=None, mask=None
-        )  # saved tensors must not be referenced twice
-        ctx.maps = tuple(kernel_map._replace(weight=None, bias=None) for kernel_map in maps)
+        ctx.causal, ctx.num_features = call.causal, call.num_features
+        ctx.maps = binding.replace_parameters(maps, None, None, None, None)  # the saved ones are not referenced twice
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, *parameters, out, normaliser, mask = ctx.saved_tensors
-        gradient = readable(gradients[0])
-        batch, heads = query.shape[:2]
-        maps, weights_t = binding.restore_parameters(ctx.maps, tuple(parameters))
-        call = ctx.call.replace(query=query, key=key, value=value, mask=mask)
-        filled = binding.arguments(call, maps, out, weights_t)
-        to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
-        filled.out_gradient = binding.strided(gradient)
-        filled.query_gradient, filled.key_gradient = binding.strided(to_query), binding.strided(to_key)
-        filled.value_gradient, filled.normaliser = binding.strided(to_value), address(normaliser)
-        learned = binding.ParameterGradients(
-            tuple(parameters), tuple(ctx.needs_input_grad[3:7]), batch, (heads, key.shape[1])
-        )
-        learned.fill(filled)
-        binding.run("causal_backward" if call.causal else "bidirectional_backward", filled)
-        return to_query, to_key, to_value, *learned.totals(), None, None
+        *inputs, query_weight, query_bias, key_weight, key_bias, out, normaliser, mask = ctx.saved_tensors
+        parameters = query_weight, query_bias, key_weight, key_bias
+        maps = binding.replace_parameters(ctx.maps, *parameters)
+        filled = binding.arguments(tuple(inputs), mask, maps, ctx.num_features, out, backward=True)
+        filled.point(normaliser=normaliser)
+        name = "causal_backward" if ctx.causal else "bidirectional_backward"
+        needed = ctx.needs_input_grad[3:7]
+        return *binding.run_backward(name, filled, tuple(inputs), gradients[0], parameters, needed), None, None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..common import Features, parameter_gradient, token_major
-from ..fused import PARTS, AttentionCall, FusedMap
+from ..common import Features, parameter_gradient, readable, token_major
+from ..fused import PARTS, FusedMap
 from ..kernel_inputs import DTYPES
 from .build import library
 
@@ -52,14 +52,12 @@ class Map(ctypes.Structure):
 
 
 _STRIDED = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
-_ADDRESSES = (
-    *("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser"),
-    *("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient"),
-)
+_PARAMETER_GRADIENTS = ("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient")
+_STATES = ("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser")
 
 
 class Arguments(ctypes.Structure):
-    """`hla::Call` of kernelized.h."""
+    """`hla::Call` of kernelized.h; it keeps the tensors alive whose addresses it contains."""
 
     _fields_ = [
         *((name, Strided) for name in _STRIDED),
@@ -68,7 +66,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("size", "value_size", "dtype", "threads")),
         ("query_map", Map),
         ("key_map", Map),
-        *((name, ctypes.c_void_p) for name in _ADDRESSES),
+        *((name, ctypes.c_void_p) for name in (*_STATES, *_PARAMETER_GRADIENTS)),
         ("skip", ctypes.c_void_p),
         ("mix", Strided),
         ("top", ctypes.c_void_p),
@@ -86,42 +84,35 @@ class Arguments(ctypes.Structure):
         ("decay", Strided),
     ]
 
-
-class KernelMap(NamedTuple):
-    """A feature map with its tensors as the kernels read them: float32, contiguous, columns padded to whole vectors.
-
-    With `fused` None the inputs are the features themselves, in float32, with log scales `[B, H, L]` or None.
-    """
-
-    fused: FusedMap | None
-    width: int
-    weight: Tensor | None
-    bias: Tensor | None
-    cosine: Tensor | None
-    sine: Tensor | None
-    scales: Tensor | None = None
-
-    @property
-    def scaled(self) -> bool:
-        return self.scales is not None if self.fused is None else self.fused.scaled
+    def point(self, **tensors: Tensor | None) -> None:
+        """Set fields to the addresses of tensors, with strides where the field has them."""
+        self.__dict__.setdefault("tensors", []).append(tensors)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(self, name, strided(tensor) if name in _WITH_STRIDES else tensor.data_ptr())
 
 
-def precomputed(features: Features) -> KernelMap:
-    """Return the map of precomputed features `[B, H, L, m]`."""
-    scales = None if features.log_scale is None else features.log_scale.contiguous()
-    return KernelMap(None, features.values.shape[-1], None, None, None, None, scales)
+_WITH_STRIDES = frozenset(field[0] for field in Arguments._fields_ if field[1] is Strided)
+
+KernelMap = FusedMap | Features
+"""A formula, by `prepare`, or the features themselves in float32 where these are the inputs of the kernel."""
 
 
-def prepare(fused: FusedMap, head_dim: int) -> KernelMap:
-    """Convert the tensors of a feature map for inputs of size `head_dim`."""
-    cosine, sine = (None if x is None else x.float().contiguous() for x in (fused.cosine, fused.sine))
-    return KernelMap(fused, fused.width(head_dim), pad_columns(fused.weight), pad_columns(fused.bias), cosine, sine)
+def prepare(fused: tuple[FusedMap, FusedMap]) -> tuple[FusedMap, FusedMap]:
+    """Convert the tensors of the maps of queries and keys to contiguous float32, their columns to whole vectors."""
+    query = _prepare(fused[0])
+    return query, query if fused[1] is fused[0] else _prepare(fused[1])
 
 
-def prepare_both(fused: tuple[FusedMap, FusedMap], head_dim: int) -> tuple[KernelMap, KernelMap]:
-    """Convert the maps of queries and keys; one map of both is converted once."""
-    query = prepare(fused[0], head_dim)
-    return query, query if fused[1] is fused[0] else prepare(fused[1], head_dim)
+def _prepare(fused: FusedMap) -> FusedMap:
+    cosine, sine = (None if angles is None else angles.float().contiguous() for angles in (fused.cosine, fused.sine))
+    return fused._replace(weight=pad_columns(fused.weight), bias=pad_columns(fused.bias), cosine=cosine, sine=sine)
+
+
+def replace_parameters(maps: tuple[FusedMap, FusedMap], *parameters: Tensor | None) -> tuple[FusedMap, FusedMap]:
+    """Return the maps with other weights and biases: of queries, then of keys."""
+    query_weight, query_bias, key_weight, key_bias = parameters
+    return maps[0]._replace(weight=query_weight, bias=query_bias), maps[1]._replace(weight=key_weight, bias=key_bias)
 
 
 @functools.cache
@@ -135,57 +126,20 @@ def pad_columns(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     missing = -tensor.shape[-1] % lanes()
-    if not missing and tensor.dtype == torch.float32:
-        if tensor.is_contiguous():
-            return tensor
-        if _is_transposed(tensor) and not tensor.requires_grad:
-            return _copy_transposed(tensor)
-    return functional.pad(tensor.float(), (0, missing)).contiguous() if missing else tensor.float().contiguous()
-
-
-def _is_transposed(tensor: Tensor) -> bool:
-    """Whether this is `[1, d, f]` with the memory layout `[f, d]`, in whole vectors."""
-    if tensor.dim() != 3 or tensor.shape[0] != 1 or tensor.shape[1] % lanes():
-        return False
-    return tensor.stride(1) == 1 and tensor.stride(2) == tensor.shape[1]
-
-
-def _copy_transposed(tensor: Tensor) -> Tensor:
-    """Make a contiguous copy, ten times as fast as torch does: every decoding step needs one."""
-    copy = empty(*tensor.shape)
-    library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), tensor.shape[2], tensor.shape[1])
-    return copy
-
-
-def transposed_weight(weight: Tensor | None) -> Tensor | None:
-    """Return Wᵀ with its rows padded to whole vectors."""
-    return None if weight is None else pad_columns(weight.detach().transpose(-1, -2))
-
-
-def restore_parameters(
-    maps: tuple[KernelMap, KernelMap], parameters: tuple[Tensor | None, ...]
-) -> tuple[tuple[KernelMap, KernelMap], tuple[Tensor | None, Tensor | None]]:
-    """Put saved weights and biases (of queries, then of keys) into maps; return the maps and the transposed weights."""
-    query_weight, query_bias, key_weight, key_bias = parameters
-    query_map = maps[0]._replace(weight=query_weight, bias=query_bias)
-    key_map = maps[1]._replace(weight=key_weight, bias=key_bias)
-    return (query_map, key_map), (transposed_weight(query_weight), transposed_weight(key_weight))
+    if missing:
+        return functional.pad(tensor.float(), (0, missing)).contiguous()
+    if tensor.dtype == torch.float32 and tensor.dim() == 3 and not (tensor.is_contiguous() or tensor.requires_grad):
+        one, rows, columns = tensor.shape
+        if one == 1 and rows % lanes() == 0 and tensor.stride()[1:] == (1, rows):
+            copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
+            library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
+            return copy
+    return tensor.float().contiguous()
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Allocate memory for a kernel to write to, independent of torch's default dtype and device."""
     return torch.empty(sizes, dtype=dtype, device="cpu")
-
-
-def token_major_like(tensor: Tensor) -> Tensor:
-    """Allocate a tensor of the same shape and dtype by `token_major`."""
-    batch, heads, length, width = tensor.shape
-    return token_major(batch, heads, length, width, tensor.dtype)
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Return the address of the data, None for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 def strided(tensor: Tensor) -> Strided:
@@ -198,52 +152,54 @@ def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _map_argument(kernel_map: KernelMap, head_dim: int, weight_t: Tensor | None) -> Map:
-    fused, scales = kernel_map.fused or FusedMap("relu"), kernel_map.scales
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _map_argument(kernel_map: KernelMap, num_features: int, head_dim: int, weight_t: Tensor | None) -> Map:
+    if isinstance(kernel_map, Features):
+        scales = kernel_map.log_scale
+        strides = (0, 0) if scales is None else scales.stride()[:2]
+        own = {"scales": _address(scales), "scale_batch": strides[0], "scale_head": strides[1]}
+        return Map(PRECOMPUTED, 1, num_features, False, head_dim, in_scale=1.0, **own)
+    parts = PARTS[kernel_map.activation]
     return Map(
-        PRECOMPUTED if kernel_map.fused is None else ACTIVATIONS[fused.activation],
-        PARTS[fused.activation],
-        kernel_map.width,
+        ACTIVATIONS[kernel_map.activation],
+        parts,
+        num_features // parts,
         kernel_map.weight is not None,
         head_dim,
-        fused.bias_scale,
-        fused.in_scale,
-        fused.alpha,
-        fused.epsilon,
-        fused.factor,
-        address(kernel_map.weight),
-        address(weight_t),
-        address(kernel_map.bias),
-        _first_stride(kernel_map.weight),
-        _first_stride(weight_t),
-        _first_stride(kernel_map.bias),
-        address(kernel_map.cosine),
-        address(kernel_map.sine),
+        kernel_map.bias_scale,
+        kernel_map.in_scale,
+        kernel_map.alpha,
+        kernel_map.epsilon,
+        kernel_map.factor,
+        *(_address(tensor) for tensor in (kernel_map.weight, weight_t, kernel_map.bias)),
+        *(_first_stride(tensor) for tensor in (kernel_map.weight, weight_t, kernel_map.bias)),
+        *(_address(tensor) for tensor in (kernel_map.cosine, kernel_map.sine)),
         _first_stride(kernel_map.cosine),
-        address(scales),
-        *((0, 0) if scales is None else scales.stride()[:2]),
     )
 
 
 def arguments(
-    call: AttentionCall,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
     maps: tuple[KernelMap, KernelMap],
+    num_features: int,
     out: Tensor,
-    weights_t: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    backward: bool = False,
 ) -> Arguments:
-    """Fill the fields that every kernel reads. The caller keeps the tensors alive until the kernel has run."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
+    """Fill the fields that every kernel reads, for inputs query, key and value."""
+    query, key, value = inputs
     batch, heads, length, size = query.shape
     _, groups, keys, value_size = value.shape
-    products = batch * heads * (length + keys) * call.num_features * value_size
-    query_map = _map_argument(maps[0], size, weights_t[0])
-    same = maps[0] is maps[1] and weights_t[0] is weights_t[1]
-    return Arguments(
-        query=strided(query),
-        key=strided(key),
-        value=strided(value),
-        out=strided(out),
-        mask=address(mask),
+    products = batch * heads * (length + keys) * num_features * value_size
+    weights = [getattr(one, "weight", None) if backward else None for one in maps]
+    transposed = [None if one is None else pad_columns(one.detach().transpose(-1, -2)) for one in weights]
+    query_map = _map_argument(maps[0], num_features, size, transposed[0])
+    same = maps[0] is maps[1] and not backward
+    filled = Arguments(
         mask_batch=_first_stride(mask),
         batch=batch,
         heads=heads,
@@ -255,8 +211,11 @@ def arguments(
         dtype=DTYPE_NUMBERS[value.dtype],
         threads=torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
         query_map=query_map,
-        key_map=query_map if same else _map_argument(maps[1], size, weights_t[1]),
+        key_map=query_map if same else _map_argument(maps[1], num_features, size, transposed[1]),
     )
+    filled.maps = maps, transposed  # stay alive as well
+    filled.point(query=query, key=key, value=value, out=out, mask=mask)
+    return filled
 
 
 @functools.cache
@@ -276,27 +235,31 @@ def run(name: str, filled: Arguments) -> None:
         )
 
 
-class ParameterGradients:
-    """Buffers of the gradients of the maps' parameters, one for every head of every row of the batch."""
+def run_backward(
+    name: str,
+    filled: Arguments,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out_gradient: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Run a backward kernel; return the gradients of query, key and value, and the needed ones of the parameters.
 
-    def __init__(
-        self, parameters: tuple[Tensor | None, ...], needed: tuple[bool, ...], batch: int, heads: tuple
-    ) -> None:
-        self.parameters = parameters
-        self.parts = [
-            empty(batch, heads[index // 2], *tensor.shape[1:]).zero_() if tensor is not None and needed[index] else None
-            for index, tensor in enumerate(parameters)
-        ]
-
-    def fill(self, filled: Arguments) -> None:
-        """Set the addresses of the buffers."""
-        filled.query_weight_gradient, filled.query_bias_gradient = (address(part) for part in self.parts[:2])
-        filled.key_weight_gradient, filled.key_bias_gradient = (address(part) for part in self.parts[2:])
-
-    def totals(self) -> list[Tensor | None]:
-        """Return the gradients, summed over the batch, and over the heads where they share the parameter."""
-        pairs = zip(self.parts, self.parameters, strict=True)
-        return [
-            None if part is None or parameter is None else parameter_gradient(part, parameter)
-            for part, parameter in pairs
-        ]
+    The kernel writes a parameter's gradient for every head of every row of the batch, which are summed here.
+    """
+    query, key, value = (token_major(*tensor.shape, dtype=tensor.dtype) for tensor in inputs)
+    heads = query.shape[1], query.shape[1], key.shape[1], key.shape[1]
+    parts = [
+        empty(query.shape[0], count, *tensor.shape[1:]).zero_() if tensor is not None and is_needed else None
+        for tensor, is_needed, count in zip(parameters, needed, heads, strict=True)
+    ]
+    filled.point(out_gradient=readable(out_gradient), query_gradient=query, key_gradient=key, value_gradient=value)
+    filled.point(**dict(zip(_PARAMETER_GRADIENTS, parts, strict=True)))
+    run(name, filled)
+    pairs = zip(parts, parameters, strict=True)
+    return [
+        query,
+        key,
+        value,
+        *(None if one is None or of is None else parameter_gradient(one, of) for one, of in pairs),
+    ]

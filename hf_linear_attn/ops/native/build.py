@@ -28,11 +28,6 @@ FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-tra
 #: Flags for this machine's instructions; the first that the compiler knows is used.
 MACHINE_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 TIMEOUT = 300.0
-#: Names of the kernels; their functions have the prefix `hla_`, take a `Call` and return an error code.
-KERNELS = (
-    *("bidirectional", "bidirectional_backward", "causal", "causal_backward"),
-    *("windowed", "windowed_backward", "windowed_step"),
-)
 
 
 class BuildError(RuntimeError):
@@ -77,10 +72,6 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load ({error}); remove it") from error
-    for name in KERNELS:
-        function = getattr(loaded, f"hla_{name}")
-        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
-    loaded.hla_call_bytes.restype = ctypes.c_int64
     loaded.hla_transpose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     loaded.hla_transpose.restype = None
     return loaded

@@ -14,7 +14,7 @@ from ..sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tok
 from ..window_step import is_decoding_step
 from ..windowed import gather_tokens, make_ring
 from . import binding
-from .binding import Arguments, KernelMap, address
+from .binding import Arguments, KernelMap
 
 #: Fields of the kernel's arguments for each entry of the state, before and after a step.
 STATE_FIELDS = {
@@ -23,6 +23,7 @@ STATE_FIELDS = {
     "ring_key": ("ring_key", "next_ring_key"),
     "ring_value": ("ring_value", "next_ring_value"),
     "ring_mask": ("ring_mask", "next_ring_mask"),
+    "count": ("count", "next_count"),
 }
 RINGS = ("ring_key", "ring_value")
 SINKS = ("sink_key", "sink_value")
@@ -31,7 +32,7 @@ SINKS = ("sink_key", "sink_value")
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     """Compute a call. The causal form with a mask or a state takes its tokens from `gather_tokens`, padding first."""
     assert call.fused is not None
-    maps = binding.prepare_both(call.fused, call.query.shape[3])
+    maps = binding.prepare(call.fused)
     if call.state is not None and _is_kernel_step(call):
         return _step(call, maps, call.state)
     tensors = (maps[0].weight, maps[0].bias, maps[1].weight, maps[1].bias)
@@ -87,26 +88,18 @@ def _step(call: WindowedCall, maps: tuple[KernelMap, KernelMap], state: State) -
     mix = call.log_mix
     rows = None if isinstance(mix, StepMix) else call.log_mixing_weights().float().exp()
     filled = _arguments(call, inputs, maps, None, None, rows, out)
-    # The kernel reads from these tensors, which must stay referenced until it has run.
-    before = {name: state[name].contiguous() for name in STATE_FIELDS}
+    before = {name: state[name].contiguous() for name in STATE_FIELDS} | {"count": state["count"].long().contiguous()}
     own = state if isinstance(state, InPlaceState) else None
     after = {name: torch.empty_like(tensor) if own is None else tensor for name, tensor in before.items()}
-    if call.sinks:
-        after |= {name: state[name].contiguous() for name in SINKS}
-        if own is None:  # the kernel writes into them
-            after |= {name: after[name].clone() for name in SINKS}
-        filled.sink_key, filled.sink_value = (binding.strided(after[name]) for name in SINKS)
-        filled.sinks = call.sinks
     for name, (field_before, field_after) in STATE_FIELDS.items():
-        setattr(filled, field_before, before[name].data_ptr())
-        setattr(filled, field_after, after[name].data_ptr())
-    count = state["count"].long().contiguous()
-    after["count"] = torch.empty_like(count) if own is None else count
-    filled.count, filled.next_count = count.data_ptr(), after["count"].data_ptr()
+        filled.point(**{field_before: before[name], field_after: after[name]})
+    if call.sinks:  # the kernel writes into them
+        after |= {name: state[name].contiguous() if own is not None else state[name].clone() for name in SINKS}
+        filled.point(sink_key=after["sink_key"], sink_value=after["sink_value"])
+        filled.sinks = call.sinks
     if isinstance(mix, StepMix):
-        base, weight = mix.base.float().contiguous(), binding.pad_columns(mix.weight)
-        filled.mix_base, filled.mix_weight, filled.mix_bound = base.data_ptr(), address(weight), mix.bound
-        filled.saturation = mix.saturation or 0.0
+        filled.point(mix_base=mix.base.float().contiguous(), mix_weight=binding.pad_columns(mix.weight))
+        filled.mix_bound, filled.saturation = mix.bound, mix.saturation or 0.0
     binding.run("windowed_step", filled)
     return out, after
 
@@ -119,19 +112,20 @@ def _arguments(
     skip: Tensor | None,
     mix: Tensor | None,
     out: Tensor,
-    weights_t: tuple[Tensor | None, Tensor | None] = (None, None),
     offset: int = 0,
     sinks: Sinks | None = None,
+    *,
+    backward: bool = False,
 ) -> Arguments:
-    query, key, value = inputs
-    filled = binding.arguments(call.replace(query=query, key=key, value=value, mask=mask), maps, out, weights_t)
-    filled.skip = address(skip)
+    filled = binding.arguments(inputs, mask, maps, call.num_features, out, backward=backward)
+    filled.point(skip=skip)
     if mix is not None:
         strides = (0 if size == 1 else stride for size, stride in zip(mix.shape, mix.stride(), strict=True))
         filled.mix = binding.Strided(mix.data_ptr(), *strides)
+        filled.mixing_weights = mix  # stays alive
     if sinks is not None:
-        filled.sink_key, filled.sink_value = binding.strided(sinks.key), binding.strided(sinks.value)
-        filled.sink_position, filled.sinks = sinks.position.data_ptr(), sinks.position.shape[1]
+        filled.point(sink_key=sinks.key, sink_value=sinks.value, sink_position=sinks.position)
+        filled.sinks = sinks.position.shape[1]
     filled.offset = offset  # the index of the key that belongs to row 0
     filled.window, filled.two_sided, filled.scaling = call.window, not call.causal, call.scaling
     return filled
@@ -150,62 +144,42 @@ class _Windowed(torch.autograd.Function):
         query, key, value = (readable(tensor) for tensor in (query, key, value))
         sinks = None if sink_tensors[0] is None else Sinks(*(tensor.contiguous() for tensor in sink_tensors))
         batch, heads, length, _ = query.shape
-        groups, value_size = key.shape[1], value.shape[3]
-        out = token_major(batch, heads, length, value_size, value.dtype)
+        out = token_major(batch, heads, length, value.shape[3], value.dtype)
         mix = log_mix.detach().float().exp()
-        filled = _arguments(call, (query, key, value), maps, mask, skip, mix, out, offset=offset, sinks=sinks)
-        weight = None
+        filled = _arguments(call, (query, key, value), maps, mask, skip, mix, out, offset, sinks)
         if isinstance(call.log_mix, QueryMix):
-            weight = binding.pad_columns(call.log_mix.weight)
-            filled.mix_weight, filled.mix_bound = address(weight), call.log_mix.bound
+            filled.point(mix_weight=binding.pad_columns(call.log_mix.weight))
+            filled.mix_bound = call.log_mix.bound
         kv = k_sum = None
         if call.causal:
-            kv, k_sum = (binding.empty(batch, groups, call.num_features, *last) for last in ((value_size,), ()))
-            filled.next_state, filled.next_sum = address(kv), address(k_sum)
+            sizes = batch, key.shape[1], call.num_features
+            kv, k_sum = binding.empty(*sizes, value.shape[3]), binding.empty(*sizes)
+            ctx.mark_non_differentiable(kv, k_sum)
         if call.state is not None:
-            before = [call.state[name].contiguous() for name in ("kv", "k_sum")]
-            filled.state, filled.state_sum = address(before[0]), address(before[1])
+            filled.point(state=call.state["kv"].contiguous(), state_sum=call.state["k_sum"].contiguous())
         normaliser, top = binding.empty(batch, heads, length), binding.empty(batch, heads, length)
-        filled.normaliser, filled.top = address(normaliser), address(top)
+        filled.point(next_state=kv, next_sum=k_sum, normaliser=normaliser, top=top)
         binding.run("windowed", filled)
         if any(ctx.needs_input_grad):
             saved = sinks or (None, None, None)
             ctx.save_for_backward(query, key, value, *parameters, mix, out, normaliser, top, mask, skip, *saved)
             ctx.call, ctx.offset = call.replace(query=None, key=None, value=None, mask=None, state=None), offset
-            ctx.maps = tuple(kernel_map._replace(weight=None, bias=None) for kernel_map in maps)
-        if call.causal:
-            ctx.mark_non_differentiable(kv, k_sum)
+            ctx.maps = binding.replace_parameters(maps, None, None, None, None)
         return out, kv, k_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, *rest = ctx.saved_tensors
-        parameters, (mix, out, normaliser, top, mask, skip), saved = tuple(rest[:4]), rest[4:10], rest[10:]
+        inputs, parameters, rest = ctx.saved_tensors[:3], ctx.saved_tensors[3:7], ctx.saved_tensors[7:]
+        (mix, out, normaliser, top, mask, skip), saved = rest[:6], rest[6:]
         sinks = None if saved[0] is None else Sinks(*saved)
-        gradient = readable(gradients[0])
-        maps, weights_t = binding.restore_parameters(ctx.maps, parameters)
-        filled = _arguments(ctx.call, (query, key, value), maps, mask, skip, mix, out, weights_t, ctx.offset, sinks)
-        to_query, to_key, to_value = (binding.token_major_like(tensor) for tensor in (query, key, value))
-        to_mix = binding.empty(*query.shape[:3]).zero_()
-        filled.out_gradient = binding.strided(gradient)
-        filled.query_gradient, filled.key_gradient = binding.strided(to_query), binding.strided(to_key)
-        filled.value_gradient, filled.mix_gradient = binding.strided(to_value), address(to_mix)
-        filled.normaliser, filled.top = address(normaliser), address(top)
-        to_sinks = () if sinks is None else (torch.empty_like(sinks.key), torch.empty_like(sinks.value))
-        if to_sinks:
-            filled.sink_key_gradient, filled.sink_value_gradient = (binding.strided(tensor) for tensor in to_sinks)
-        learned = binding.ParameterGradients(
-            parameters, tuple(ctx.needs_input_grad[4:8]), query.shape[0], (query.shape[1], key.shape[1])
-        )
-        learned.fill(filled)
-        binding.run("windowed_backward", filled)
-        return (
-            to_query,
-            to_key,
-            to_value,
-            to_mix.sum_to_size(mix.shape),
-            *learned.totals(),
-            *(to_sinks or (None, None)),
-            *[None] * 6,  # positions, and what is no tensor
-        )
+        maps = binding.replace_parameters(ctx.maps, *parameters)
+        filled = _arguments(ctx.call, inputs, maps, mask, skip, mix, out, ctx.offset, sinks, backward=True)
+        to_mix = torch.zeros_like(normaliser)
+        to_sinks = (None, None) if sinks is None else (torch.empty_like(sinks.key), torch.empty_like(sinks.value))
+        filled.point(normaliser=normaliser, top=top, mix_gradient=to_mix)
+        filled.point(sink_key_gradient=to_sinks[0], sink_value_gradient=to_sinks[1])
+        needed = ctx.needs_input_grad[4:8]
+        learned = binding.run_backward("windowed_backward", filled, inputs, gradients[0], parameters, needed)
+        nothing = [None] * 6  # for positions, and what is no tensor
+        return *learned[:3], to_mix.sum_to_size(mix.shape), *learned[3:], *to_sinks, *nothing
