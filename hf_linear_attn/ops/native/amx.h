@@ -67,35 +67,24 @@ class TileProducts {
     return active;
   }
 
-  // As `multiply`.
+  // As `multiply`; transposed: with B [columns, depth].
   void multiply(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b, long b_row,
-                float* c, long c_row, bool add) {
+                float* c, long c_row, bool add, bool transposed = false) {
     for (int k = 0; k < depth; k += DEPTH) {
-      const int tile_depth = depth - k < DEPTH ? depth - k : DEPTH;
+      const int tile_depth = std::min(depth - k, DEPTH);
       int packed = -1;
       for (int j = 0; j < columns; j += COLUMNS) {
-        const int tile_columns = columns - j < COLUMNS ? columns - j : COLUMNS;
-        pack_right(b + k * b_row + j, b_row, tile_depth, tile_columns, right_, false);
+        const int tile_columns = std::min(columns - j, COLUMNS);
+        if (transposed)
+          pack_right_transposed(b + j * b_row + k, b_row, tile_depth, tile_columns);
+        else
+          pack_right(b + k * b_row + j, b_row, tile_depth, tile_columns, right_, false);
         for (int i = 0; i < rows; i += ROWS) {
-          const int tile_rows = rows - i < ROWS ? rows - i : ROWS;
+          const int tile_rows = std::min(rows - i, ROWS);
           if (packed != i) pack_left(a + i * a_row + k * a_step, a_row, a_step, tile_rows, tile_depth);
           packed = i;
           products(tile_rows, tile_columns, tile_depth, right_, 1, c + i * c_row + j, c_row, add || k);
         }
-      }
-    }
-  }
-
-  // C = A B^T with B [columns, depth]; at most ROWS rows.
-  void multiply_transposed(int rows, int columns, int depth, const float* a, long a_row, const float* b, long b_row,
-                           float* c, long c_row) {
-    for (int k = 0; k < depth; k += DEPTH) {
-      const int tile_depth = depth - k < DEPTH ? depth - k : DEPTH;
-      pack_left(a + k, a_row, 1, rows, tile_depth);
-      for (int j = 0; j < columns; j += COLUMNS) {
-        const int tile_columns = columns - j < COLUMNS ? columns - j : COLUMNS;
-        pack_right_transposed(b + j * b_row + k, b_row, tile_depth, tile_columns);
-        products(rows, tile_columns, tile_depth, right_, 1, c + j, c_row, k);
       }
     }
   }
@@ -202,17 +191,7 @@ class TileProducts {
     memory_barrier();
     const Factors factors{left_, right, steps(depth) * TILE_SIZE, columns, parts};
     for (int i = 0; i < rows; i += 2 * TILE_SIZE)
-      for (int j = 0; j < columns; j += 2 * TILE_SIZE) {
-        const bool below = i + TILE_SIZE < rows, right_of = j + TILE_SIZE < columns;
-        if (below && right_of)
-          square<true, true>(factors, rows, i, j, c, c_row, add);
-        else if (below)
-          square<true, false>(factors, rows, i, j, c, c_row, add);
-        else if (right_of)
-          square<false, true>(factors, rows, i, j, c, c_row, add);
-        else
-          square<false, false>(factors, rows, i, j, c, c_row, add);
-      }
+      for (int j = 0; j < columns; j += 2 * TILE_SIZE) square(factors, rows, i, j, c, c_row, add);
   }
 
   struct Factors {
@@ -221,18 +200,18 @@ class TileProducts {
   };
 
   // Up to two by two tiles of state: 0 1 / 2 3.
-  template <bool BELOW, bool RIGHT>
   static void square(const Factors& factors, int rows, int i, int j, float* c, long c_row, bool add) {
     const int words = factors.words, columns = factors.columns;
+    const bool below = i + TILE_SIZE < rows, right_of = j + TILE_SIZE < columns;
     float* at = c + i * c_row + j;
-    const bool full = i + (BELOW ? 2 * TILE_SIZE : TILE_SIZE) <= rows;  // else rows past the last one must not be written
+    const bool full = i + (below ? 2 * TILE_SIZE : TILE_SIZE) <= rows;  // else rows past the last one must not be written
     const bool accumulate = add && full;
     const long stride = c_row * 4;
     if (accumulate) {
       _tile_loadd(0, at, stride);
-      if (RIGHT) _tile_loadd(1, at + TILE_SIZE, stride);
-      if (BELOW) _tile_loadd(2, at + TILE_SIZE * c_row, stride);
-      if (BELOW && RIGHT) _tile_loadd(3, at + TILE_SIZE * c_row + TILE_SIZE, stride);
+      if (right_of) _tile_loadd(1, at + TILE_SIZE, stride);
+      if (below) _tile_loadd(2, at + TILE_SIZE * c_row, stride);
+      if (below && right_of) _tile_loadd(3, at + TILE_SIZE * c_row + TILE_SIZE, stride);
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -245,14 +224,14 @@ class TileProducts {
         _tile_loadd(4, left + k, words * 4);
         _tile_loadd(6, right + k * columns, columns * 4);
         _tile_dpbf16ps(0, 4, 6);
-        if (RIGHT) {
+        if (right_of) {
           _tile_loadd(7, right + k * columns + TILE_SIZE, columns * 4);
           _tile_dpbf16ps(1, 4, 7);
         }
-        if (BELOW) {
+        if (below) {
           _tile_loadd(5, left + TILE_SIZE * words + k, words * 4);
           _tile_dpbf16ps(2, 5, 6);
-          if (RIGHT) _tile_dpbf16ps(3, 5, 7);
+          if (right_of) _tile_dpbf16ps(3, 5, 7);
         }
       }
     }
@@ -260,13 +239,13 @@ class TileProducts {
     float* to = full ? at : buffer;
     const long row = full ? c_row : 2 * TILE_SIZE;
     _tile_stored(0, to, row * 4);
-    if (RIGHT) _tile_stored(1, to + TILE_SIZE, row * 4);
-    if (BELOW) _tile_stored(2, to + TILE_SIZE * row, row * 4);
-    if (BELOW && RIGHT) _tile_stored(3, to + TILE_SIZE * row + TILE_SIZE, row * 4);
+    if (right_of) _tile_stored(1, to + TILE_SIZE, row * 4);
+    if (below) _tile_stored(2, to + TILE_SIZE * row, row * 4);
+    if (below && right_of) _tile_stored(3, to + TILE_SIZE * row + TILE_SIZE, row * 4);
     memory_barrier();
     if (full) return;
     for (int r = 0; r < rows - i; ++r)
-      for (int l = 0; l < (RIGHT ? 2 * TILE_SIZE : TILE_SIZE); l += LANES) {
+      for (int l = 0; l < (right_of ? 2 * TILE_SIZE : TILE_SIZE); l += LANES) {
         float* out = at + r * c_row + l;
         const Vec sum = load(buffer + r * 2 * TILE_SIZE + l);
         store(out, add ? load(out) + sum : sum);
@@ -290,8 +269,7 @@ static inline TileProducts* tiles_for(int rows) { return rows >= MIN_TILE_ROWS ?
 class TileProducts {
  public:
   TileProducts(bool, Workspace&) {}
-  void multiply(int, int, int, const float*, long, long, const float*, long, float*, long, bool) {}
-  void multiply_transposed(int, int, int, const float*, long, const float*, long, float*, long) {}
+  void multiply(int, int, int, const float*, long, long, const float*, long, float*, long, bool, bool = false) {}
   void multiply_by_weights(int, int, int, const float*, long, const float*, long, float*, long) {}
 };
 

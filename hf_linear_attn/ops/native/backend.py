@@ -183,9 +183,12 @@ def _forward(
         after["k_sum"] = binding.empty(batch, groups, call.num_features)
         if maps[1].log_scale is not None if isinstance(maps[1], Features) else maps[1].scaled:
             after["log_scale"] = binding.empty(batch, groups)
-    filled.point(state=before.get("kv"), state_sum=before.get("k_sum"), state_scale=before.get("log_scale"))
-    filled.point(next_state=after.get("kv"), next_sum=after.get("k_sum"), next_scale=after.get("log_scale"))
-    filled.point(normaliser=normaliser, decay=decay)
+    if before:
+        filled.point(state=before["kv"], state_sum=before["k_sum"], state_scale=before.get("log_scale"))
+    if after:
+        filled.point(next_state=after["kv"], next_sum=after["k_sum"], next_scale=after.get("log_scale"))
+    if normaliser is not None or decay is not None:
+        filled.point(normaliser=normaliser, decay=decay)
     binding.run("causal", filled)
     return out, after or None
 

@@ -83,10 +83,11 @@ class Arguments(ctypes.Structure):
         ("sinks", ctypes.c_int64),
         ("decay", Strided),
     ]
+    tensors: list[Any]
 
     def point(self, **tensors: Tensor | None) -> None:
         """Set fields to the addresses of tensors, with strides where the field has them."""
-        self.__dict__.setdefault("tensors", []).append(tensors)
+        self.tensors.append(tensors)
         for name, tensor in tensors.items():
             if tensor is not None:
                 setattr(self, name, strided(tensor) if name in _WITH_STRIDES else tensor.data_ptr())
@@ -105,8 +106,11 @@ def prepare(fused: tuple[FusedMap, FusedMap]) -> tuple[FusedMap, FusedMap]:
 
 
 def _prepare(fused: FusedMap) -> FusedMap:
-    cosine, sine = (None if angles is None else angles.float().contiguous() for angles in (fused.cosine, fused.sine))
-    return fused._replace(weight=pad_columns(fused.weight), bias=pad_columns(fused.bias), cosine=cosine, sine=sine)
+    if fused.weight is not None:
+        fused = fused._replace(weight=pad_columns(fused.weight), bias=pad_columns(fused.bias))
+    if fused.cosine is None or fused.sine is None:
+        return fused
+    return fused._replace(cosine=fused.cosine.float().contiguous(), sine=fused.sine.float().contiguous())
 
 
 def replace_parameters(maps: tuple[FusedMap, FusedMap], *parameters: Tensor | None) -> tuple[FusedMap, FusedMap]:
@@ -128,13 +132,14 @@ def pad_columns(tensor: Tensor | None) -> Tensor | None:
     missing = -tensor.shape[-1] % lanes()
     if missing:
         return functional.pad(tensor.float(), (0, missing)).contiguous()
-    if tensor.dtype == torch.float32 and tensor.dim() == 3 and not (tensor.is_contiguous() or tensor.requires_grad):
-        one, rows, columns = tensor.shape
-        if one == 1 and rows % lanes() == 0 and tensor.stride()[1:] == (1, rows):
-            copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
-            library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
-            return copy
-    return tensor.float().contiguous()
+    if tensor.dtype != torch.float32 or tensor.is_contiguous():
+        return tensor.float().contiguous()
+    *one, rows, columns = tensor.shape
+    if one != [1] or rows % lanes() or tensor.stride()[1:] != (1, rows) or tensor.requires_grad:
+        return tensor.contiguous()
+    copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
+    library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
+    return copy
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,9 +179,14 @@ def _map_argument(kernel_map: KernelMap, num_features: int, head_dim: int, weigh
         kernel_map.alpha,
         kernel_map.epsilon,
         kernel_map.factor,
-        *(_address(tensor) for tensor in (kernel_map.weight, weight_t, kernel_map.bias)),
-        *(_first_stride(tensor) for tensor in (kernel_map.weight, weight_t, kernel_map.bias)),
-        *(_address(tensor) for tensor in (kernel_map.cosine, kernel_map.sine)),
+        _address(kernel_map.weight),
+        _address(weight_t),
+        _address(kernel_map.bias),
+        _first_stride(kernel_map.weight),
+        _first_stride(weight_t),
+        _first_stride(kernel_map.bias),
+        _address(kernel_map.cosine),
+        _address(kernel_map.sine),
         _first_stride(kernel_map.cosine),
     )
 
@@ -195,11 +205,18 @@ def arguments(
     batch, heads, length, size = query.shape
     _, groups, keys, value_size = value.shape
     products = batch * heads * (length + keys) * num_features * value_size
-    weights = [getattr(one, "weight", None) if backward else None for one in maps]
-    transposed = [None if one is None else pad_columns(one.detach().transpose(-1, -2)) for one in weights]
+    transposed: list[Tensor | None] = [None, None]
+    if backward:
+        weights = [one.weight for one in maps if isinstance(one, FusedMap)]
+        transposed = [None if weight is None else pad_columns(weight.detach().mT) for weight in weights]
     query_map = _map_argument(maps[0], num_features, size, transposed[0])
     same = maps[0] is maps[1] and not backward
     filled = Arguments(
+        query=strided(query),
+        key=strided(key),
+        value=strided(value),
+        out=strided(out),
+        mask=_address(mask),
         mask_batch=_first_stride(mask),
         batch=batch,
         heads=heads,
@@ -213,8 +230,7 @@ def arguments(
         query_map=query_map,
         key_map=query_map if same else _map_argument(maps[1], num_features, size, transposed[1]),
     )
-    filled.maps = maps, transposed  # stay alive as well
-    filled.point(query=query, key=key, value=value, out=out, mask=mask)
+    filled.tensors = [inputs, out, mask, maps, transposed]
     return filled
 
 

@@ -156,45 +156,6 @@ static void read_state(int count, const FeatureBlock& queries, const State& stat
   for (int t = 0; t < count; ++t) normaliser[t] = dot(queries.features + (size_t)t * state.rows, state.k, state.rows);
 }
 
-template <typename T>
-static int bidirectional(const Call& c) {
-  const long segments = std::max(1l, (long)(c.keys + SEGMENT - 1) / SEGMENT), streams = c.batch * c.groups;
-  int failed = 0;
-  Workspace shared(failed);
-  std::vector<State> totals;
-  for (long task = 0; task < streams * segments; ++task) totals.emplace_back(c, shared);
-  if (failed) return 1;
-  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
-    FeatureBlock keys(c.key_map, workspace), queries(c.query_map, workspace);
-    float *block = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK);
-    if (!workspace.ready()) return;
-#pragma omp for schedule(dynamic)
-    for (long task = 0; task < streams * segments; ++task) {
-      const long stream = task / segments, start = task % segments * SEGMENT;
-      totals[task].clear();
-      sum_keys<T>(c, stream / c.groups, stream % c.groups, start, std::min<long>(start + SEGMENT, c.keys), keys, block,
-                  totals[task]);
-    }
-#pragma omp for schedule(static)
-    for (long stream = 0; stream < streams; ++stream)
-      for (long segment = 1; segment < segments; ++segment)
-        totals[stream * segments].merge(totals[stream * segments + segment]);
-    const long pieces = (c.length + SEGMENT - 1) / SEGMENT;
-#pragma omp for schedule(dynamic)
-    for (long task = 0; task < c.batch * c.heads * pieces; ++task) {
-      const long b = task / pieces / c.heads, h = task / pieces % c.heads, first = task % pieces * SEGMENT;
-      const State& state = totals[(b * c.groups + h / c.repeats()) * segments];
-      const long stop = std::min<long>(first + SEGMENT, c.length);
-      for (long start = first; start < stop; start += BLOCK) {
-        const int count = (int)std::min<long>(stop - start, BLOCK);
-        queries.read<T>(c.query, b, h, start, count, nullptr);
-        read_state(count, queries, state, block, normaliser);
-        divide_rows<T>(c, b, h, start, count, block, normaliser);
-      }
-    }
-  });
-}
-
 // Transposes the tokens [n, width] for `lower_product`, unless tiles serve (which read them as they are).
 static void transpose_tokens(int count, int width, const float* tokens, float* transposed) {
   if (!tiles_for(count)) transpose(count, width, tokens, width, transposed, BLOCK);
@@ -205,7 +166,7 @@ static void transpose_tokens(int count, int width, const float* tokens, float* t
 static void triangle_product(bool upper, int count, int num_columns, int depth, const float* rows, const float* columns,
                              const float* transposed, float* out) {
   TileProducts* tiles = tiles_for(count);  // all columns: skipping the other half would cost more
-  if (tiles) tiles->multiply_transposed(count, padded(num_columns), depth, rows, depth, columns, depth, out, BLOCK);
+  if (tiles) tiles->multiply(count, padded(num_columns), depth, rows, depth, 1, columns, depth, out, BLOCK, false, true);
   for (int i = 0; i < count; i += TILE_ROWS) {
     const int tile_rows = std::min(count - i, TILE_ROWS), begin = upper ? i / LANES * LANES : 0;
     const int end = padded(upper || tiles ? num_columns : i + tile_rows);
@@ -242,6 +203,67 @@ static inline float row_sum(const float* row, int last) {
   Vec total{};
   for (int j = 0; j <= last; j += LANES) total += load(row + j);
   return sum_of(total);
+}
+
+// Whether explicit weights between all rows and keys cost fewer operations than the state does.
+static inline bool prefers_explicit_weights(const Call& c) {
+  const long m = c.m_row(), e = c.e_row();
+  return c.keys > 0 && c.keys <= BLOCK && c.length * padded((int)c.keys) * (m + e) < (c.keys + c.length) * m * e;
+}
+
+// Few keys do without a state: w = phi(q) phi(k)^T, o = w v / sum w.
+template <typename T>
+static int bidirectional(const Call& c) {
+  const bool has_weights = prefers_explicit_weights(c);
+  const long segments = has_weights ? 0 : std::max(1l, (long)(c.keys + SEGMENT - 1) / SEGMENT);
+  const long streams = c.batch * c.groups, pieces = (c.length + SEGMENT - 1) / SEGMENT;
+  const int num_keys = has_weights ? (int)c.keys : 0, columns = padded(num_keys);
+  int failed = 0;
+  Workspace shared(failed);
+  std::vector<State> totals;
+  for (long task = 0; task < streams * segments; ++task) totals.emplace_back(c, shared);
+  if (failed) return 1;
+  return run_parallel<T>(c.threads, [&](Workspace& workspace) {
+    FeatureBlock keys(c.key_map, workspace), queries(c.query_map, workspace);
+    float *block = workspace.take(BLOCK * c.e_row()), *out = workspace.take(BLOCK * c.e_row());
+    float *transposed = workspace.take((size_t)columns * c.m_row()), *weights = workspace.take(BLOCK * BLOCK);
+    float* normaliser = workspace.take(BLOCK);
+    if (!workspace.ready()) return;
+#pragma omp for schedule(dynamic)
+    for (long task = 0; task < streams * segments; ++task) {
+      const long stream = task / segments, start = task % segments * SEGMENT;
+      totals[task].clear();
+      sum_keys<T>(c, stream / c.groups, stream % c.groups, start, std::min<long>(start + SEGMENT, c.keys), keys, block,
+                  totals[task]);
+    }
+#pragma omp for schedule(static)
+    for (long stream = 0; stream < streams; ++stream)
+      for (long segment = 1; segment < segments; ++segment)
+        totals[stream * segments].merge(totals[stream * segments + segment]);
+#pragma omp for schedule(dynamic)
+    for (long task = 0; task < c.batch * c.heads * pieces; ++task) {
+      const long b = task / pieces / c.heads, h = task / pieces % c.heads, first = task % pieces * SEGMENT;
+      const long g = h / c.repeats(), stop = std::min<long>(first + SEGMENT, c.length);
+      if (has_weights) {
+        keys.read<T>(c.key, b, g, 0, num_keys, c.mask_of(b));
+        read_rows<T>(c.value, b, g, 0, num_keys, c.value_size, c.mask_of(b), block, c.e_row());
+        if (keys.map->scaled()) keys.scale_rows(num_keys, max_of_values(keys.scale, num_keys));
+        transpose(num_keys, c.m_row(), keys.features, c.m_row(), transposed, columns);
+      }
+      for (long start = first; start < stop; start += BLOCK) {
+        const int count = (int)std::min<long>(stop - start, BLOCK);
+        queries.read<T>(c.query, b, h, start, count, nullptr);
+        if (has_weights) {
+          multiply(count, columns, c.m_row(), queries.features, c.m_row(), 1, transposed, columns, weights, BLOCK, false);
+          multiply(count, c.e_row(), num_keys, weights, BLOCK, 1, block, c.e_row(), out, c.e_row(), false);
+          for (int t = 0; t < count; ++t) normaliser[t] = row_sum(weights + t * BLOCK, num_keys - 1);
+        } else {
+          read_state(count, queries, totals[(b * c.groups + g) * segments], out, normaliser);
+        }
+        divide_rows<T>(c, b, h, start, count, out, normaliser);
+      }
+    }
+  });
 }
 
 // Rows of a causal block before normalisation, in `out` and `normaliser`: the keys of the state (with `has_state`), and

@@ -1,7 +1,7 @@
 // Entry points of the native CPU backend. They return 0, or 1 if memory ran out, or 2 for an unknown dtype.
 
+#include "steps.h"
 #include "windowed_backward.h"
-#include "windowed_step.h"
 
 namespace {
 
@@ -30,7 +30,7 @@ void hla_transpose(const float* in, float* out, int64_t rows, int64_t columns) {
   hla::transpose((int)rows, (int)columns, in, columns, out, rows);
 }
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
-int hla_bidirectional(const hla::Call* call) { DISPATCH(dispatch_bidirectional, call) }
+int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(dispatch_causal, call) }
 int hla_bidirectional_backward(const hla::Call* call) { DISPATCH(bidirectional_backward, call) }
 int hla_windowed(const hla::Call* call) { DISPATCH(windowed, call) }

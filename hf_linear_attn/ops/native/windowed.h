@@ -174,7 +174,8 @@ struct Band {
     TileProducts* tiles = tiles_for(count);  // all columns: skipping those outside of the band would cost more
     if (tiles)
       for (const Columns& part : parts(0, columns))
-        tiles->multiply_transposed(count, part.size(), x_row, query, x_row, part.key, x_row, weights + part.begin, stride());
+        tiles->multiply(count, part.size(), x_row, query, x_row, 1, part.key, x_row, weights + part.begin, stride(), false,
+                        true);
     for (int i = 0; i < count; i += TILE_ROWS) {
       const int tile_rows = std::min(count - i, TILE_ROWS);
       const Parts touched = parts(begin_of(i), end_of(i, tile_rows));
@@ -248,8 +249,8 @@ struct Band {
     TileProducts* tiles = tiles_for(count);
     if (tiles)
       for (const Columns& part : parts(0, columns))
-        tiles->multiply_transposed(count, part.size(), e_row, rows.gradient, e_row, part.value, e_row, slopes + part.begin,
-                                   stride());
+        tiles->multiply(count, part.size(), e_row, rows.gradient, e_row, 1, part.value, e_row, slopes + part.begin, stride(),
+                        false, true);
     clear_outside(count, weights);
     clear_outside(count, slopes);
     for (int i = 0; i < count; i += TILE_ROWS) {

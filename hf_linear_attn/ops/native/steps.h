@@ -1,14 +1,125 @@
-// One token of windowed attention after a state: the oldest key of the ring moves into S and z unless it is a sink, the new
-// key is appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/window_step.py).
+// Decoding: one token after a state, without the padded copy of the state that the forms for sequences keep.
 
 #pragma once
 
 #include <type_traits>
 
-#include "short_sequences.h"
 #include "windowed.h"
 
 namespace hla {
+
+// S' = decay S + k v^T and total = q S' for C vectors of columns: every number of the state is read and written once.
+template <int C>
+static void advance_columns(int rows, const float* before, long row, float decay, const float* k, const float* q,
+                            const float* v, float* after, float* total) {
+  Vec value[C], sum[C];
+  for (int j = 0; j < C; ++j) {
+    value[j] = load(v + j * LANES);
+    sum[j] = load(total + j * LANES);
+  }
+  for (int f = 0; f < rows; ++f)
+#pragma GCC unroll 8
+    for (int j = 0; j < C; ++j) {
+      const Vec updated = load(before + f * row + j * LANES) * decay + value[j] * k[f];
+      store(after + f * row + j * LANES, updated);
+      sum[j] += updated * q[f];
+    }
+  for (int j = 0; j < C; ++j) store(total + j * LANES, sum[j]);
+}
+
+static void advance_rows(int rows, int columns, const float* before, float decay, const float* k, const float* q,
+                         const float* v, float* after, float* total) {
+  int j = 0;
+  for (; j + 4 * LANES <= columns; j += 4 * LANES)
+    advance_columns<4>(rows, before + j, columns, decay, k, q, v + j, after + j, total + j);
+  for (; j < columns; j += LANES) advance_columns<1>(rows, before + j, columns, decay, k, q, v + j, after + j, total + j);
+}
+
+// z' = decay z + k; returns q z'.
+static float advance_sum(int rows, const float* before, float decay, const float* k, const float* q, float* after) {
+  Vec total{};
+  int f = 0;
+  for (; f + LANES <= rows; f += LANES) {
+    const Vec updated = load(before + f) * decay + load(k + f);
+    store(after + f, updated);
+    total += updated * load(q + f);
+  }
+  float rest = sum_of(total);
+  for (; f < rows; ++f) {
+    after[f] = before[f] * decay + k[f];
+    rest += after[f] * q[f];
+  }
+  return rest;
+}
+
+// One row of head h after the state of its key-value head (stream); the first row also computes the new state. Returns the
+// normaliser.
+static float step_row(const Call& c, long stream, float decay, const float* phi_k, const float* phi_q, const float* value,
+                      bool first, float* out) {
+  const int width = c.key_map.width, segment = c.key_map.segment(), e = c.value_size;
+  float normaliser = 0.0f;
+  memset(out, 0, e * sizeof(float));
+  for (int p = 0; p < c.key_map.parts; ++p, phi_k += segment, phi_q += segment) {
+    const long at = stream * c.num_features() + (long)p * width;
+    float *next = c.next_state + at * e, *next_k = c.next_sum + at;
+    if (first) {
+      advance_rows(width, e, c.state + at * e, decay, phi_k, phi_q, value, next, out);
+      normaliser += advance_sum(width, c.state_sum + at, decay, phi_k, phi_q, next_k);
+    } else {
+      multiply(1, e, width, phi_q, segment, 1, next, e, out, e, true);
+      for (int f = 0; f < width; ++f) normaliser += phi_q[f] * next_k[f];
+    }
+  }
+  return normaliser;
+}
+
+// Key-value heads whose features one task of a decoding step computes at once.
+constexpr long STEP_HEADS = 8;
+
+// The causal form for one token after a state whose rows are whole vectors. The new state may lie where the old one does.
+template <typename T>
+static int causal_step(const Call& c) {
+  const int e = c.value_size, m_row = c.m_row();
+  const long repeats = c.repeats(), heads_per_task = std::max<long>(1, std::min(STEP_HEADS, BLOCK / repeats));
+  const long parts = (c.groups + heads_per_task - 1) / heads_per_task;
+  return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
+    FeatureBlock keys(c.key_map, workspace, (int)heads_per_task);
+    FeatureBlock queries(c.query_map, workspace, (int)(heads_per_task * repeats));
+    float *value = workspace.take(e), *out = workspace.take(e);
+    if (!workspace.ready()) return;
+#pragma omp for schedule(static)
+    for (long task = 0; task < c.batch * parts; ++task) {
+      const long b = task / parts, first = task % parts * heads_per_task, last = std::min(first + heads_per_task, c.groups);
+      keys.read_heads<T>(c.key, b, first, (int)(last - first), c.mask_of(b));
+      queries.read_heads<T>(c.query, b, first * repeats, (int)((last - first) * repeats), nullptr);
+      for (long g = first; g < last; ++g) {
+        const long stream = b * c.groups + g;
+        float *phi_k = keys.features + (g - first) * m_row, decay = 1.0f;
+        read_rows<T>(c.value, b, g, 0, 1, e, c.mask_of(b), value, e);
+        if (keys.map->scaled()) {
+          const float previous = c.state_scale[stream], own = keys.scale[g - first], top = own > previous ? own : previous;
+          decay = rescale_factor(previous, top);
+          scale_all(phi_k, m_row, rescale_factor(own, top));
+          c.next_scale[stream] = top;
+        }
+        for (long r = 0; r < repeats; ++r) {
+          const float* phi_q = queries.features + ((g - first) * repeats + r) * m_row;
+          const float normaliser = step_row(c, stream, decay, phi_k, phi_q, value, r == 0, out);
+          divide_rows<T>(c, b, g * repeats + r, 0, 1, out, &normaliser);
+        }
+      }
+    }
+  });
+}
+
+template <typename T>
+static int dispatch_causal(const Call& c) {
+  const bool one = c.length == 1 && c.state && c.next_state && c.value_size % LANES == 0 && c.repeats() <= BLOCK;
+  return one && !c.normaliser && !c.decay.data ? causal_step<T>(c) : causal<T>(c);
+}
+
+// One token of windowed attention: the oldest key of the ring moves into S and z unless it is a sink, the new key is
+// appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/window_step.py).
 
 // The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one always is one.
 template <typename T>
