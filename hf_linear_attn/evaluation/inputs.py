@@ -30,32 +30,19 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """Batches of one text or task for one model.
+    """Batches of one text or task for one model."""
 
-    Attributes:
-        train, validation: For attention transfer; `validation` chooses the best step and is not trained on.
-        fidelity: A part of the held-out data.
-        test: Passages that are used for nothing but the reported values.
-        documents: Token ids of held-out documents, for the perplexity.
-        labeled: Suffix of a validation set (or name of a part) -> batches with labels.
-        metrics: Names of the metrics of labelled data, the first of which decides.
-        regression: Whether labels are scores.
-        tokens: Token ids that inputs for timing are made from.
-        hash: Identifies the data.
-        facts: What reports say about the data: source, sizes, measured lengths of the inputs.
-    """
-
-    train: list[Batch]
-    validation: list[Batch]
-    fidelity: list[Batch]
-    tokens: list[int]
-    hash: str
-    facts: dict[str, Any]
-    test: list[Batch] = field(default_factory=list)
-    documents: list[list[int]] = field(default_factory=list)
-    labeled: dict[str, list[Batch]] = field(default_factory=dict)
-    metrics: tuple[str, ...] = ()
-    regression: bool = False
+    train: list[Batch]  # for attention transfer
+    validation: list[Batch]  # choose the best step of a transfer, and are not trained on
+    fidelity: list[Batch]  # a part of the held-out data
+    tokens: list[int]  # that inputs for timing are made from
+    hash: str  # identifies the data
+    facts: dict[str, Any]  # what reports say about the data: source, sizes, measured lengths of the inputs
+    test: list[Batch] = field(default_factory=list)  # used for nothing but the reported values
+    documents: list[list[int]] = field(default_factory=list)  # held out, as token ids, for the perplexity
+    labeled: dict[str, list[Batch]] = field(default_factory=dict)  # by suffix of a validation set or name of a part
+    metrics: tuple[str, ...] = ()  # of labelled data; the first decides
+    regression: bool = False  # whether labels are scores
 
 
 def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInputs:
@@ -64,12 +51,10 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
     Raises:
         ValueError: It is too short for a batch of training and one of measuring.
     """
+    counts = ((text.train, settings.train_sequences), (text.held_out, settings.test_sequences))
     train, test = (
         [{"input_ids": ids} for ids in token_passages(tokenizer, documents, settings.sequence_length, count)]
-        for documents, count in (
-            (text.train, settings.train_sequences),
-            (text.held_out, settings.test_sequences),
-        )
+        for documents, count in counts
     )
 
     def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:

@@ -358,10 +358,8 @@ def order_layers(
 ) -> list[int]:
     """Order layers by the divergence from the exact model that they cause, the smallest first.
 
-    Args:
-        layers: Layer indices.
-        divergence: Returns the divergence if these layers are linear; None if it is not a number.
-        greedy: Whether each layer is measured beside those that come before it, and not by itself.
+    `divergence` measures with these layers linear (None: not a number): each one by itself, or where the search is
+    greedy, beside those that come before it.
     """
     path: list[int] = []
     remaining = sorted(layers)
@@ -412,10 +410,9 @@ class _LayerSearch:
             {"index": layer, "name": self.names[layer], **self.quality("choice", [layer])} for layer in candidates
         ]
         path = order_layers(candidates, lambda layers: self.quality("choice", layers)["divergence"], greedy=greedy)
-        curve = [
-            {"count": 0, "added": None, "layers": [], "divergence": 0.0, "score": self.references["choice"]["score"]}
-            | {"damage": 0.0, "chance": False, "speedup": {str(length): 1.0 for length in lengths}}
-        ]
+        exact = {"divergence": 0.0, "score": self.references["choice"]["score"], "damage": 0.0, "chance": False}
+        speedup = {str(length): 1.0 for length in lengths}
+        curve: list[dict[str, Any]] = [{"count": 0, "added": None, "layers": [], **exact, "speedup": speedup}]
         for index, layer in enumerate(path, start=1):
             layers = sorted(path[:index])
             row = self.quality("choice", layers)
@@ -427,14 +424,11 @@ class _LayerSearch:
         chosen, within_budget = self.choose(curve[1:], informative)
         verified = self.verify(chosen["layers"])
         patched = {index: patch_report(self.patched).layers[index] for index in candidates}
+        divergence = MODEL_KINDS[self.unit.measurement][1]
         return LayerSearchResult(
             budget=self.budget,
             unit=self.unit,
-            score={
-                "title": self.score.title,
-                "digits": self.score.digits,
-                "divergence": MODEL_KINDS[self.unit.measurement][1],
-            },
+            score={"title": self.score.title, "digits": self.score.digits, "divergence": divergence},
             baseline=self.baseline,
             attention=patched[candidates[0]].attention,
             mechanisms={

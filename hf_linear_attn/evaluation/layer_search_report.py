@@ -64,14 +64,7 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
 
 
 def render_page(result: LayerSearchResult, facts: Mapping[str, Any], plot: bytes) -> str:
-    """Return the report as one HTML page.
-
-    Args:
-        result: The search's result.
-        facts: `model`, `mechanism`, `data`, `transfer`, `settings`, `hardware`, `versions`, `created`, `seconds` and
-            `resumed` of the run.
-        plot: The PNG of `draw_curve`, which the page embeds.
-    """
+    """Return the report as one HTML page. `facts` are what `plan-report.json` has beside the result."""
     import pandas as pd
 
     layers = [

@@ -255,26 +255,20 @@ def perplexity_metric(
     data: str = "",
     exact: PreTrainedModel | None = None,
 ) -> QualityMetric:
-    """Return the perplexity over strided windows, and with `exact` the divergence from that model's predictions.
-
-    The arguments are those of `measure_perplexity`, and a hash of the data.
-    """
+    """Return the perplexity over strided windows, as `measure_perplexity` measures it. `data` is a hash of them."""
     known: dict[int, Tensor] = {}
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
         result = measure_perplexity(model, documents, **windows, exact=exact, known=known, on_batch=on_batch)
-        positions = [
-            value("loss_at", loss, position=index * context // POSITION_BINS)
-            for index, loss in enumerate(result.by_position)
-        ]
         values = [
             value("perplexity", result.perplexity, stderr=result.perplexity * result.stderr),
             value("loss", result.loss, unit="nats per token", stderr=result.stderr),
             value("tokens", result.tokens),
             value("longest_input", result.longest_window, unit="tokens"),
-            *positions,
         ]
+        for index, loss in enumerate(result.by_position):
+            values.append(value("loss_at", loss, position=index * context // POSITION_BINS))
         if result.divergence is not None:
             values.append(value("divergence", result.divergence, unit="nats per token"))
         return values

@@ -213,11 +213,7 @@ class _Run:
 
 
 def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:
-    """Return how much is measured: more than in an evaluation, because a choice of layers rests on it.
-
-    Raises:
-        ValueError: `data.max_length` is beyond the model's positions.
-    """
+    """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
     limit, quick = longest_input(model), config.quick
     if limit is not None and config.data.max_length is not None and config.data.max_length > limit:
         raise ValueError(
