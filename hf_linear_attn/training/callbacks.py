@@ -130,9 +130,7 @@ class StageCallback(TrainerCallback):
             self._last = time.monotonic()
             self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.4f}")
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Report the metrics."""
         numbers = {
             name.removeprefix("eval_"): value

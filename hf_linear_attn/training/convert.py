@@ -136,10 +136,6 @@ def _convert(run: Run) -> dict[str, Any]:
     return facts
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Stages
-
-
 def _load_data(run: Run) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = longest_row(config, tokenizer)
@@ -278,10 +274,6 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
         # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
         return {"skipped": str(error)}
     return {"baseline": "teacher", "lengths": lengths, "rows": rows}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The result
 
 
 def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:

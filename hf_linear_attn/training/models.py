@@ -8,9 +8,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, GPT2Tokenizer, PreTrainedModel
 
+from ..checkpoints import load_pretrained
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
@@ -23,23 +25,22 @@ from ..utils.gguf import dequantized, split_source
 from ..utils.models import quiet_transformers
 from .options import DistillConfig, TrainingRunConfig
 
-# --------------------------------------------------------------------------------------------------------------------
-# Tokenizers
-
 
 def load_tokenizer(config: TrainingRunConfig) -> Any:
     """Return the tokenizer of a model, or the one that is given instead."""
     source = config.tokenizer or config.model
-    if source is None and config.model_type is not None:
-        raise ValueError("There is no tokenizer: give tokenizer, a folder or a repository, or train_tokenizer, a size.")
     if source is None:
-        raise ValueError("There is no model: give MODEL, a local folder or a repository on the Hub.")
+        raise ValueError(
+            "There is no model: give MODEL, a local folder or a repository on the Hub. A model_type needs a tokenizer: "
+            "give tokenizer, a folder or a repository, or train_tokenizer, a size."
+        )
     try:
         name, arguments = split_source(source)
         return AutoTokenizer.from_pretrained(name, revision=config.revision or "main", **arguments)
     except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
         raise OSError(
-            f"The tokenizer of {source!r} cannot be loaded ({_first_line(error)}). Give another one with --tokenizer."
+            f"The tokenizer of {source!r} cannot be loaded ({reason}). Give another one with --tokenizer."
         ) from error
 
 
@@ -51,14 +52,9 @@ def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
     end_of_text = "<|endoftext|>"
     if size < 257:
         raise ValueError(f"train_tokenizer must be at least 257 (256 bytes and {end_of_text}), got {size!r}.")
-    untrained = GPT2Tokenizer(pad_token=end_of_text)
-    tokenizer = untrained.train_new_from_iterator(texts, size, show_progress=False)
+    tokenizer = GPT2Tokenizer(pad_token=end_of_text).train_new_from_iterator(texts, size, show_progress=False)
     tokenizer.model_max_length = max_length
     return tokenizer
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Models
 
 
 def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, str]:
@@ -94,10 +90,6 @@ def load_model(
         The model, and the names of its parameters that the checkpoint lacks: those of a new head, which is drawn from
         torch's generator. A checkpoint that lacks more is an error.
     """
-    import transformers
-
-    from ..checkpoints import load_pretrained
-
     if source is not None:
         config = replace(config, model=source, model_type=None, from_config=False, revision=None, config_overrides={})
     auto: Any = getattr(transformers, AUTO_CLASSES[data.task_type])
@@ -144,7 +136,7 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
     try:
         model_config = AutoConfig.from_pretrained(name, **hub, **{**changes, **overrides})
     except (OSError, ValueError) as error:
-        raise OSError(f"The model {name!r} cannot be loaded ({_first_line(error)}).") from error
+        raise OSError(f"The model {name!r} cannot be loaded ({str(error).partition(chr(10))[0]}).") from error
     _check_overrides(model_config, overrides)
     return model_config
 
@@ -226,7 +218,3 @@ def _check_overrides(model_config: Any, overrides: dict[str, Any]) -> None:
     for name in overrides:
         if name not in known:
             raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

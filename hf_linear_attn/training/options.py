@@ -109,11 +109,6 @@ class TransferConfig:
         check_not_negative("transfer.", self, "max_steps")
         check_transfer_options("transfer.", self)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether the stage has any steps."""
-        return self.max_steps > 0
-
 
 @dataclass(frozen=True)
 class DistillConfig(StageConfig):

@@ -69,9 +69,6 @@ FREE_OPTIONS = (
     "hub_private_repo",
 )
 
-#: Steps that are reported to log.jsonl and to the trackers, unless `arguments` of a stage says otherwise.
-LOGGING = {"logging_steps": 10, "logging_first_step": True}
-
 
 class Run:
     """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `model/`, `results.json`.
@@ -82,15 +79,13 @@ class Run:
         config: The options, a `FinetuneConfig` or a `ConvertConfig`.
         console: Where the run reports its progress; by default stderr.
 
-    Attributes:
-        data: The data of the task, once they are loaded.
-
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
             not those of its trainer.
         OSError: The folder cannot be written to.
     """
 
+    #: The data of the task, once they are loaded.
     data: TaskData
 
     def __init__(self, config: Any, console: Console | None = None) -> None:
@@ -114,7 +109,8 @@ class Run:
         self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resumes else {}
         self._is_prepared = False
         for stage in TRAINERS:
-            if hasattr(config, stage) and getattr(config, stage).enabled:
+            section = getattr(config, stage, None)
+            if section is not None and (section.max_steps or getattr(section, "num_train_epochs", 0)):
                 self._stage_arguments(stage)
 
     def _check_folder(self) -> None:
@@ -260,7 +256,7 @@ class Run:
                 raise ValueError(f"arguments: TrainingArguments has no field {name!r}.{near_matches(name, known)}")
             if name in values or hasattr(self.config, name):
                 raise ValueError(f"arguments: {name!r} is an option of its own, or set by this command. Leave it out.")
-        return config_class(**{**LOGGING, **values, **section.arguments})
+        return config_class(**{"logging_steps": 10, "logging_first_step": True, **values, **section.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
         """Training arguments of all stages."""

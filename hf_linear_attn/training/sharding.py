@@ -24,8 +24,6 @@ from ..integration.context import SUBMODULE, attention_modules
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 #: On a model: the engine of DeepSpeed that gathers its shards in forward passes.
 ENGINE = "_zero_inference_engine"
-#: Options of DeepSpeed that trainers set themselves: (section, key).
-REFUSED_DEEPSPEED_OPTIONS = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size"))
 
 
 def runs_on_cpu(use_cpu: bool) -> bool:
@@ -39,10 +37,8 @@ def runs_on_cpu(use_cpu: bool) -> bool:
 
 def _requested_sharding() -> str | None:
     """Return the kind of sharding that `accelerate launch` has asked for in the environment."""
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
-            return name
-    return None
+    kinds = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+    return next((kind for kind in kinds if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"), None)
 
 
 def check_launch(process: PartialState | Accelerator) -> None:
@@ -62,10 +58,7 @@ def check_launch(process: PartialState | Accelerator) -> None:
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """Raise an error if accelerate is configured to spread a model in a way that is not supported.
-
-    The configuration of DeepSpeed is completed.
-    """
+    """Refuse configurations of accelerate that are not supported, and complete that of DeepSpeed."""
     kind = accelerator.distributed_type.value
     check_launch(accelerator)
     if kind == "DEEPSPEED":
@@ -90,7 +83,7 @@ def _configure_zero(accelerator: Accelerator) -> None:
     # Otherwise Transformers would load models as shards, whatever zero3_init_flag says, which patching cannot read.
     unset_hf_deepspeed_config()
     config = plugin.deepspeed_config
-    for section, key in REFUSED_DEEPSPEED_OPTIONS:
+    for section, key in (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size")):
         if config.get(section, {}).get(key):
             raise ValueError(
                 f"DeepSpeed's configuration has {section}.{key} = {config[section][key]!r}, which this training does "

@@ -303,8 +303,13 @@ class FinetuningTrainer(Trainer):
             resume_from_checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
             if resume_from_checkpoint is None:
                 raise ValueError(f"There is no checkpoint to resume from in {str(folder)!r}.")
-        if resume_from_checkpoint:
-            _check_processes(Path(str(resume_from_checkpoint)), self.args.world_size)
+        checkpoint, processes = Path(str(resume_from_checkpoint)), self.args.world_size
+        before = len(list(checkpoint.glob("rng_state_*.pth"))) or 1
+        if (checkpoint / "trainer_state.json").is_file() and before != processes:
+            raise ValueError(
+                f"{str(checkpoint)!r} was written by {before} process(es), and this run has {processes}: the order of "
+                "the data would change. Resume with as many as before."
+            )
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -494,16 +499,6 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-
-
-def _check_processes(checkpoint: Path, processes: int) -> None:
-    """Raise a ValueError if a checkpoint was written by another number of processes."""
-    before = len(list(checkpoint.glob("rng_state_*.pth"))) or 1
-    if (checkpoint / "trainer_state.json").is_file() and before != processes:
-        raise ValueError(
-            f"{str(checkpoint)!r} was written by {before} process(es), and this run has {processes}: the order of the "
-            "data would change. Resume with as many as before."
-        )
 
 
 def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:

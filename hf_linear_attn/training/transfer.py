@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +185,7 @@ class AttentionTransferLoss:
         self,
         model: PreTrainedModel,
         kind: str = "auto",
-        branch_steps: frozenset[int] = frozenset(),
+        branch_steps: Collection[int] = (),
         whole_model: bool = False,
     ) -> None:
         if not is_patched(model):
@@ -365,9 +365,6 @@ class AttentionTransferTrainer(FinetuningTrainer):
 
     Raises:
         ValueError: The model is not patched, or none of its mechanisms has anything to learn.
-
-    Attributes:
-        objective: The losses of the layers.
     """
 
     config_class = AttentionTransferConfig
