@@ -171,8 +171,6 @@ class Run:
                     folder.rmdir()
         self.process.wait_for_everyone()
 
-    # ---------------------------------------------------------------------------------------------- stages
-
     def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
         """Evaluate a model on the validation data once, and store its metrics."""
         if stage not in self.state:
@@ -207,8 +205,12 @@ class Run:
         self.prepare_folder()
         section, data = getattr(self.config, stage), self.data
         if self.is_main_process:
+            weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+            trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+            # The checkpoints, one more while the next is written, the best one and the result.
+            needed = (self.config.save_total_limit + 1) * (weights + 8 * trained) + 3 * weights
             remedy = "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit)."
-            check_disk_space(self.folder, checkpoint_bytes(model, self.config.save_total_limit), remedy)
+            check_disk_space(self.folder, needed, remedy)
         if self.config.gradient_checkpointing and stage != "transfer":
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -278,8 +280,6 @@ class Run:
             "disable_tqdm": not self.console.is_terminal,
         }
 
-    # ---------------------------------------------------------------------------------------------- results
-
     def save(self, target: Path, model: PreTrainedModel, card: str | None = None) -> None:
         """Write a checkpoint with its tokenizer and card, atomically, from the main process."""
         if self.is_main_process:
@@ -334,10 +334,3 @@ def installed_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
             raise ValueError(f"report_to: Transformers has no tracker {name!r}. It has {known}.")
     available = get_available_reporting_integrations()
     return tuple(name for name in names if name in available)
-
-
-def checkpoint_bytes(model: nn.Module, count: int) -> int:
-    """Return the bytes of `count` checkpoints, one more while the next is written, the best one and the result."""
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    trained = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
-    return (count + 1) * (weights + 8 * trained) + 3 * weights
