@@ -85,13 +85,11 @@ def encode_pairs(
     return Encoded(encoded, sum(row_lengths(encoded)), sum(map(bool, dropped)), sum(dropped))
 
 
-def encode_blocks(
-    dataset: Dataset, tokenizer: Any, text_column: str, block_length: int, *, eos: bool = True
-) -> Encoded:
+def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:
     """Encode a text column as full blocks for causal language models.
 
-    The documents are joined in order, each followed by the end-of-sequence token if `eos`, and split into blocks; the
-    remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty rows add nothing,
+    The documents are joined in order, each followed by the end-of-sequence token if the tokenizer has one, and split
+    into blocks; the remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty rows add nothing,
     not even the end token.
 
     Args:
@@ -99,20 +97,17 @@ def encode_blocks(
         tokenizer: The tokenizer.
         text_column: The column.
         block_length: Tokens of a block.
-        eos: Whether a token ends each document.
 
     Raises:
-        ValueError: As `encode_pairs`; no end-of-sequence token; fewer tokens than one block.
+        ValueError: As `encode_pairs`; fewer tokens than one block.
     """
     import numpy as np
 
     datasets = import_datasets()
     if not isinstance(block_length, int) or block_length < 2:
         raise ValueError(f"block_length must be a whole number of at least 2, got {block_length!r}.")
-    if eos and tokenizer.eos_token_id is None:
-        raise ValueError("The tokenizer has no end-of-sequence token. Set one, or encode with eos=False.")
     check_columns(dataset, [text_column], None)
-    ending = [tokenizer.eos_token_id] if eos else []
+    ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         encoded = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)

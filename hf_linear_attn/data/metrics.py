@@ -44,32 +44,23 @@ class MetricEntry:
     continuous: bool = False
 
 
-def _accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """The share of rows with the right class."""
-    from sklearn.metrics import accuracy_score
-
-    return accuracy_score(references, predictions)
-
-
-def _f1(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Harmonic mean of precision and recall of class 1 of two: 2·TP / (2·TP + FP + FN), 0 for 0/0."""
-    from sklearn.metrics import f1_score
-
-    others = sorted({*predictions.tolist(), *references.tolist()} - {0, 1})
-    if others:
-        listed = ", ".join(map(str, others))
-        raise ValueError(f"f1 is defined for the classes 0 and 1; these rows have {listed}. Take accuracy instead.")
-    return f1_score(references, predictions, zero_division=0.0)
-
-
-def _matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Correlation of predicted and true classes; 0 if one of them is constant."""
-    from sklearn.metrics import matthews_corrcoef
+def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, **options: Any) -> float:
+    """A metric of `sklearn.metrics`."""
+    from sklearn import metrics
 
     with warnings.catch_warnings():
         # An untrained model predicts one class only, and would warn at every evaluation.
         warnings.simplefilter("ignore", UserWarning)
-        return matthews_corrcoef(references, predictions)
+        return getattr(metrics, name)(references, predictions, **options)
+
+
+def _f1(predictions: np.ndarray, references: np.ndarray) -> float:
+    """Harmonic mean of precision and recall of class 1 of two: 2·TP / (2·TP + FP + FN), 0 for 0/0."""
+    others = sorted({*predictions.tolist(), *references.tolist()} - {0, 1})
+    if others:
+        listed = ", ".join(map(str, others))
+        raise ValueError(f"f1 is defined for the classes 0 and 1; these rows have {listed}. Take accuracy instead.")
+    return _classes_metric("f1_score", predictions, references, zero_division=0.0)
 
 
 def _correlation(name: str, predictions: np.ndarray, references: np.ndarray) -> float:
@@ -90,9 +81,9 @@ def _mse(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 METRICS: Registry[MetricEntry] = Registry("metric")
-METRICS.add("accuracy", MetricEntry(_accuracy))
+METRICS.add("accuracy", MetricEntry(partial(_classes_metric, "accuracy_score")))
 METRICS.add("f1", MetricEntry(_f1))
-METRICS.add("matthews_correlation", MetricEntry(_matthews_correlation))
+METRICS.add("matthews_correlation", MetricEntry(partial(_classes_metric, "matthews_corrcoef")))
 METRICS.add("pearson", MetricEntry(partial(_correlation, "pearsonr"), continuous=True))
 METRICS.add("spearmanr", MetricEntry(partial(_correlation, "spearmanr"), continuous=True))
 METRICS.add("mse", MetricEntry(_mse, higher_is_better=False, continuous=True))

@@ -233,7 +233,7 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int)
     def encode(rows: Dataset) -> Encoded:
         if task_type == "masked-lm":
             return encode_pairs(rows, tokenizer, [column], length, label=None)
-        return encode_blocks(rows, tokenizer, column, length, eos=tokenizer.eos_token_id is not None)
+        return encode_blocks(rows, tokenizer, column, length)
 
     task_data = TaskData(task_type, tokenizer, collator)
     _encode(task_data, load_splits(data, seed, [column]), data, seed, encode)

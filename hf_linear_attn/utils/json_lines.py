@@ -38,13 +38,13 @@ class JsonLinesFile:
         # We split at line feeds only: JSON strings may contain separators such as U+2028, at which splitlines splits.
         complete_lines = self.path.read_bytes().split(b"\n")[:-1]
         for number, line in enumerate(complete_lines, start=1):
-            location = f"{str(self.path)!r}, line {number}"
             try:
                 row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("it is another value")
             except ValueError as error:
-                raise ValueError(f"{location} is not JSON ({error}). Remove or repair the line.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{location} is not a JSON object. Remove or repair the line.")
+                place = f"{str(self.path)!r}, line {number}"
+                raise ValueError(f"{place} is no JSON object ({error}). Remove or repair the line.") from error
             rows.append(row)
         return rows
 

@@ -93,8 +93,10 @@ def time_interleaved(
 
 def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Timing:
     """Return the median and percentiles of samples, and those of their ratios to the baseline's, round by round."""
-    ratios, shares = np.divide(baseline, seconds), (0.5, 0.2, 0.8)
-    return Timing(*np.quantile(seconds, shares).tolist(), len(seconds), *np.quantile(ratios, shares).tolist())
+    shares = (0.5, 0.2, 0.8)
+    median, p20, p80 = np.quantile(seconds, shares).tolist()
+    speedup, speedup_p20, speedup_p80 = np.quantile(np.divide(baseline, seconds), shares).tolist()
+    return Timing(median, p20, p80, len(seconds), speedup, speedup_p20, speedup_p80)
 
 
 def device_clock(device: torch.device | None) -> Callable[[], float]:
