@@ -89,8 +89,8 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     """Encode a text column as full blocks for causal language models.
 
     The documents are joined in order, each followed by the end-of-sequence token if the tokenizer has one, and split
-    into blocks; the remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty rows add nothing,
-    not even the end token.
+    into blocks; the remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty
+    rows add nothing, not even the end token.
 
     Args:
         dataset: One split.
