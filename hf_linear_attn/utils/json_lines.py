@@ -41,10 +41,10 @@ class JsonLinesFile:
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise ValueError("it is another value")
+                    raise ValueError(f"it is a {type(row).__name__}")
             except ValueError as error:
                 place = f"{str(self.path)!r}, line {number}"
-                raise ValueError(f"{place} is no JSON object ({error}). Remove or repair the line.") from error
+                raise ValueError(f"{place} is not a JSON object ({error}). Remove or repair the line.") from error
             rows.append(row)
         return rows
 

@@ -406,7 +406,7 @@ def test_output_folders_that_cannot_be_used(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(NotADirectoryError, match="is a file"):
         run(folder / "gpt2", dataset=text, output=str(tmp_path / "file"))
     (tmp_path / "mine" / RECORDS_FILE).write_text("{broken\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"jsonl', line 1 is not JSON"):
+    with pytest.raises(ValueError, match=r"jsonl', line 1 is not a JSON object"):
         run(folder / "gpt2", dataset=text, output=str(tmp_path / "mine"), resume=True)
 
 

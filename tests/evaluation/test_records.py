@@ -110,8 +110,8 @@ def test_two_writers_of_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda lines: [lines[0], "{not json", *lines[1:]], "line 2 is not JSON"),
-        (lambda lines: ["", *lines], "line 1 is not JSON"),
+        (lambda lines: [lines[0], "{not json", *lines[1:]], "line 2 is not a JSON object"),
+        (lambda lines: ["", *lines], "line 1 is not a JSON object"),
         (lambda lines: ["[1]", *lines], "line 1 is not a JSON object"),
         (lambda lines: ["{}", *lines], "line 1 has format version None"),
         (lambda lines: [*lines, '{"format_version": 99}'], "line 4 has format version 99; hf-linear-attn reads"),
