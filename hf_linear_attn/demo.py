@@ -80,9 +80,7 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
     options = replace(config.with_defaults(), model=source, name=config.name or name)
     own_model = config.model in (None, SMOLLM2) and config.data.task is None
     try:
-        return run_evaluate(
-            options, console=console, tool="hf-linear-attn demo", examples=_examples if own_model else None
-        )
+        return run_evaluate(options, console=console, examples=_examples if own_model else None)
     except OSError as error:
         if source == DEFAULT_MODEL:
             raise OSError(

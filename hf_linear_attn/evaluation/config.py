@@ -72,27 +72,24 @@ class EvaluationData:
         if isinstance(self.task, str):
             raise TypeError(f"data.task must be a tuple of names, got {self.task!r}.")
         _check_values("data.", self)
-        names = [split_task(entry)[0] for entry in self.task or ()]
-        if len(set(names)) < len(names):
-            raise ValueError(f"data.task has an entry twice: {', '.join(names)}.")
-        own = [name for name, folder in map(split_task, self.task or ()) if folder is None]
-        if len(own) > 1:
-            raise ValueError(
+        entries = [split_task(entry) for entry in self.task or ()]
+        names, own = [name for name, _ in entries], [name for name, folder in entries if folder is None]
+        alternative = f"Give it, or data.task with a folder (--data.task {self.own_task}=FOLDER): MODEL is"
+        for wrong, message in (
+            (len(set(names)) < len(names), f"data.task has an entry twice: {', '.join(names)}."),
+            (
+                len(own) > 1,
                 f"data.task: one model has one head, and cannot answer {' and '.join(own)}. Give all but one with the "
-                f"folder of a model that was fine-tuned for it: --data.task {own[0]} {own[1]}=FOLDER."
-            )
-        if self.folder is not None and self.task is None:
-            raise ValueError("data.folder belongs to a task. Give data.task too (sst2, mrpc, …).")
-        if self.metrics is not None and self.task is None and self.dataset is None:
-            raise ValueError("data.metrics belongs to labelled data. Give data.task or data.dataset too.")
-        if self.metrics is not None and len(names) > 1:
-            raise ValueError(f"data.metrics are those of one task; there are {len(names)}. Leave metrics or tasks out.")
-        for name, reason in (("dataset", "a task has its own data"), ("sts", "sts needs an encoder without a head")):
-            if own and getattr(self, name) is not None:
-                raise ValueError(
-                    f"Give data.{name}, or data.task {own[0]!r} with a folder (--data.task {own[0]}=FOLDER): MODEL is "
-                    f"either a classifier or none, and {reason}."
-                )
+                "folder of a model that was fine-tuned for it: --data.task NAME NAME=FOLDER.",
+            ),
+            (self.folder and not self.task, "data.folder belongs to a task. Give data.task too (sst2, mrpc, …)."),
+            (self.metrics and not (self.task or self.dataset), "data.metrics belongs to data.task or data.dataset."),
+            (self.metrics and len(names) > 1, f"data.metrics are those of one task; there are {len(names)}."),
+            (own and self.dataset, f"data.dataset: a task has its own data. {alternative} a classifier or none."),
+            (own and self.sts, f"data.sts needs an encoder without a head. {alternative} a classifier or none."),
+        ):
+            if wrong:
+                raise ValueError(message)
 
     @property
     def own_task(self) -> str | None:
@@ -195,20 +192,19 @@ class EvaluateConfig:
 
     def for_task(self, task: str | None) -> EvaluateConfig:
         """Return what concerns one model: that of a further task, or (None) MODEL itself."""
-        known = self.data.other_tasks
-        own: dict[str, Any] = {}
+        others = self.data.other_tasks
+        changes: dict[str, Any] = {}
+        unused: dict[str, Any] = {}
         for name in ("converted", "baseline"):
-            entries = [(entry, *split_task(entry)) for entry in getattr(self, name) or ()]
-            folders = [(head, folder) if head in known else (None, entry) for entry, head, folder in entries]
-            own[name] = tuple(str(folder) for head, folder in folders if head == task) or None
+            entries = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
+            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in entries]
+            changes[name] = tuple(str(folder) for head, folder in folders if head == task) or None
+        own = task or self.data.own_task
         if task is not None:
-            data = replace(self.data, task=(task,), dataset=None, sts=None)
-            return replace(self, data=data, context=None, stride=None, **own)
-        if self.data.task is None:
-            return replace(self, **own)
-        if self.data.own_task is not None:
-            return replace(self, data=replace(self.data, task=(self.data.own_task,)), **own)
-        return replace(self, data=replace(self.data, task=None, folder=None, metrics=None), **own)
+            unused, changes = {"dataset": None, "sts": None}, {**changes, "context": None, "stride": None}
+        elif others and own is None:
+            unused = {"folder": None, "metrics": None}
+        return replace(self, data=replace(self.data, task=(own,) if own else None, **unused), **changes)
 
 
 def split_task(entry: str) -> tuple[str, str | None]:
@@ -223,18 +219,15 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> Evaluate
     Raises:
         TypeError: There is no such option.
     """
-    parts: dict[str, Any] = {"": config, "data": config.data, "speed": config.speed}
-    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
-    for name, value in options.items():
-        part = next((part for part, one in parts.items() if name in {item.name for item in fields(one)}), None)
-        if part is None:
-            known = ", ".join(item.name for one in parts.values() for item in fields(one))
-            raise TypeError(f"evaluate() has no option {name!r}. Options: {known}.")
-        changes[part][name] = tuple(value) if isinstance(value, list) else value
-    own = changes.pop("")
-    for part, values in changes.items():
-        own[part] = replace(own.get(part, parts[part]), **values)
-    return replace(config, **own)
+    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    changes = {**options, **lists}
+    for section in ("data", "speed"):
+        part = changes.get(section, getattr(config, section))
+        names = [item.name for item in fields(part) if item.name in changes]
+        changes[section] = replace(part, **{name: changes.pop(name) for name in names})
+    for name in changes.keys() - {item.name for item in fields(config)}:
+        raise TypeError(f"evaluate() has no option {name!r}. Options are the fields of EvaluateConfig, data and speed.")
+    return replace(config, **changes)
 
 
 def _check_values(section: str, config: Any) -> None:

@@ -330,5 +330,5 @@ class _SpeedSweep:
 
 def lengths_to_show(lengths: Sequence[int], own: int | None) -> list[int]:
     """Return at most five lengths to show: the user's own if measured, and four that are evenly spread."""
-    spread = {lengths[index * (len(lengths) - 1) // 3] for index in range(4)} if lengths else set()
-    return sorted(spread | ({own} & set(lengths)))  # type: ignore[arg-type]
+    spread = [lengths[index * (len(lengths) - 1) // 3] for index in range(4)] if lengths else []
+    return sorted({*spread, *(length for length in lengths if length == own)})

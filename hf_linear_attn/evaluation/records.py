@@ -51,38 +51,21 @@ Values = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that a measurement depends on: equal conditions mean the same measurement.
+    """Everything that a measurement depends on: equal conditions mean the same measurement."""
 
-    Attributes:
-        model: Its name.
-        fingerprint: A hash of its weights.
-        attention: The mechanism: a registered name, `softmax`, or `none` for a model without attention.
-        measurement: What is measured, such as `perplexity` or `forward`.
-        state: What was done to the mechanism: `exact`, `untrained`, `transferred`, `converted`, `tuned`. Empty where
-            the values do not depend on it, as times.
-        seed: The seed of random features and of the training.
-        task: The labelled task, or an empty string.
-        length: Tokens of each sequence, where it is one number.
-        batch_size: Sequences in one call.
-        options: The mechanism's options, or its layers.
-        settings: Further settings: data, training, stride, a checkpoint's fingerprint.
-        device: `device`, `cpu`, `threads`, `dtype`, `backend`.
-        versions: Versions of the packages that compute.
-    """
-
-    model: str
-    fingerprint: str
-    attention: str
-    measurement: str
-    state: str = ""
-    seed: int | None = None
-    task: str = ""
-    length: int | None = None
-    batch_size: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    device: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    model: str  # its name
+    fingerprint: str  # a hash of its weights
+    attention: str  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
+    measurement: str  # what is measured, such as `perplexity` or `forward`
+    state: str = ""  # what was done to the mechanism (see `results.STATES`); empty where it does not matter, as for times
+    seed: int | None = None  # of random features and of the training
+    task: str = ""  # the labelled task
+    length: int | None = None  # tokens of each sequence, where it is one number
+    batch_size: int | None = None  # sequences in one call
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the mechanism, or its layers
+    settings: Mapping[str, Any] = field(default_factory=dict)  # data, training, stride, a checkpoint's fingerprint
+    device: Mapping[str, Any] = field(default_factory=dict)  # `device`, `cpu`, `threads`, `dtype`, `backend`
+    versions: Mapping[str, Any] = field(default_factory=dict)  # of the packages that compute
 
     def to_dict(self) -> dict[str, Any]:
         """Return the conditions in a form that JSON can hold."""

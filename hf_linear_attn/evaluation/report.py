@@ -12,6 +12,7 @@ from ..utils.formatting import fixed, format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
+from .results import FORMATS
 from .speed import DECODING, FORWARD, PREFILL, TRAINING
 
 if TYPE_CHECKING:
@@ -21,19 +22,13 @@ if TYPE_CHECKING:
 
 PAGE, MARKDOWN = "report.html", "report.md"
 
-#: The tables by length: title, measurement, metric.
-SPEED_TABLES = (
-    ("Whole model, one forward pass, batch 1", FORWARD, "seconds"),
-    ("Prefill: the prompt, batch 1", PREFILL, "seconds"),
-    ("Whole model, forward and backward, batch 1", TRAINING, "seconds"),
-    ("One new token after a context", DECODING, "seconds"),
-    ("Throughput", FORWARD, "tokens_per_second"),
-    ("Training throughput", TRAINING, "tokens_per_second"),
-    ("Decoding", DECODING, "tokens_per_second"),
-    ("Peak memory of one forward pass", FORWARD, "peak_memory"),
-    ("Operations of one forward pass (matrix products)", FORWARD, "flops"),
-    ("Cache after a context", DECODING, "cache_bytes"),
-)
+#: What the tables by length call measurements.
+TITLES = {
+    FORWARD: "One forward pass of the whole model",
+    PREFILL: "Prefill: the prompt",
+    TRAINING: "Forward and backward",
+    DECODING: "One new token after a context",
+}
 
 NOTE = (
     "“a → b”: as patched → after attention transfer; ±: standard deviation over seeds or checkpoints. Speeds are times "
@@ -121,24 +116,16 @@ def lead(evaluation: Evaluation) -> str:
 
 def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
     """Return a table for each measurement: values by length as text, times with their speedup."""
-    import pandas
-
+    rows = evaluation.table[evaluation.table["measurement"].isin(list(TITLES))]
+    rows = rows[(rows["batch_size"] > 1) == (rows["metric"] == "tokens_per_second")].dropna(subset="value")
+    compared = rows["speedup"].notna() & (rows["label"] != EXACT_LABEL)
+    speedups = rows["speedup"].map(" ({:.2f}×)".format).where(compared, "")
+    rows = rows.assign(text=[FORMATS[row.metric](row.value) for row in rows.itertuples()] + speedups)
     tables = {}
-    for title, measurement, metric in SPEED_TABLES:
-        size = evaluation.throughput_batch_size if metric == "tokens_per_second" else 1
-        rows: dict[str, dict[str, str]] = {}
-        for label in evaluation.labels if metric != "tokens_per_second" or size > 1 else ():
-            for length in evaluation.lengths(measurement, size):
-                text = evaluation.text(label, measurement, metric, length, size)
-                if metric == "seconds" and label != EXACT_LABEL:
-                    text += f" ({evaluation.text(label, measurement, 'speedup', length)})"
-                if not text.startswith("–"):
-                    rows.setdefault(label, {})[f"{length:,}"] = text
-            if label in rows and (measurement, metric) == (FORWARD, "seconds"):
-                rows[label]["faster from"] = evaluation.crossover_text(label)
-        if rows:
-            frame = pandas.DataFrame.from_dict(rows, orient="index").fillna("–").rename_axis("tokens")
-            tables[title if size == 1 else f"{title}: {size} sequences at once, tokens per second"] = frame
+    for (measurement, metric, size), part in rows.groupby(["measurement", "metric", "batch_size"], sort=False):
+        frame = part.pivot_table("text", "label", "length", aggfunc="last").reindex(evaluation.labels).dropna(how="all")
+        frame = frame.rename(columns="{:,.0f}".format).rename_axis(index="tokens", columns=None).fillna("–")
+        tables[f"{TITLES[measurement]}: {metric.replace('_', ' ')}, batch {size:.0f}"] = frame
     return tables
 
 

@@ -183,7 +183,7 @@ class Evaluation:
         """The rows of each measurement and metric; `before` marks those before an attention transfer."""
         transferred = self.table.loc[self.table["state"] == "transferred", "label"]
         before = (self.table["state"] == "untrained") & self.table["label"].isin(transferred)
-        return dict(iter(self.table.assign(before=before).groupby(["measurement", "metric"])))  # type: ignore[arg-type]
+        return dict(iter(self.table.assign(before=before).groupby(["measurement", "metric"])))
 
     def select(self, measurement: str, metric: str, **columns: Any) -> pandas.DataFrame:
         """Return the rows of a metric with these columns."""
@@ -240,17 +240,13 @@ class Evaluation:
         rows = self.select(FORWARD, "seconds", label=label, batch_size=1).dropna(subset="speedup").sort_values("length")
         return crossover(rows["length"].astype(int).tolist(), rows["speedup"].tolist()) if len(rows) else None
 
-    def text(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:
+    def _cell(self, label: str, measurement: str, metric: str, length: int, batch_size: int = 1) -> str:
         """Return a measured value with its unit, or a dash. In place of a speedup, the exact model has its time."""
         column = "value"
         if metric == "speedup":
             column, metric = ("value" if label == EXACT_LABEL else "speedup"), "seconds"
         columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
         return _text(self.value(measurement, metric, column=column, **columns), FORMATS.get(column, FORMATS[metric]))
-
-    def crossover_text(self, label: str) -> str:
-        """Return the length from which a mechanism is faster as text, or a dash."""
-        return _text(self.crossover(label) if label in self.mechanisms else None, str)
 
     # ---------------------------------------------------------------------------------------------- comparisons
 
@@ -385,16 +381,16 @@ class Evaluation:
     def _speed_row(self, label: str) -> dict[str, str]:
         size, own = self.throughput_batch_size, self.length
         row = {
-            f"at {length:,}": self.text(label, FORWARD, "speedup", length)
+            f"at {length:,}": self._cell(label, FORWARD, "speedup", length)
             for length in lengths_to_show(self.lengths(FORWARD), own)
         }
-        row["faster from"] = self.crossover_text(label)
+        row["faster from"] = _text(self.crossover(label) if label in self.mechanisms else None, str)
         shown = [("memory", FORWARD, "peak_memory", 1)]
         shown += [(f"tokens/s, {size} ×,", FORWARD, "tokens_per_second", size)] if size > 1 else []
         shown += [(measurement, measurement, "speedup", 1) for measurement in (TRAINING, PREFILL, DECODING)]
         for title, measurement, metric, batch_size in [*shown, ("cache", DECODING, "cache_bytes", 1)]:
             length = self._nearest(measurement, batch_size)
-            row[f"{title} at {length:,}"] = self.text(label, measurement, metric, length, batch_size)
+            row[f"{title} at {length:,}"] = self._cell(label, measurement, metric, length, batch_size)
         return row
 
     # ---------------------------------------------------------------------------------------------- files
