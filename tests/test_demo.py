@@ -98,7 +98,7 @@ def test_a_text_that_is_too_short(folder: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     for text, message in (
         ("a few words", "11 characters"),
-        ("unbrokenword" * 400 + " the end", "1 training and 1 held-out"),
+        ("unbrokenword" * 400 + " the end", "1 inputs to train on and 1 to measure on"),
     ):
         short.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
