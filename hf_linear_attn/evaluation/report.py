@@ -12,8 +12,7 @@ from ..utils.formatting import fixed, format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
-from .results import FORMATS
-from .speed import DECODING, FORWARD, PREFILL, TRAINING
+from .speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING
 
 if TYPE_CHECKING:
     import pandas

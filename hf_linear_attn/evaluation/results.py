@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
-from ..utils.formatting import fixed, format_bytes, format_flops, format_rate, format_seconds
+from ..utils.formatting import fixed
 from ..utils.timing import Crossover, crossover
 from .evaluator import EXACT_LABEL, lengths_to_show
 from .metrics import Assessment, Score, assess
 from .records import RECORDS_FILE, Records
-from .speed import DECODING, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
+from .speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     import pandas
@@ -49,16 +49,6 @@ FIDELITY = (
 
 #: States of the models, in the order of the summary's rows.
 STATES = ("exact", "tuned", "untrained", "transferred", "converted", "without attention")
-
-#: How the values of a metric are shown.
-FORMATS: dict[str, Callable[[float], str]] = {
-    "seconds": format_seconds,
-    "speedup": "{:.2f}×".format,
-    "tokens_per_second": format_rate,
-    "peak_memory": format_bytes,
-    "cache_bytes": format_bytes,
-    "flops": format_flops,
-}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ..integration.discovery import longest_input
 from ..integration.positions import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
 from ..registry import AttentionEntry
-from ..utils.formatting import format_bytes
+from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import Timing, time_interleaved
 from .metrics import Values, value
@@ -33,6 +33,16 @@ LONGEST_WAIT = 60.0
 
 #: The share of the free memory that a measurement may be expected to need.
 MEMORY_SHARE = 0.8
+
+#: How the values of a metric are shown.
+FORMATS: dict[str, Callable[[float], str]] = {
+    "seconds": format_seconds,
+    "speedup": "{:.2f}×".format,
+    "tokens_per_second": format_rate,
+    "peak_memory": format_bytes,
+    "cache_bytes": format_bytes,
+    "flops": format_flops,
+}
 
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
