@@ -97,7 +97,12 @@ def set_backend(name: str) -> None:
         ValueError: The name is unknown.
     """
     global _selected
-    _selected = _validated(name)
+    names = ["auto", *_BACKENDS]
+    if name not in names:
+        near = difflib.get_close_matches(str(name), names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Unknown backend {name!r}.{hint} There are: {', '.join(names)}.")
+    _selected = name
 
 
 def get_backend() -> str:
@@ -114,15 +119,6 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         set_backend(before)
-
-
-def _validated(name: str) -> str:
-    names = ["auto", *_BACKENDS]
-    if name not in names:
-        near = difflib.get_close_matches(str(name), names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown backend {name!r}.{hint} There are: {', '.join(names)}.")
-    return name
 
 
 def select_backend(call: AttentionCall) -> Backend:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens, with_ones
 from .fused import WindowedCall
+from .sinks import token_numbers
 from .windowed import Accumulator, QueryRows, make_query_rows
 
 #: Elements of the gathered keys, values and features of one block of queries (16 MB in float32).
@@ -71,38 +72,34 @@ class _Matches(NamedTuple):
     valid: Tensor
 
 
-def token_positions(mask: Tensor | None, batch: int, length: int, state: State | None, device: torch.device) -> Tensor:
-    """Return the position of each token among the real ones of its row, `[B, L]`."""
-    if mask is None:
-        positions = torch.arange(length, device=device).expand(batch, length)
-    else:
-        positions = mask.long().cumsum(dim=1) - 1
-    return positions if state is None else positions + state["count"].unsqueeze(1)
+def make_pools(
+    key: Tensor, value: Tensor, mask: Tensor | None, hashing: Hashing, state: State | None
+) -> tuple[Tensor, list[_Pool]]:
+    """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end.
 
-
-def make_pool(
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    mask: Tensor | None,
-    hashing: Hashing,
-    round_: int,
-    state: State | None,
-) -> _Pool:
-    """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end."""
-    position = positions.unsqueeze(1).expand(key.shape[:3])
-    bucket = hashing.bucket(key, round_)
-    if mask is not None:
-        bucket = bucket.masked_fill(~mask.unsqueeze(1), hashing.buckets)
+    Returns:
+        The position of each new token among the real ones of its row `[B, L]`, and the pool of each round.
+    """
+    positions, pools = token_numbers(mask, key.shape[0], key.shape[2], key.device) - 1, []
     if state is not None:
-        stored = state["bucket_ring_place"][:, :, round_]
-        numbers = torch.arange(hashing.buckets, device=key.device).view(1, 1, -1, 1).expand(stored.shape)
-        bucket = torch.cat([numbers.masked_fill(stored < 0, hashing.buckets).flatten(2), bucket], dim=2)
-        position = torch.cat([stored.flatten(2), position], dim=2)
-        key = torch.cat([state["bucket_ring_key"][:, :, round_].flatten(2, 3).to(key.dtype), key], dim=2)
-        value = torch.cat([state["bucket_ring_value"][:, :, round_].flatten(2, 3).to(value.dtype), value], dim=2)
-    code, order = (bucket * MAX_POSITION + position.clamp_min(0)).sort(dim=-1)
-    return _Pool(key, value, position, order, code)
+        positions = positions + state["count"].unsqueeze(1)
+    for round_ in range(hashing.directions.shape[0]):
+        keys, values, position = key, value, positions.unsqueeze(1).expand(key.shape[:3])
+        bucket = hashing.bucket(key, round_)
+        if mask is not None:
+            bucket = bucket.masked_fill(~mask.unsqueeze(1), hashing.buckets)
+        if state is not None:
+            stored = state["bucket_ring_place"][:, :, round_]
+            numbers = torch.arange(hashing.buckets, device=key.device).view(1, 1, -1, 1).expand(stored.shape)
+            bucket = torch.cat([numbers.masked_fill(stored < 0, hashing.buckets).flatten(2), bucket], dim=2)
+            position = torch.cat([stored.flatten(2), position], dim=2)
+            keys, values = (
+                torch.cat([state[f"bucket_ring_{name}"][:, :, round_].flatten(2, 3).to(new.dtype), new], dim=2)
+                for name, new in (("key", key), ("value", value))
+            )
+        code, order = (bucket * MAX_POSITION + position.clamp_min(0)).sort(dim=-1)
+        pools.append(_Pool(keys, values, position, order, code))
+    return positions, pools
 
 
 def _select(pool: _Pool, bucket: Tensor, position: Tensor, capacity: int, causal: bool) -> _Matches:
@@ -161,11 +158,7 @@ def _correct(
         # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.
         gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(match.key_index.shape)
         estimates.append((estimate * gap.clamp(max=0.0).exp()).masked_fill(~match.valid, 0.0))
-        values.append(
-            with_ones(pool.take(pool.value, match.key_index).to(dtype).flatten(2, 3)).unflatten(
-                2, match.key_index.shape[2:]
-            )
-        )
+        values.append(with_ones(pool.take(pool.value, match.key_index).to(dtype)))
     logit, estimate, value = torch.cat(logits, dim=-1), torch.cat(estimates, dim=-1), torch.cat(values, dim=3)
     top = torch.maximum(base.log_scale, logit.detach().amax(dim=-1))
     decay = torch.exp(base.log_scale - top).unsqueeze(-1)
@@ -190,20 +183,17 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     batch, heads, length, _ = call.query.shape
     groups = call.key.shape[1]
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    positions = token_positions(mask, batch, length, state, key.device)
-    rounds = range(hashing.directions.shape[0])
-    pools = [make_pool(key, value, positions, mask, hashing, round_, state) for round_ in rounds]
+    positions, pools = make_pools(key, value, mask, hashing, state)
     after = _store(pools, hashing)
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
-    width = len(rounds) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
+    width = len(pools) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
     values, scales = [base.values[:, :, :0]], [base.log_scale[:, :, :0]]
     for start in range(0, length, max(step, 1)):
         now = slice(start, min(start + max(step, 1), length))
         grouped = make_query_rows(query[:, :, now], call.query_features, start, groups, call.scaling, zero_mix)
-        log_scale = grouped.features.log_scale
-        log_scale = None if log_scale is None else log_scale.flatten(2, 3)
-        features = Features(grouped.features.values.flatten(2, 3), log_scale)
+        phi, log_scale = grouped.features
+        features = Features(phi.flatten(2, 3), None if log_scale is None else log_scale.flatten(2, 3))
         rows = QueryRows(grouped.query.flatten(2, 3), features)
         position = positions[:, None, None, now].expand(grouped.query.shape[:-1]).flatten(2)
         hashed = query[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3)
@@ -217,25 +207,19 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
 
 def _store(pools: list[_Pool], hashing: Hashing) -> State:
     """Return the state: the last `capacity` keys and values of every bucket."""
-    keys, values, stored = [], [], []
+    rings: dict[str, list[Tensor]] = {"bucket_ring_key": [], "bucket_ring_value": [], "bucket_ring_place": []}
     batch, groups = pools[0].key.shape[:2]
     device = pools[0].key.device
     numbers = torch.arange(hashing.buckets + 1, device=device) * MAX_POSITION
     for pool in pools:
         borders = torch.searchsorted(pool.code, numbers.expand(batch, groups, -1).contiguous())
-        offsets = torch.arange(-hashing.capacity, 0, device=device)
-        chosen = borders[:, :, 1:].unsqueeze(-1) + offsets
-        valid = chosen >= borders[:, :, :-1].unsqueeze(-1)
-        size = pool.order.shape[-1]
-        index = pool.take(pool.order, chosen.clamp(0, max(size - 1, 0)))
-        keys.append(pool.take(pool.key, index).masked_fill(~valid.unsqueeze(-1), 0.0))
-        values.append(pool.take(pool.value, index).masked_fill(~valid.unsqueeze(-1), 0.0))
-        stored.append(pool.take(pool.position, index).masked_fill(~valid, -1))
-    return {
-        "bucket_ring_key": torch.stack(keys, dim=2),
-        "bucket_ring_value": torch.stack(values, dim=2),
-        "bucket_ring_place": torch.stack(stored, dim=2),
-    }
+        chosen = borders[:, :, 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
+        empty = chosen < borders[:, :, :-1].unsqueeze(-1)
+        index = pool.take(pool.order, chosen.clamp(0, max(pool.order.shape[-1] - 1, 0)))
+        rings["bucket_ring_key"].append(pool.take(pool.key, index).masked_fill(empty.unsqueeze(-1), 0.0))
+        rings["bucket_ring_value"].append(pool.take(pool.value, index).masked_fill(empty.unsqueeze(-1), 0.0))
+        rings["bucket_ring_place"].append(pool.take(pool.position, index).masked_fill(empty, -1))
+    return {name: torch.stack(parts, dim=2) for name, parts in rings.items()}
 
 
 def bucket_pairs(
@@ -246,9 +230,7 @@ def bucket_pairs(
     groups = key.shape[1]
     dtype = compute_dtype(query)
     query, key = (mask_tokens(x, mask).to(dtype) for x in (query, key))
-    positions = token_positions(mask, batch, length, None, key.device)
-    rounds = range(hashing.directions.shape[0])
-    pools = [make_pool(key, key, positions, mask, hashing, round_, None) for round_ in rounds]
+    positions, pools = make_pools(key, key, mask, hashing, None)
     position = positions[:, None, None, :].expand(batch, groups, heads // groups, length).flatten(2)
     folded = query.reshape(batch, groups, -1, query.shape[-1])
     pairs = torch.zeros(batch, groups, folded.shape[2], length, dtype=torch.bool, device=key.device)

@@ -38,7 +38,7 @@ def take_tokens(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.gather(2, index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
-def _token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+def token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
     """Return how many real tokens there are up to each one, `[B, L]`."""
     if mask is None:
         return torch.arange(1, length + 1, device=device).expand(batch, length)
@@ -57,7 +57,7 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
     """
     key, value, state = call.key, call.value, call.state
     batch, _, length, _ = key.shape
-    numbers = _token_numbers(call.mask, batch, length, key.device)
+    numbers = token_numbers(call.mask, batch, length, key.device)
     before = numbers.new_zeros(batch) if state is None else state["count"]
     count = before + numbers[:, -1]
     if not call.sinks:
@@ -77,7 +77,7 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
 
 def end_positions(mask: Tensor | None, sinks: int, batch: int, length: int, device: torch.device) -> Tensor:
     """Return the positions `[B, 2 n]` of the first n and the last n tokens; some stand twice in rows of fewer."""
-    numbers = _token_numbers(mask, batch, length, device)
+    numbers = token_numbers(mask, batch, length, device)
     order = torch.arange(sinks, device=device).expand(batch, -1)
     last = numbers[:, -1:]
     return _first_with_number(numbers, torch.cat([torch.minimum(order + 1, last), (last - order).clamp_min(1)], dim=1))

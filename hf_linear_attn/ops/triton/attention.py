@@ -135,13 +135,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **co
     kernel[grid](*arguments, num_warps=warps, num_stages=STAGES, **constants)
 
 
-class Forward(NamedTuple):
-    """Results of the forward pass: the output, the state, the normalisers, and the sums over all keys."""
-
-    out: Tensor
-    state: State | None
-    normaliser: Tensor | None
-    states: Tensor | None
+#: Results of the forward pass: the output, the state, the normalisers, and the sums over all keys.
+Forward = tuple[Tensor, State | None, Tensor | None, Tensor | None]
 
 
 def sum_tokens(
@@ -198,7 +193,7 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
     groups, keys, value_size = key.shape[1], key.shape[2], value.shape[3]
     out = token_major(batch, heads, length, value_size, value.dtype, value.device)
     if not out.numel() or not keys:
-        return Forward(out.zero_(), None, None, None)
+        return out.zero_(), None, None, None
     assert call.fused is not None
     maps, split, scaled = _map_arguments(call), blocks(key, call), call.fused[1].scaled
     states, tops = sum_tokens(key, value, call.mask, maps[1], split, scaled=scaled)
@@ -211,7 +206,7 @@ def bidirectional(call: KernelizedCall, *, save: bool) -> Forward:
         normaliser, maps[0], heads, groups, length, reads.span, split.spans, DENOMINATOR_EPS, reads.columns,
         reads.tokens, warps=reads.warps,
     )  # fmt: skip
-    return Forward(out, None, normaliser, states if save else None)
+    return out, None, normaliser, states if save else None
 
 
 def causal(call: KernelizedCall, *, save: bool) -> Forward:
@@ -221,7 +216,7 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     groups, value_size = key.shape[1], value.shape[3]
     out = token_major(batch, heads, length, value_size, value.dtype, value.device)
     if not out.numel():
-        return Forward(out, call.state, None, None)
+        return out, call.state, None, None
     assert call.fused is not None
     maps, split, scaled = _map_arguments(call), blocks(query, call), call.fused[1].scaled
     before: State = {name: tensor.float().contiguous() for name, tensor in (call.state or {}).items()}
@@ -242,7 +237,7 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
         after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
         split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
     )  # fmt: skip
-    return Forward(out, after, normaliser, None)
+    return out, after, normaliser, None
 
 
 def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
@@ -252,8 +247,7 @@ def run(call: KernelizedCall) -> tuple[Tensor, State | None]:
     call = call.replace(query=readable(call.query), key=readable(call.key), value=readable(call.value))
     if not call.needs_grad():
         with on_device(call.query.device):
-            result = (causal if call.causal else bidirectional)(call, save=False)
-        return result.out, result.state
+            return (causal if call.causal else bidirectional)(call, save=False)[:2]
     first, second = fused
     learned = (first.weight, first.bias, second.weight, second.bias)
     return _Attention.apply(call.query, call.key, call.value, *learned, call), None
@@ -277,10 +271,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         call = rest[4].replace(query=query, key=key, value=value)
         with on_device(query.device):
-            result = (causal if call.causal else bidirectional)(call, save=True)
-        ctx.save_for_backward(query, key, value, *rest[:4], result.out, result.normaliser, result.states, call.mask)
+            out, _, normaliser, states = (causal if call.causal else bidirectional)(call, save=True)
+        ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, states, call.mask)
         ctx.call = call.replace(query=None, key=None, value=None, mask=None)  # not referenced twice
-        return result.out
+        return out
 
     @staticmethod
     @once_differentiable

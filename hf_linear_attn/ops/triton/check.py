@@ -48,16 +48,11 @@ class Case(NamedTuple):
 _reasons: dict[Case, str | None] = {}
 
 
-def mismatch_reason(call: KernelizedCall) -> str | None:
+def checked_reason(call: KernelizedCall) -> str | None:
     """Return why the kernels cannot be used for such calls on this device, or None if a small case came out right.
 
-    Every case is checked once; on a CPU (the interpreter) it is not checked.
+    The check of a case runs at its first call.
     """
-    return None if call.query.device.type == "cpu" else checked_reason(call)
-
-
-def checked_reason(call: KernelizedCall) -> str | None:
-    """Return the result of the check, which runs at the first call of its case."""
     case = case_of(call)
     if case not in _reasons:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
