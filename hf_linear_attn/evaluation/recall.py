@@ -373,8 +373,8 @@ def find_retrieval_heads(
     """Find the key-value heads of an exact decoder that look something up.
 
     `score = max_h mean_i Σ_j w_ij`: prompts with a pass key, the queries i that predict its tokens, the keys j where it
-    was said, the query heads h that share the key-value head. Only the weights of these queries are computed: memory is
-    linear in the length.
+    was said, the query heads h that share the key-value head. Only the weights of these queries are computed; the mask
+    takes a byte for each pair of tokens.
 
     Args:
         model: A decoder with exact attention.
