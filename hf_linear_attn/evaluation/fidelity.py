@@ -81,14 +81,14 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
     """
     report = patch_report(model)
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    totals: dict[int, dict[str, Tensor]] = {}  # sums over queries by layer, float64 on the CPU
+    totals: dict[int, dict[str, Tensor]] = {}  # parts over queries by layer, float64 on the CPU
 
     def observer(call: AttentionCall) -> None:
         rows = call.real_queries()
         exact, linear = (
             out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
         )
-        sums = {
+        parts = {
             "rows": rows.sum(dim=(0, 2)).double(),
             "error": (exact - linear).square().sum(dim=(0, 2, 3)),
             "norm": exact.square().sum(dim=(0, 2, 3)),
@@ -96,9 +96,9 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
         if call.mechanism.distribution:
             implied = call.linear_weights().double().clamp_min(1e-30).log()
             terms = kl_div(implied, call.exact_weights().double(), reduction="none").sum(dim=-1)
-            sums["kl"] = terms.masked_fill(~rows, 0.0).sum(dim=(0, 2))
+            parts["kl"] = terms.masked_fill(~rows, 0.0).sum(dim=(0, 2))
         known = totals.setdefault(id(call.module), {})
-        known.update({name: known.get(name, 0.0) + tensor.cpu() for name, tensor in sums.items()})
+        known.update({name: known.get(name, 0.0) + tensor.cpu() for name, tensor in parts.items()})
 
     cosine, tokens = 0.0, 0
     with evaluation_mode(model):

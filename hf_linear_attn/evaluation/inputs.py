@@ -106,27 +106,27 @@ def task_inputs(
 
 def _inputs(
     train: list[dict[str, Any]],
-    held_out: list[dict[str, Any]],
+    test: list[dict[str, Any]],
     batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
     settings: Settings,
     source: str,
     digest: str,
 ) -> EvaluationInputs:
     """Split the training rows, draw those for the fidelity, and describe all of them."""
-    if len(train) < 4 or len(held_out) < 2:
+    if len(train) < 4 or len(test) < 2:
         raise ValueError(
-            f"{source} gives {len(train)} inputs to train on and {len(held_out)} to measure on; 4 and 2 are needed. "
+            f"{source} gives {len(train)} inputs to train on and {len(test)} to measure on; 4 and 2 are needed. "
             "Give more data."
         )
     random.Random(settings.seed).shuffle(train)
     count = max(1, min(settings.validation_sequences, len(train) // 4))
-    parts = {"train": train[count:], "held_out": held_out}
-    parts["fidelity"] = evenly_spread(held_out, settings.fidelity_sequences)
+    parts = {"train": train[count:], "held_out": test}
+    parts["fidelity"] = evenly_spread(test, settings.fidelity_sequences)
     return EvaluationInputs(
         train=batches(train[count:]),
         validation=batches(train[:count]),
         fidelity=batches(parts["fidelity"]),
-        tokens=[token for row in held_out[:256] for token in row["input_ids"]],
+        tokens=[token for row in test[:256] for token in row["input_ids"]],
         hash=digest,
         facts={"source": source, **{name: row_lengths(rows) for name, rows in parts.items()}},
     )
