@@ -171,12 +171,12 @@ def json_rows(path: Path) -> Rows:
         try:
             value = json.loads(part)
         except json.JSONDecodeError as error:
-            place = location(path, line + error.lineno - 1)
-            raise ValueError(f"{place}: no JSON ({error}); found {shortened(part)}.") from error
+            where = location(path, line + error.lineno - 1)
+            raise ValueError(f"{where}: no JSON ({error}); found {shortened(part)}.") from error
         for number, row in enumerate(value, start=1) if is_list else [(line, value)]:
             if not isinstance(row, dict):
-                place = f"{path}, entry {number}" if is_list else location(path, line)
-                raise ValueError(f"{place}: expected a JSON object, found {shortened(row)}.")
+                where = f"{path}, entry {number}" if is_list else location(path, line)
+                raise ValueError(f"{where}: expected a JSON object, found {shortened(row)}.")
             yield number, row
 
 

@@ -165,8 +165,8 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
     for line, row in json_rows(path) if json_lines else tsv_rows(path, layout.names, layout.widths):
         missing = [name for name in (*layout.text, layout.label) if name not in row]
         if missing:
-            place = location(path, line if json_lines else 1)
-            raise ValueError(f"{place}: there is no {', '.join(missing)}; found {', '.join(row)}.")
+            where = location(path, line if json_lines else 1)
+            raise ValueError(f"{where}: there is no {', '.join(missing)}; found {', '.join(row)}.")
         for name, column in zip(task.columns, layout.text, strict=True):
             if not isinstance(row[column], str) or not row[column].strip():
                 found = f"column {column!r} holds no text: {shortened(row[column])}"

@@ -360,7 +360,7 @@ def _with_flags(message: str, config_class: type) -> str:
     end = subject.end() if subject else 0
     return re.sub(
         r"(?<![-\w./'])[a-z_]+(?:\.[a-z_]+)*",
-        lambda found: f"--{found[0]}" if found[0] in names and ("." in found[0] or found.end() <= end) else found[0],
+        lambda match: f"--{match[0]}" if match[0] in names and ("." in match[0] or match.end() <= end) else match[0],
         message,
     )
 

@@ -43,8 +43,8 @@ class JsonLinesFile:
                 if not isinstance(row, dict):
                     raise ValueError(f"it is a {type(row).__name__}")
             except ValueError as error:
-                place = f"{str(self.path)!r}, line {number}"
-                raise ValueError(f"{place} is not a JSON object ({error}). Remove or repair the line.") from error
+                where = f"{str(self.path)!r}, line {number}"
+                raise ValueError(f"{where} is not a JSON object ({error}). Remove or repair the line.") from error
             rows.append(row)
         return rows
 
