@@ -92,7 +92,7 @@ def _model_class(path: str, config: Any, auto_class: Any) -> type:
                 f"The config of {path!r} does not say which class was saved. Pass auto_class=AutoModelForCausalLM, …"
             )
         return transformers_class(names[0])
-    named = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    named: Any = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
     mapping = getattr(named, "_model_mapping", None)
     if mapping is not None:
         if type(config) not in mapping:

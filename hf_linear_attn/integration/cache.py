@@ -216,7 +216,9 @@ class LinearStateLayer(CacheLayerMixin):
         self._record = [
             replace(
                 call,
-                **{name: function(getattr(call, name)) for name in ("query", "key", "value")},
+                query=function(call.query),
+                key=function(call.key),
+                value=function(call.value),
                 mask=None if call.mask is None else function(call.mask),
                 state=mapped(call.state),
             )
