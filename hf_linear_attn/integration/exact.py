@@ -128,9 +128,6 @@ def _running_exactly(modules: list[nn.Module], observer: Observer | None) -> Ite
             context.runs_exactly, context.observer = values
 
 
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[Tensor, Tensor | None]:
     """Run the exact attention of a layer as `_attend` does, and show it to the layer's observer if there is one."""
     out, weights = _exact_output(call)
