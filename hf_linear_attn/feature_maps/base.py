@@ -48,7 +48,8 @@ def option(default: Any, help: str, *, least: int | None = None, within: str | N
         help: One line for users.
         least: The least value of an integer, 0 or 1.
         within: The interval of a number, such as `"[0, 1)"`.
-        metadata: More of the field's metadata, such as `before` (see `config.py`).
+        metadata: More of the field's metadata: `parity`, `"even"` or `"odd"`, of an integer with a least value, and
+            `before` (see `config.py`).
     """
     return field(default=default, metadata={"help": help, "least": least, "within": within, **metadata})
 
@@ -76,7 +77,7 @@ class Options:
             value, hints = getattr(self, entry.name), _field_hints(own_class)[entry.name]
             choices = [None] if NoneType in hints else []
             choices += [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
-            limit = _unmet_limit(value, entry.metadata.get("least"), entry.metadata.get("within"))
+            limit = _unmet_limit(value, *(entry.metadata.get(name) for name in ("least", "within", "parity")))
             only_choices = all(hint is NoneType or get_origin(hint) is Literal for hint in hints)
             if value in choices or not (limit or only_choices):
                 continue
@@ -93,9 +94,11 @@ def _field_hints(options: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
-def _unmet_limit(value: Any, least: int | None, within: str | None) -> str | None:
-    if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        return "be a positive integer" if least else "be a non-negative integer"
+def _unmet_limit(value: Any, least: int | None, within: str | None, parity: str | None) -> str | None:
+    if least is not None:
+        met = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not met or (parity is not None and value % 2 != (parity == "odd")):
+            return " ".join(["be a", "positive" if least else "non-negative", *([parity] if parity else []), "integer"])
     if within is None:
         return None
     low, high = (float(bound) for bound in within[1:-1].split(","))
@@ -105,6 +108,10 @@ def _unmet_limit(value: Any, least: int | None, within: str | None) -> str | Non
         if above and (number <= high if within[-1] == "]" else number < high):
             return None
     return _INTERVALS_IN_WORDS.get(within, f"lie in {within}")
+
+
+FeatureFunctions = tuple[FeatureFunction, FeatureFunction, FusedMaps | None]
+"""The maps of queries and of keys as functions of a block and its start, and both as formulas if there are any."""
 
 
 class FeatureMap(nn.Module):
@@ -156,9 +163,7 @@ class FeatureMap(nn.Module):
         """
         return None
 
-    def functions(
-        self, scaling: float, positions: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+    def functions(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FeatureFunctions:
         """Return both maps as functions of a block and its start, and as formulas if there are any."""
         formulas = self.fused(scaling, positions)
         if formulas is not None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, FeatureMap
+from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap
 from ..ops import backends
 from ..ops import kernelized as ops
-from ..ops.common import FeatureFunction, State, compute_dtype
-from ..ops.fused import FusedMaps, KernelizedCall
+from ..ops.common import State, compute_dtype
+from ..ops.fused import KernelizedCall
 from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention
@@ -52,9 +52,7 @@ class KernelizedAttention(LinearAttention):
         features = query_map(inputs.query.to(dtype), 0), key_map(inputs.key.to(dtype), 0)
         return ops.dense_weights(*features, inputs.visible(), signed=self.feature_map.signed)
 
-    def _maps(
-        self, inputs: AttentionInputs
-    ) -> tuple[tuple[FeatureFunction, FeatureFunction, FusedMaps | None], Tensor | None]:
+    def _maps(self, inputs: AttentionInputs) -> tuple[FeatureFunctions, Tensor | None]:
         """Return the feature maps, and the number of real tokens of each row `[B]` if the maps use positions.
 
         With a full mask positions in the sequence count: they preserve all distances inside of a document.

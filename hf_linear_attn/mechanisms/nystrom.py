@@ -15,14 +15,11 @@ class NystromOptions(Options):
     num_landmarks: int = option(64, "m, the landmarks; shorter inputs are exact", least=1)
     iterations: int = option(6, "steps of the pseudo-inverse; many invert the noise as well", least=1)
     conv_kernel: int | None = option(
-        None, "odd size of a learned depthwise convolution of the values, added to the output (None: off)"
+        None,
+        "odd size of a learned depthwise convolution of the values, added to the output (None: off)",
+        least=1,
+        parity="odd",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size = self.conv_kernel
-        if size is not None and (not isinstance(size, int) or size < 1 or size % 2 == 0):
-            raise ValueError(f"conv_kernel must be an odd positive integer or None, got {size!r}.")
 
 
 @register_attention(

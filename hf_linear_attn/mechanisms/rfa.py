@@ -18,18 +18,13 @@ from .base import AttentionInputs, LinearAttention
 
 
 class RFAOptions(Options):
-    num_features: int = option(256, "number of features m, two of each random row (even)")
+    num_features: int = option(256, "number of features m, two of each random row (even)", least=1, parity="even")
     sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", within="(0, inf)")
     gate: bool = option(True, "learned forgetting, in causal layers")
     initial_decay: float = option(
         1e-2, "share of the state that is forgotten per token at the start, in (0, 0.5]", within="(0, 0.5]"
     )
     seed: int = option(0, "seed of the random rows; layers draw different ones from it", least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.num_features, int) or self.num_features < 2 or self.num_features % 2:
-            raise ValueError(f"num_features must be a positive even number, got {self.num_features!r}.")
 
 
 @register_attention(

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, option
+from ..feature_maps.base import AttentionShape, FeatureFunctions, option
 from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import buckets, windowed
-from ..ops.common import FeatureFunction, Features, State, mask_tokens
+from ..ops.common import Features, State, mask_tokens
 from ..registry import register_attention
 from .base import AttentionInputs
 from .window import HybridAttention, HybridOptions
@@ -20,15 +20,10 @@ HASH_SEED_OFFSET = 500_009
 
 class ScatterbrainOptions(HybridOptions):
     feature_map: str = option("favor+", "φ, an estimate of exp(τ q·k), outside the support")
-    num_hash_buckets: int = option(0, "hash buckets beside the band, an even number (0: the band only)")
+    num_hash_buckets: int = option(0, "hash buckets beside the band (0: the band only)", least=0, parity="even")
     hash_rounds: int = option(1, "independent rounds of hashing", least=1)
     bucket_capacity: int = option(16, "keys that a query takes from its bucket in each round", least=1)
     seed: int = option(0, "seed of the hash directions; layers draw different ones from it", least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.num_hash_buckets, int) or self.num_hash_buckets < 0 or self.num_hash_buckets % 2:
-            raise ValueError(f"num_hash_buckets must be an even number or 0, got {self.num_hash_buckets!r}.")
 
 
 @register_attention(
@@ -95,7 +90,7 @@ class ScatterbrainAttention(HybridAttention):
         directions: Any = self.directions
         return buckets.Hashing(directions, self.options.bucket_capacity)
 
-    def _maps(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, None]:
+    def _maps(self, scaling: float) -> FeatureFunctions:
         """Return the maps with a log scale, of zero where they have none: they count as estimates of exp(τ q·k)."""
         query_map, key_map, _ = self.feature_map.functions(scaling)
         return lambda x, start: _with_scale(query_map(x, start)), lambda x, start: _with_scale(key_map(x, start)), None

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..feature_maps.base import AttentionShape, FeatureMap, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
 from ..ops import backends
 from ..ops import windowed as ops
-from ..ops.common import FeatureFunction, State, block_length, compute_dtype, mask_tokens
-from ..ops.fused import FusedMaps, QueryMix, StepMix, WindowedCall
+from ..ops.common import State, block_length, compute_dtype, mask_tokens
+from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
 from ..ops.window_step import is_decoding_step
@@ -92,7 +92,7 @@ class HybridAttention(LinearAttention):
             **inputs.settings,
         )
 
-    def _maps(self, scaling: float) -> tuple[FeatureFunction, FeatureFunction, FusedMaps | None]:
+    def _maps(self, scaling: float) -> FeatureFunctions:
         return self.feature_map.functions(scaling)
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:

@@ -13,6 +13,7 @@ from hf_linear_attn.feature_maps.base import Options, option
 class Example(Options):
     count: int = option(1, "a positive integer", least=1)
     size: int | None = option(None, "an integer from 0 on", least=0)
+    pairs: int = option(2, "an even number", least=0, parity="even")
     share: float = option(0.5, "a half-open interval", within="[0, 1)")
     decay: float = option(0.5, "open at the other end", within="(0, 1]")
     scale: float | None = option(None, "positive", within="(0, inf)")
@@ -32,6 +33,7 @@ def test_the_ends_of_the_intervals():
         ("count", True, "count must be a positive integer, got True."),
         ("count", None, "count must be a positive integer, got None."),
         ("size", -1, "size must be a non-negative integer or None, got -1."),
+        ("pairs", 3, "pairs must be a non-negative even integer, got 3."),
         ("share", 1, "share must lie in [0, 1), got 1."),
         ("share", "half", "share must lie in [0, 1), got 'half'."),
         ("share", float("nan"), "share must lie in [0, 1), got nan."),

@@ -191,7 +191,7 @@ def test_a_short_batch_through_a_model_is_exact():
     [
         ({"num_landmarks": 0}, "num_landmarks must be a positive integer, got 0"),
         ({"iterations": 0}, "iterations must be a positive integer, got 0"),
-        ({"conv_kernel": 4}, "conv_kernel must be an odd positive integer or None, got 4"),
+        ({"conv_kernel": 4}, "conv_kernel must be a positive odd integer or None, got 4"),
     ],
 )
 def test_bad_options(options, message):

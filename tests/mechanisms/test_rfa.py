@@ -107,7 +107,7 @@ def test_state_bytes(gate):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_features": 3}, "num_features must be a positive even number, got 3"),
+        ({"num_features": 3}, "num_features must be a positive even integer, got 3"),
         ({"sigma_init": 0.0}, "sigma_init must be positive, got 0.0"),
         ({"initial_decay": 0.7}, "initial_decay must lie in .*, got 0.7"),
         ({"seed": -2}, "seed must be a non-negative integer, got -2"),

@@ -276,7 +276,7 @@ def test_compiles_with_buckets():
     ("options", "message"),
     [
         ({"window_size": 0}, "window_size must be a positive integer, got 0"),
-        ({"num_hash_buckets": 3}, "num_hash_buckets must be an even number or 0, got 3"),
+        ({"num_hash_buckets": 3}, "num_hash_buckets must be a non-negative even integer, got 3"),
         ({"hash_rounds": 0}, "hash_rounds must be a positive integer, got 0"),
         ({"bucket_capacity": "4"}, "bucket_capacity must be a positive integer, got '4'"),
         ({"seed": -1}, "seed must be a non-negative integer, got -1"),
