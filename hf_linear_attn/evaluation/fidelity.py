@@ -81,7 +81,7 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
     """
     report = patch_report(model)
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    totals: dict[int, dict[str, Tensor]] = {}  # parts over queries by layer, float64 on the CPU
+    totals: dict[int, dict[str, Tensor]] = {}  # over queries, by layer; float64 on the CPU
 
     def observer(call: AttentionCall) -> None:
         rows = call.real_queries()
