@@ -148,3 +148,13 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_reference_of_the_command_line_is_up_to_date() -> None:
     script = load_script(ROOT / "docs" / "make_cli_reference.py")
     assert script.main(["--check"]) == 0, "run python docs/make_cli_reference.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_have_the_code_of_their_pages(path: Path) -> None:
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    blocks = blocks_of((ROOT / "docs" / f"{path.stem}.md").read_text(encoding="utf-8"))
+    assert ["".join(cell["source"]) for cell in cells] == [
+        block.body.rstrip("\n") for block in blocks if block.kind == "python"
+    ]
+    assert any(cell["outputs"] for cell in cells)
