@@ -263,7 +263,7 @@ def run_backward(
 
     The kernel writes a parameter's gradient for every head of every row of the batch, which are summed here.
     """
-    query, key, value = (token_major(*tensor.shape, dtype=tensor.dtype) for tensor in inputs)
+    query, key, value = (token_major(x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in inputs)
     heads = query.shape[1], query.shape[1], key.shape[1], key.shape[1]
     parts = [
         empty(query.shape[0], count, *tensor.shape[1:]).zero_() if tensor is not None and is_needed else None

@@ -205,19 +205,10 @@ static inline float row_sum(const float* row, int last) {
   return sum_of(total);
 }
 
-// Whether explicit weights between all rows and keys cost fewer operations than the state does.
-static inline bool prefers_explicit_weights(const Call& c) {
-  const long m = c.m_row(), e = c.e_row();
-  return c.keys > 0 && c.keys <= BLOCK && c.length * padded((int)c.keys) * (m + e) < (c.keys + c.length) * m * e;
-}
-
-// Few keys do without a state: w = phi(q) phi(k)^T, o = w v / sum w.
 template <typename T>
 static int bidirectional(const Call& c) {
-  const bool has_weights = prefers_explicit_weights(c);
-  const long segments = has_weights ? 0 : std::max(1l, (long)(c.keys + SEGMENT - 1) / SEGMENT);
-  const long streams = c.batch * c.groups, pieces = (c.length + SEGMENT - 1) / SEGMENT;
-  const int num_keys = has_weights ? (int)c.keys : 0, columns = padded(num_keys);
+  const long segments = std::max(1l, (long)(c.keys + SEGMENT - 1) / SEGMENT), streams = c.batch * c.groups;
+  const long pieces = (c.length + SEGMENT - 1) / SEGMENT;
   int failed = 0;
   Workspace shared(failed);
   std::vector<State> totals;
@@ -225,9 +216,7 @@ static int bidirectional(const Call& c) {
   if (failed) return 1;
   return run_parallel<T>(c.threads, [&](Workspace& workspace) {
     FeatureBlock keys(c.key_map, workspace), queries(c.query_map, workspace);
-    float *block = workspace.take(BLOCK * c.e_row()), *out = workspace.take(BLOCK * c.e_row());
-    float *transposed = workspace.take((size_t)columns * c.m_row()), *weights = workspace.take(BLOCK * BLOCK);
-    float* normaliser = workspace.take(BLOCK);
+    float *block = workspace.take(BLOCK * c.e_row()), *normaliser = workspace.take(BLOCK);
     if (!workspace.ready()) return;
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < streams * segments; ++task) {
@@ -243,24 +232,13 @@ static int bidirectional(const Call& c) {
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < c.batch * c.heads * pieces; ++task) {
       const long b = task / pieces / c.heads, h = task / pieces % c.heads, first = task % pieces * SEGMENT;
-      const long g = h / c.repeats(), stop = std::min<long>(first + SEGMENT, c.length);
-      if (has_weights) {
-        keys.read<T>(c.key, b, g, 0, num_keys, c.mask_of(b));
-        read_rows<T>(c.value, b, g, 0, num_keys, c.value_size, c.mask_of(b), block, c.e_row());
-        if (keys.map->scaled()) keys.scale_rows(num_keys, max_of_values(keys.scale, num_keys));
-        transpose(num_keys, c.m_row(), keys.features, c.m_row(), transposed, columns);
-      }
+      const State& state = totals[(b * c.groups + h / c.repeats()) * segments];
+      const long stop = std::min<long>(first + SEGMENT, c.length);
       for (long start = first; start < stop; start += BLOCK) {
         const int count = (int)std::min<long>(stop - start, BLOCK);
         queries.read<T>(c.query, b, h, start, count, nullptr);
-        if (has_weights) {
-          multiply(count, columns, c.m_row(), queries.features, c.m_row(), 1, transposed, columns, weights, BLOCK, false);
-          multiply(count, c.e_row(), num_keys, weights, BLOCK, 1, block, c.e_row(), out, c.e_row(), false);
-          for (int t = 0; t < count; ++t) normaliser[t] = row_sum(weights + t * BLOCK, num_keys - 1);
-        } else {
-          read_state(count, queries, totals[(b * c.groups + g) * segments], out, normaliser);
-        }
-        divide_rows<T>(c, b, h, start, count, out, normaliser);
+        read_state(count, queries, state, block, normaliser);
+        divide_rows<T>(c, b, h, start, count, block, normaliser);
       }
     }
   });

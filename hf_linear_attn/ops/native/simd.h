@@ -131,16 +131,33 @@ static inline __attribute__((always_inline)) void tile(const float* a, long a_ro
     }
 }
 
-// One tile of at most TILE_ROWS rows against all columns: C vectors at a time, then fewer.
-template <int C = TILE_COLUMNS, int R = TILE_ROWS>
+template <int C>
+static inline void tile_rows(int rows, const float* a, long a_row, long a_step, const float* b, long b_row, float* c,
+                             long c_row, int depth, bool add) {
+  switch (rows) {
+    case 6: tile<6, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 5: tile<5, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 4: tile<4, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 3: tile<3, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    case 2: tile<2, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+    default: tile<1, C>(a, a_row, a_step, b, b_row, c, c_row, depth, add); break;
+  }
+}
+
+// One tile of at most TILE_ROWS rows against all columns.
 static inline void multiply_strip(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,
                                   long b_row, float* c, long c_row, bool add) {
-  if constexpr (R > 1)
-    if (rows < R) return multiply_strip<C, R - 1>(rows, columns, depth, a, a_row, a_step, b, b_row, c, c_row, add);
   int j = 0;
-  for (; j + C * LANES <= columns; j += C * LANES) tile<R, C>(a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add);
-  if constexpr (C > 1)
-    if (j < columns) multiply_strip<C - 1, R>(rows, columns - j, depth, a, a_row, a_step, b + j, b_row, c + j, c_row, add);
+  for (; j + TILE_COLUMNS * LANES <= columns; j += TILE_COLUMNS * LANES)
+    tile_rows<TILE_COLUMNS>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add);
+  switch ((columns - j) / LANES) {
+#if defined(__AVX512F__)
+    case 3: tile_rows<3>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+    case 2: tile_rows<2>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+#endif
+    case 1: tile_rows<1>(rows, a, a_row, a_step, b + j, b_row, c + j, c_row, depth, add); break;
+    default: break;
+  }
 }
 
 static void multiply_floats(int rows, int columns, int depth, const float* a, long a_row, long a_step, const float* b,

@@ -381,11 +381,6 @@ struct Far {
   State combined;
   const State* visible = nullptr;
 
-  // Two-sided: blocks of rows share blocks of keys where these coincide, so that a few blocks are saved.
-  static int num_key_blocks(const Call& c) {
-    if (!c.two_sided) return 1;
-    return 2 * c.window % BLOCK == 0 && 2 * c.window <= 3 * BLOCK ? 2 * c.window / BLOCK + 1 : 2;
-  }
   static long row_blocks(const Call& c) { return (c.length + BLOCK - 1) / BLOCK; }
   Far(const Call& c, Workspace& workspace)
       : two_sided(c.two_sided),
@@ -393,7 +388,8 @@ struct Far {
         state(c, workspace),
         weights(workspace.take(BLOCK * BLOCK)),
         combined(c, workspace) {
-    for (int i = 0; i < num_key_blocks(c); ++i) blocks.emplace_back(c, workspace);
+    // Two-sided: blocks of rows share blocks of keys where these coincide, with the default window of 64 after two blocks.
+    for (int i = 0; i < (two_sided ? 3 : 1); ++i) blocks.emplace_back(c, workspace);
     for (long i = 0; two_sided && i < row_blocks(c); ++i) later_states.emplace_back(c, workspace);
     before = after = &blocks[0];
   }
