@@ -64,47 +64,47 @@ class Features(NamedTuple):
         return Features(self.values[index], None if self.log_scale is None else self.log_scale[index])
 
 
-class KeySums(NamedTuple):
+class KVState(NamedTuple):
     """The sums over some keys, `exp(-log_scale) Σ_j φ(k_j) [v_j, 1]`: `[…, m, e + 1]` and `[…]` (or None)."""
 
     total: Tensor
     log_scale: Tensor | None
 
     @staticmethod
-    def of(keys: Features, value: Tensor, *, signed: bool = False) -> KeySums:
+    def of(keys: Features, value: Tensor, *, signed: bool = False) -> KVState:
         """Sum keys `[…, l, m]` with values `[v, 1]` `[…, l, e + 1]`; `signed`: with a gradient through the scale."""
         values, log_scale = keys
         if log_scale is None:
-            return KeySums(values.transpose(-1, -2) @ value, None)
+            return KVState(values.transpose(-1, -2) @ value, None)
         top = (log_scale if signed else log_scale.detach()).amax(dim=-1)
         values = values * torch.exp(log_scale - finite_or_zero(top).unsqueeze(-1)).unsqueeze(-1)
-        return KeySums(values.transpose(-1, -2) @ value, top)
+        return KVState(values.transpose(-1, -2) @ value, top)
 
     @staticmethod
-    def from_state(state: State) -> KeySums:
+    def from_state(state: State) -> KVState:
         """Read the entries `kv`, `k_sum` and `log_scale` of a state."""
-        return KeySums(torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state.get("log_scale"))
+        return KVState(torch.cat([state["kv"], state["k_sum"].unsqueeze(-1)], dim=-1), state.get("log_scale"))
 
     @staticmethod
-    def stack(parts: list[KeySums], dim: int = 0) -> KeySums:
+    def stack(parts: list[KVState], dim: int = 0) -> KVState:
         """Join sums along a new dimension."""
         scales = [part.log_scale for part in parts if part.log_scale is not None]
-        return KeySums(torch.stack([part.total for part in parts], dim), torch.stack(scales, dim) if scales else None)
+        return KVState(torch.stack([part.total for part in parts], dim), torch.stack(scales, dim) if scales else None)
 
-    def at(self, index: int, dim: int = 0) -> KeySums:
+    def at(self, index: int, dim: int = 0) -> KVState:
         """Return one entry of a dimension."""
-        return KeySums(
+        return KVState(
             self.total.select(dim, index), None if self.log_scale is None else self.log_scale.select(dim, index)
         )
 
-    def plus(self, other: KeySums) -> KeySums:
+    def plus(self, other: KVState) -> KVState:
         """Add two sums, relative to the larger of their scales."""
         if self.log_scale is None or other.log_scale is None:
-            return KeySums(self.total + other.total, None)
+            return KVState(self.total + other.total, None)
         top = torch.maximum(self.log_scale, other.log_scale)
         floor = finite_or_zero(top)
         decay, other_decay = ((scale - floor).exp()[..., None, None] for scale in (self.log_scale, other.log_scale))
-        return KeySums(self.total * decay + other.total * other_decay, top)
+        return KVState(self.total * decay + other.total * other_decay, top)
 
     def state(self) -> State:
         """Return the entries of a state."""
@@ -165,9 +165,9 @@ class OutputBlocks:
             self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
             self.filled += block.shape[2]
 
-    def add_quotient(self, sums: Tensor, *, signed: bool = False) -> None:
+    def add_quotient(self, kv_state: Tensor, *, signed: bool = False) -> None:
         """Append the weighted means of v from sums `Σ w [v, 1]` `[B, H, l, e + 1]`."""
-        self.add(divide(sums[..., :-1], sums[..., -1], signed=signed))
+        self.add(divide(kv_state[..., :-1], kv_state[..., -1], signed=signed))
 
     def result(self) -> Tensor:
         """Return all blocks as one tensor."""

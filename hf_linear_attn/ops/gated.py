@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .common import (
     Features,
-    KeySums,
+    KVState,
     State,
     block_length,
     divide,
@@ -52,7 +52,7 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     batch, heads, length, _ = call.query.shape
     chunk = FEATURE_CHUNK if call.per_feature else HEAD_CHUNK
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
-    carry = None if call.state is None else KeySums.from_state(call.state)
+    carry = None if call.state is None else KVState.from_state(call.state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
         rows = group_heads(call.query_features(query, start).values, groups)
@@ -79,21 +79,21 @@ def _split(tensor: Tensor, chunk: int, value: float = 0.0) -> Tensor:
     return functional.pad(tensor, (0, 0, 0, -tensor.shape[-2] % chunk), value=value).unflatten(-2, (-1, chunk))
 
 
-def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KeySums | None, chunk: int) -> tuple[Tensor, KeySums]:
+def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, chunk: int) -> tuple[Tensor, KVState]:
     """rows `[B, G, R, l, m]`, keys and values `[B, G, l, …]` -> sums `[B, G, R, l, e + 1]` and the state after them."""
     length = rows.shape[3]
     query, features, values = _split(rows, chunk), _split(keys.values, chunk), _split(value, chunk)
     total = _split(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
     last = total[..., -1:, :]
     if keys.log_scale is None:
-        own = KeySums.of(Features(features * (last - total).exp()), values)
+        own = KVState.of(Features(features * (last - total).exp()), values)
         before, carry = _scan(own, last, carry)
         weights, past = _weights(query, features, total), query * total.exp().unsqueeze(2)
     else:
         # Relative to the row's largest decayed key scale; the decay that all keys of a row share cancels. The scale has
         # its gradient: a guarded normaliser depends on it.
         offset = _split(keys.log_scale.unsqueeze(-1), chunk, float("-inf")).squeeze(-1) - total.squeeze(-1)
-        own = KeySums.of(Features(features, offset), values, signed=True)
+        own = KVState.of(Features(features, offset), values, signed=True)
         before, carry = _scan(_decayed(own, last), last, carry)
         assert before.log_scale is not None
         carried = before.log_scale.unsqueeze(-1)
@@ -119,20 +119,20 @@ def _weights(query: Tensor, features: Tensor, total: Tensor) -> Tensor:
     return _products(query * (total - middle).exp().unsqueeze(2), features * (middle - total).exp())
 
 
-def _decayed(sums: KeySums, log_decay: Tensor) -> KeySums:
+def _decayed(kv_state: KVState, log_decay: Tensor) -> KVState:
     """Decay sums `[…, m, e + 1]` by log_decay `[…, 1, 1 | m]`; with a log scale all features share one decay."""
-    if sums.log_scale is None:
-        return KeySums(sums.total * log_decay.exp().transpose(-1, -2), None)
-    return KeySums(sums.total, sums.log_scale + log_decay.reshape(sums.log_scale.shape))
+    if kv_state.log_scale is None:
+        return KVState(kv_state.total * log_decay.exp().transpose(-1, -2), None)
+    return KVState(kv_state.total, kv_state.log_scale + log_decay.reshape(kv_state.log_scale.shape))
 
 
-def _scan(own: KeySums, log_decay: Tensor, carry: KeySums | None) -> tuple[KeySums, KeySums]:
+def _scan(own: KVState, log_decay: Tensor, carry: KVState | None) -> tuple[KVState, KVState]:
     """Return the sums before each chunk and after the last, from what each adds `[B, G, n, …]` and its decay."""
     if carry is None:
         scale = None if own.log_scale is None else torch.full_like(own.log_scale[:, :, 0], float("-inf"))
-        carry = KeySums(torch.zeros_like(own.total[:, :, 0]), scale)
+        carry = KVState(torch.zeros_like(own.total[:, :, 0]), scale)
     before = []
     for index in range(own.total.shape[2]):
         before.append(carry)
         carry = _decayed(carry, log_decay[:, :, index]).plus(own.at(index, dim=2))
-    return KeySums.stack(before, dim=2), carry
+    return KVState.stack(before, dim=2), carry

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import KeySums, State, block_length, group_heads, mask_tokens, token_blocks, with_ones
+from .common import KVState, State, block_length, group_heads, mask_tokens, token_blocks, with_ones
 from .fused import GatedCall
 
 #: Tokens per chunk.
@@ -64,7 +64,7 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
             kv = values.new_zeros(batch, groups, keys.values.shape[-1], values.shape[-1])
             level = values.new_zeros(batch, groups)
         else:
-            kv, level = KeySums.from_state(after).total, after["level"]
+            kv, level = KVState.from_state(after).total, after["level"]
         for low in range(0, values.shape[2], CHUNK):
             size = slice(low, low + CHUNK)
             chunk = DeltaKeys(*(tensor[:, :, size] for tensor in keys))
@@ -72,7 +72,7 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
             levels = _levels(chunk, level)
             level = levels[..., -1]
             outputs.append(normalise(out, levels).flatten(1, 2).to(value.dtype))
-        after = {**KeySums(kv, None).state(), "level": level}
+        after = {**KVState(kv, None).state(), "level": level}
     return torch.cat(outputs, dim=2), after
 
 

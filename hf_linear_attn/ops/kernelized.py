@@ -17,7 +17,7 @@ from torch import Tensor
 from .common import (
     FeatureFunction,
     Features,
-    KeySums,
+    KVState,
     OutputBlocks,
     State,
     block_length,
@@ -70,18 +70,18 @@ def bidirectional(call: KernelizedCall) -> Tensor:
     if _explicit_is_cheaper(length, keys, call.num_features, value.shape[-1]):
         return _explicit(call)
     width = max(call.num_features, value.shape[-1])
-    sums: KeySums | None = None
+    kv_state: KVState | None = None
     for start, _, part, (columns, values) in token_blocks(
         block_length(batch, groups, width, keys), call.mask, key, value
     ):
-        own = KeySums.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=signed)
-        sums = own if sums is None else sums.plus(own)
-    if sums is None:  # no keys at all
+        own = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=signed)
+        kv_state = own if kv_state is None else kv_state.plus(own)
+    if kv_state is None:  # no keys at all
         return value.new_zeros(batch, heads, length, value.shape[-1])
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
         features = call.query_features(rows, start).values
-        out = features.reshape(batch, groups, -1, features.shape[-1]) @ sums.total
+        out = features.reshape(batch, groups, -1, features.shape[-1]) @ kv_state.total
         outputs.add_quotient(out.view(batch, heads, rows.shape[2], -1), signed=signed)
     return outputs.result()
 
@@ -149,7 +149,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
     batch, heads, length, _ = query.shape
     if state is None and not call.return_state and 0 < length <= 2 * chunk:
         return _explicit(call), None
-    sums = None if state is None else KeySums.from_state(state)
+    kv_state = None if state is None else KVState.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
@@ -160,29 +160,29 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
             now = slice(low, min(low + chunk, stop - start))
             chunk_scale = None if keys.log_scale is None else keys.log_scale[:, :, now]
             chunk_k, chunk_v = Features(keys.values[:, :, now], chunk_scale), values[:, :, now]
-            if length == 1 and sums is not None:  # the recurrent step: add the token, then read the sums
-                sums = sums.plus(KeySums.of(chunk_k, chunk_v, signed=signed))
-                out = queries.flatten(2, 3) @ sums.total
+            if length == 1 and kv_state is not None:  # the recurrent step: add the token, then read the sums
+                kv_state = kv_state.plus(KVState.of(chunk_k, chunk_v, signed=signed))
+                out = queries.flatten(2, 3) @ kv_state.total
             else:
-                out = _causal_chunk(queries[:, :, :, now], chunk_k, chunk_v, sums, signed)
+                out = _causal_chunk(queries[:, :, :, now], chunk_k, chunk_v, kv_state, signed)
                 if call.return_state or start + now.stop < length:
-                    own = KeySums.of(chunk_k, chunk_v, signed=signed)
-                    sums = own if sums is None else sums.plus(own)
+                    own = KVState.of(chunk_k, chunk_v, signed=signed)
+                    kv_state = own if kv_state is None else kv_state.plus(own)
             outputs.add_quotient(out.view(batch, heads, now.stop - low, -1), signed=signed)
-    return outputs.result(), sums.state() if call.return_state and sums is not None else None
+    return outputs.result(), kv_state.state() if call.return_state and kv_state is not None else None
 
 
-def _causal_chunk(query: Tensor, keys: Features, value: Tensor, sums: KeySums | None, signed: bool) -> Tensor:
+def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVState | None, signed: bool) -> Tensor:
     """Sums `Σ w [v, 1]` of one chunk, of B·H·n rows: the keys before it, and the chunk's own, j <= i."""
     batch, groups, repeats, length, width = query.shape
-    carried = None if sums is None else sums.log_scale
+    carried = None if kv_state is None else kv_state.log_scale
     weights, running = _chunk_weights(query, keys, carried, signed)
     own = torch.bmm(weights.view(batch * groups, repeats * length, length), value.flatten(0, 1))
-    if sums is None:
+    if kv_state is None:
         return own
     if carried is not None and running is not None:
         query = query * torch.exp(carried.unsqueeze(-1) - finite_or_zero(running))[:, :, None, :, None]
-    return torch.baddbmm(own, query.reshape(batch * groups, repeats * length, width), sums.total.flatten(0, 1))
+    return torch.baddbmm(own, query.reshape(batch * groups, repeats * length, width), kv_state.total.flatten(0, 1))
 
 
 def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import Features, KeySums, State, compute_dtype, divide, mask_tokens, with_ones
+from .common import Features, KVState, State, compute_dtype, divide, mask_tokens, with_ones
 from .fused import WindowedCall
 from .kernelized import masked_key_features
 from .sinks import first_tokens
@@ -40,7 +40,7 @@ def windowed_step(call: WindowedCall) -> tuple[Tensor, State]:
     oldest = state["ring_mask"][:, :1] & (outside >= call.sinks)
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
     older_value = with_ones(mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
-    far = KeySums.from_state(state).plus(KeySums.of(older, older_value))
+    far = KVState.from_state(state).plus(KVState.of(older, older_value))
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)

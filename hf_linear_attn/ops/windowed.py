@@ -30,7 +30,7 @@ from torch.nn import functional
 from .common import (
     FeatureFunction,
     Features,
-    KeySums,
+    KVState,
     State,
     compute_dtype,
     divide,
@@ -195,7 +195,7 @@ class _Blocks(NamedTuple):
     key: Tensor
     value: Tensor
     features: Features
-    sums: KeySums
+    kv_state: KVState
 
     def columns(self, rows: QueryRows, shift: int, part: _Part) -> Columns:
         """Return the blocks from `shift` on as columns of as many blocks of rows."""
@@ -266,14 +266,14 @@ class _KeyBlocks:
         if log_scale is not None:
             log_scale = self._split(mask_tokens(log_scale, far, float("-inf")))
         features = Features(values, log_scale)
-        sums = KeySums.of(features, value[:featured])
-        return _Blocks(self._split(torch.cat([key, bias], dim=-1)), value, features, sums)
+        kv_state = KVState.of(features, value[:featured])
+        return _Blocks(self._split(torch.cat([key, bias], dim=-1)), value, features, kv_state)
 
     def _split(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(2, (-1, self.size)).movedim(2, 0).contiguous()
 
 
-def _running(blocks: KeySums, start: KeySums, order: range) -> list[KeySums]:
+def _running(blocks: KVState, start: KVState, order: range) -> list[KVState]:
     """Return the running sums: `start`, then with block after block of `order` added."""
     running = [start]
     for index in order:
@@ -304,7 +304,7 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
 
 
 def _attend(
-    rows: QueryRows, keys: _Blocks, far: KeySums, parts: list[_Part], sinks: tuple[Columns, Tensor] | None
+    rows: QueryRows, keys: _Blocks, far: KVState, parts: list[_Part], sinks: tuple[Columns, Tensor] | None
 ) -> Accumulator:
     """Attend from n blocks of rows to their neighbours, to the far sums `[n, B, G, m, e + 1]` and to the sinks."""
     features = rows.features
@@ -363,25 +363,25 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
     step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
     step = count if torch.compiler.is_compiling() else min(step, count)
     # Without a state there is no key before the first token: block 0 is empty.
-    carried = keys.blocks(0, 1).sums.at(0) if call.state is None else KeySums.from_state(call.state)
+    carried = keys.blocks(0, 1).kv_state.at(0) if call.state is None else KVState.from_state(call.state)
     starts = range(0, count, step)
-    later_sums = [carried] * len(starts) if call.causal else _later_sums(keys, starts, count, reach, carried)
+    later_states = [carried] * len(starts) if call.causal else _later_states(keys, starts, count, reach, carried)
     values: list[Tensor] = []
     scales: list[Tensor] = []
-    for start, later in zip(starts, later_sums, strict=True):
+    for start, later in zip(starts, later_states, strict=True):
         now = min(step, count - start)
         blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
-        before = _running(blocks.sums, carried, range(now))
+        before = _running(blocks.kv_state, carried, range(now))
         carried = before[-1]
         if not call.causal:
-            behind = _running(blocks.sums, later, range(now + 2 * reach - 1, 2 * reach, -1))[::-1]
+            behind = _running(blocks.kv_state, later, range(now + 2 * reach - 1, 2 * reach, -1))[::-1]
             before = [first_part.plus(second) for first_part, second in zip(before, behind, strict=False)]
         span = slice(start * size, (start + now) * size)
         mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
         rows = make_query_rows(query[:, :, span], call.query_features, span.start, groups, call.scaling, mix)
         rows = _block_rows(rows, now)
         sink_columns = None if sinks is None else _sink_columns(sinks, rows, span.start, call)
-        part = _attend(rows, blocks, KeySums.stack(before[:now]), parts, sink_columns)
+        part = _attend(rows, blocks, KVState.stack(before[:now]), parts, sink_columns)
         out = part.normalised().to(call.value.dtype) if normalise else part.values
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
             by_head = blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3)  # [B, G, R, n, c, …]
@@ -391,17 +391,17 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
         return Accumulator(out, scale[..., 0]), None
     if tokens.query_index is not None:
         out, scale = (mask_tokens(take_tokens(x, tokens.query_index), call.mask) for x in (out, scale))
-    after = carried.plus(blocks.sums.at(now)).state()
+    after = carried.plus(blocks.kv_state.at(now)).state()
     return Accumulator(out, scale[..., 0]), {**after, **make_ring(tokens, length), **first}
 
 
-def _later_sums(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KeySums) -> list[KeySums]:
+def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KVState) -> list[KVState]:
     """Return, for each group of blocks, the sums of all keys after the neighbours of its last block."""
     later = [nothing]
     for start in reversed(starts[1:]):
         now = min(starts.step, count - start)
         blocks = keys.blocks(start + 2 * reach, start + now + 2 * reach)
-        later.append(_running(blocks.sums, later[-1], range(now))[-1])
+        later.append(_running(blocks.kv_state, later[-1], range(now))[-1])
     return later[::-1]
 
 

@@ -349,13 +349,19 @@ def _backward(
         return before, to_value
     inputs = rows(query), rows(key), rows(value), rows(gradient), *masks, *factors
     shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
-    sums, _ = sum_tokens(key, value, call.mask, maps[1], split)
-    scan(sums, value_size)
+    kv_state, _ = sum_tokens(key, value, call.mask, maps[1], split)
+    scan(kv_state, value_size)
     launch(
-        kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, sums, rows(before[0]), *shape, warps=8
+        kernels.backward_causal_queries,
+        (batch * heads, split.spans),
+        *inputs,
+        kv_state,
+        rows(before[0]),
+        *shape,
+        warps=8,
     )
-    del sums
-    sums, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
-    scan(sums, value_size, repeats=heads // groups, reverse=True)
-    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, sums, *outputs, *shape, warps=8)
+    del kv_state
+    kv_state, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
+    scan(kv_state, value_size, repeats=heads // groups, reverse=True)
+    launch(kernels.backward_causal_keys, (batch * groups, split.spans), *inputs, kv_state, *outputs, *shape, warps=8)
     return before, to_value
