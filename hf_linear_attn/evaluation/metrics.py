@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 from transformers import PreTrainedModel
 
 from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
@@ -374,6 +374,12 @@ def sentence_embeddings(model: PreTrainedModel, batches: Sequence[Batch], on_bat
     return torch.cat(pooled)
 
 
+def nearest_neighbors(embeddings: Tensor) -> Tensor:
+    """Return the index of each passage's most similar other passage, from embeddings `[passages, width]`."""
+    unit = normalize(embeddings, dim=-1)
+    return (unit @ unit.T).fill_diagonal_(-2.0).argmax(dim=-1)
+
+
 def embedding_metric(
     exact: PreTrainedModel, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None
 ) -> QualityMetric:
@@ -391,6 +397,7 @@ def embedding_metric(
         return [
             value("cosine", cosine),
             value("divergence", 1 - cosine),
+            value("same_neighbor", float((nearest_neighbors(reference) == nearest_neighbors(own)).double().mean())),
             value("passages", len(own)),
             value("longest_input", longest, unit="tokens"),
         ]

@@ -59,8 +59,7 @@ class JsonLinesFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             _lock(file)
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # an incomplete last line goes
+            file.truncate(_end_of_complete_lines(file))
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -70,6 +69,17 @@ class JsonLinesFile:
         rows = [row for row in self.read() if not condition(row)]
         if self.path.exists():
             atomic_write(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _end_of_complete_lines(file: BinaryIO, block: int = 65536) -> int:
+    """The number of bytes up to the last line feed, read from the end because a log may be long."""
+    size = file.seek(0, os.SEEK_END)
+    for start in range(size - block, -block, -block):
+        file.seek(max(start, 0))
+        position = file.read(block).rfind(b"\n")
+        if position >= 0:
+            return max(start, 0) + position + 1
+    return 0
 
 
 def _lock(file: BinaryIO) -> None:

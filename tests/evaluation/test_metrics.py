@@ -17,6 +17,7 @@ from hf_linear_attn.evaluation.metrics import (
     classification_metric,
     embedding_metric,
     measure_perplexity,
+    nearest_neighbors,
     perplexity_metric,
     sentence_embeddings,
     strided_windows,
@@ -208,3 +209,8 @@ def test_a_score_is_compared_with_the_exact_model_and_then_with_no_attention(
     assert astuple(assess(own, exact, floor, higher_is_better=False, **options)) == expected
     negative = [None if one is None else -one for one in (own, exact, floor)]
     assert astuple(assess(*negative, higher_is_better=True, **options)) == expected
+
+
+def test_nearest_neighbors_by_hand() -> None:
+    assert nearest_neighbors(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])).tolist() == [1, 0, 1]
+    assert nearest_neighbors(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])).tolist() == [1, 2, 1]
