@@ -134,12 +134,13 @@ def test_plan_on_a_small_disk(tmp_path: Path, observed: Observed) -> None:
 
     save_decoder(tmp_path / "decoder")
     text = save_text(tmp_path / "text", 400)
-    arguments = ["--budget", "5% perplexity", "--text", str(text), "--sequence-length", "32", "--steps", "2", "--quick"]
+    arguments = ["--budget", "5% perplexity", "--data.dataset", str(text), "--data.max_length", "32", "--steps", "2"]
+    arguments += ["--quick", "--output"]
     with mounted(tmp_path / "disk", "-o", "size=64k") as disk:
         (disk / "filler").write_bytes(b"\0" * 60_000)
         observed(
             error_message(
-                command("plan", str(tmp_path / "decoder"), *arguments, "--out", str(disk / "plan")), OSError, "No space"
+                command("plan", str(tmp_path / "decoder"), *arguments, str(disk / "plan")), OSError, "No space"
             )
         )
 

@@ -199,9 +199,9 @@ def test_patch_killed_while_replacing(tmp_path: Path, observed: Observed) -> Non
 def test_plan_killed(tmp_path: Path, observed: Observed) -> None:
     save_decoder(tmp_path / "decoder")
     text = save_text(tmp_path / "text", 400)
-    flags = ["--sequence-length", "32", "--steps", "4", "--quick", "--attention", "hedgehog", "--lengths", "64"]
+    flags = ["--data.max_length", "32", "--steps", "4", "--quick", "--attention", "hedgehog", "--speed.lengths", "64"]
     command = ["-m", "hf_linear_attn", "plan", str(tmp_path / "decoder"), "--budget", "50% perplexity", *flags]
-    command += ["--text", str(text), "--out"]
+    command += ["--data.dataset", str(text), "--resume", "--output"]
     began = time.monotonic()
     process = start([*command, str(tmp_path / "whole")], tmp_path)
     assert process.wait(PATIENCE) in (0, 1), (tmp_path / "output.txt").read_text(encoding="utf-8")[-800:]
