@@ -23,7 +23,7 @@ class PlanTimingConfig(TimingConfig):
 class PlanConfig:
     """What `plan_command` searches, and how thoroughly. None stands for what suits the model and `quick`."""
 
-    model: str = option(help="a local folder or a repository on the Hub", common=True)
+    model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     budget: str = option(help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'", common=True)
     output: str = option("plan", "folder for the plan and its report", common=True)
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
