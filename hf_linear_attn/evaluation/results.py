@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,12 +60,6 @@ class Quality:
     stderr: float | None
     values: tuple[float, ...]
 
-    @classmethod
-    def of(cls, values: Iterable[float], stderr: float | None = None) -> Quality:
-        """Summarize at least one value."""
-        values = tuple(map(float, values))
-        return cls(fmean(values), stdev(values) if len(values) > 1 else None, stderr, values)
-
     def text(self, digits: int) -> str:
         """Return `mean ± std`."""
         return fixed(self.mean, digits) + ("" if self.std is None else f" ± {fixed(self.std, digits)}")
@@ -79,15 +73,7 @@ class Comparison:
     own: Quality
     reference: Quality
     control: bool  # whether the reference is the tuned exact model, and not the exact model itself
-    further: bool  # whether all weights of the mechanism's model were trained further, and those of the reference not
-    floor: str  # what the exact model must be better than: without attention, or the most frequent answer
     assessment: Assessment
-
-    @property
-    def shares(self) -> list[float]:
-        """The share of the reference's score that each seed keeps, at most 1."""
-        high, reference = self.score.higher_is_better, self.reference.mean
-        return [min(1.0, own / reference if high else reference / own) for own in self.own.values]
 
     @property
     def share(self) -> float | None:
@@ -106,20 +92,20 @@ class Comparison:
             return "better than the control" if self.control else "better than exact"
         return f"{self.share:.1%}" if self.score.higher_is_better else f"{1 / self.share - 1:+.1%}"
 
-    def sentence(self) -> str:
-        """Return what a mechanism keeps of the score: first beside exact attention, then beside no attention."""
-        digits = self.score.digits
-        text, exact = f"{self.score.title} {self.own.text(digits)}", fixed(self.reference.mean, digits)
-        name = "the equally trained exact model" if self.control else "the exact model"
-        if not self.assessment.valid:
-            return f"{text} ({name}: {exact}), without a verdict"
-        if self.share is None and not self.score.agreement:
-            text += f", better than {name} ({exact})"
-            text += ", which was not trained further" if self.further else ""
-            text += ", although its outputs differ largely: that is chance" if self.assessment.chance else ""
-        elif not self.score.agreement:
-            text += f", {self.kept} {'of' if self.score.higher_is_better else 'against'} {name} ({exact})"
-        return f"{text}, worse than {self.floor}" if self.assessment.below_floor else text
+    def text(self) -> str:
+        """Return what is kept of the score, such as `keeps 97.3% of STS-B Spearman`."""
+        title, assessment = self.score.title, self.assessment
+        if not assessment.valid:
+            return f"{title}: no verdict"
+        if assessment.below_floor:
+            return f"{title}: below the floor"
+        if self.score.agreement:
+            return f"{title} {self.own.text(self.score.digits)}"
+        if self.share is None:
+            return f"{title}: {self.kept}" + (
+                ", which is chance: its outputs differ largely" if assessment.chance else ""
+            )
+        return f"keeps {self.kept} of {title}" if self.score.higher_is_better else f"{title} {self.kept}"
 
 
 @dataclass(frozen=True)
@@ -197,8 +183,11 @@ class Evaluation:
         """
         rows = self.select(score.measurement, score.metric, task=score.task, label=label, before=before)
         rows = rows[rows["layer"].isna() & rows["value"].notna()]
-        stderr = rows["stderr"].astype(float).mean()
-        return Quality.of(rows["value"], None if math.isnan(stderr) else float(stderr)) if len(rows) else None
+        if not len(rows):
+            return None
+        values, stderr = tuple(map(float, rows["value"])), rows["stderr"].astype(float).mean()
+        spread = stdev(values) if len(values) > 1 else None
+        return Quality(fmean(values), spread, None if math.isnan(stderr) else float(stderr), values)
 
     def lengths(self, measurement: str, batch_size: int = 1) -> list[int]:
         """Return the lengths at which something was timed for all rows."""
@@ -252,7 +241,7 @@ class Evaluation:
         own, reference = self.quality(score, label), tuned[0] if tuned else self.quality(score, EXACT_LABEL)
         if own is None or reference is None:
             return None
-        floor, floor_name = self._floor(score)
+        floor, _ = self._floor(score)
         divergences = replace(score, metric="divergence")
         moved, most = (self.quality(divergences, name) for name in (label, WITHOUT_ATTENTION))
         assessment = assess(
@@ -264,7 +253,7 @@ class Evaluation:
             divergence=None if moved is None or converted else moved.mean,  # training moves the outputs, too
             floor_divergence=None if most is None else most.mean,
         )
-        return Comparison(score, own, reference, bool(tuned), converted and not tuned, floor_name, assessment)
+        return Comparison(score, own, reference, bool(tuned), assessment)
 
     def _floor(self, score: Score) -> tuple[Quality | None, str]:
         """The score that attention must exceed, and whose it is."""
@@ -274,19 +263,14 @@ class Evaluation:
             return floor, WITHOUT_ATTENTION
         return replace(floor, mean=constant), "always giving the most frequent answer"
 
-    def mean_share(self, label: str) -> Quality | None:
-        """Return the mean over the labelled tasks of the share that is kept, in percent, with its spread over seeds.
+    def mean_share(self, label: str) -> float | None:
+        """Return the mean over the labelled tasks of the share that is kept, where a better score counts as 1.
 
-        A score above the reference's counts as 100 %. The result is None with fewer than two tasks, or where one of
-        them cannot judge attention.
+        The result is None with fewer than two tasks, or where one of them cannot judge attention.
         """
-        scores = [score for score in self.scores if score.measurement == "task"]
-        known = [one.shares for score in scores if (one := self.compare(label, score)) and one.assessment.valid]
-        if len(scores) < 2 or len(known) < len(scores):
-            return None
-        if len(set(map(len, known))) > 1:
-            known = [[fmean(shares)] for shares in known]
-        return Quality.of(100 * fmean(run) for run in zip(*known, strict=True))
+        comparisons = [self.compare(label, score) for score in self.scores if score.measurement == "task"]
+        shares = [one.share or 1.0 for one in comparisons if one is not None and one.assessment.valid]
+        return fmean(shares) if 2 <= len(shares) == len(comparisons) else None
 
     def examples(self) -> dict[str, pandas.DataFrame]:
         """Return tables for a person to read, by their titles: what the exact and the converted models do."""
@@ -303,15 +287,14 @@ class Evaluation:
         speedup = None if self.length is None else self.speedup(label, self.length)
         parts = [] if speedup is None else [f"{_speed_text(speedup)} at {self.length:,} tokens"]
         comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
-        parts += [one.sentence() for one in comparisons]
-        mean, longest = self.mean_share(label), self.longest_quality_input()
-        if mean is not None:
-            parts.append(f"keeps {mean.text(1)} % on average over the tasks")
         worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
-        if self.length is not None and longest < SHORT_SHARE * self.length and worthwhile is not False:
-            parts.append(f"quality was measured on inputs of at most {longest:,} tokens only")
+        if worthwhile is not False and self._quality_of_short_inputs():
             worthwhile = None
-        return Conclusion(label, f"{'; '.join(parts)}.", worthwhile)
+        return Conclusion(label, f"{', '.join(parts + [one.text() for one in comparisons])}.", worthwhile)
+
+    def _quality_of_short_inputs(self) -> bool:
+        """Whether quality was measured on inputs that are much shorter than the timed ones."""
+        return self.length is not None and self.longest_quality_input() < SHORT_SHARE * self.length
 
     def longest_quality_input(self) -> int:
         """Return the tokens of the longest input that the first score was measured on."""
@@ -330,12 +313,10 @@ class Evaluation:
                 )
         times = self.select(FORWARD, "seconds", label=EXACT_LABEL, batch_size=1)
         spread = float((times["p80"] / times["p20"]).max()) if len(times) else 1.0
-        hardware = self.info["environment"]["hardware"]
-        load, processors = hardware["load_average_at_start"] or 0.0, hardware["logical_cpus"] or 1
         if spread > NOISY:
             lines.append(f"The times are noisy: the exact model's vary by a factor of {spread:.1f} (p20 to p80).")
-        if load > 0.75 * processors:
-            lines.append(f"The machine was busy: {load:.1f} processes were running on {processors} CPUs at the start.")
+        if self._quality_of_short_inputs():
+            lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
         if timed != own:
             lines.append(f"Times are those of {timed}; quality was measured in {own}.")
@@ -364,7 +345,7 @@ class Evaluation:
             compared = None if label == EXACT_LABEL or score in FIDELITY else self.compare(label, score)
             row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = compared.kept if compared else "–"
         mean = self.mean_share(label) if label in self.mechanisms else None
-        row["mean over tasks, %"] = "–" if mean is None else mean.text(1)
+        row["mean over tasks"] = _text(mean, "{:.1%}".format)
         row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}".format)
         return {**row, **self._speed_row(label)}
 
