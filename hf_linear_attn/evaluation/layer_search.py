@@ -212,6 +212,19 @@ class LayerSearchResult:
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
 
+    def formatted_single_layers(self) -> pd.DataFrame:
+        """Return `single_layers` as text."""
+        import pandas as pd
+
+        rows = {
+            f"{row['index']} {row['name']}": {
+                self.score["divergence"]: format_divergence(row["divergence"]),
+                "damage": self.unit.format(row["damage"]),
+            }
+            for row in self.single_layers
+        }
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
+
     def format_score(self, score: float | None) -> str:
         """Return a score with the digits of its metric."""
         return "–" if score is None else fixed(score, self.score["digits"])
@@ -422,7 +435,11 @@ class _LayerSearch:
                 self.progress.status(f"models timed at {length:,} tokens", row["count"] - 1, count)
                 row["speedup"][str(length)] = self.time("choice", row["layers"], length, self.seconds)
         chosen, within_budget = self.choose(curve[1:], informative)
-        verified = self.verify(chosen["layers"])
+        self.progress.status("verification", 0, 1)
+        verified: dict[str, Any] = {**self.quality("verification", chosen["layers"]), "speedup": {}}
+        if self.budget.length is not None:
+            again = self.time("verification", chosen["layers"], self.budget.length, 3 * self.seconds)
+            verified["speedup"][str(self.budget.length)] = again
         patched = {index: patch_report(self.patched).layers[index] for index in candidates}
         divergence = MODEL_KINDS[self.unit.measurement][1]
         return LayerSearchResult(
@@ -508,12 +525,3 @@ class _LayerSearch:
             return max(rows, key=lambda row: row["speedup"][str(self.budget.length)]), False
         comparable = [row for row in rows if row["damage"] is not None and not row["chance"]] or rows
         return min(comparable, key=lambda row: row["damage"] or 0.0), False
-
-    def verify(self, layers: Sequence[int]) -> dict[str, Any]:
-        """Measure the chosen model on other data, and time it again if the budget is a speedup."""
-        self.progress.status("verification", 0, 1)
-        verified: dict[str, Any] = {**self.quality("verification", layers), "speedup": {}}
-        if self.budget.length is not None:
-            speedup = self.time("verification", layers, self.budget.length, 3 * self.seconds)
-            verified["speedup"][str(self.budget.length)] = speedup
-        return verified

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +29,12 @@ from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
-from .layer_search_report import draw_curve, render_page
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
+from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
+from .report import page_template
 from .speed import possible_lengths, timing_options
 
 if TYPE_CHECKING:
@@ -244,11 +247,40 @@ def split_halves(documents: Sequence[str]) -> tuple[Sequence[str], Sequence[str]
 def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progress: ConsoleProgress) -> None:
     """Write the plan, the report and the plot, and show the table and the findings."""
     plot = draw_curve(result, facts["model"]["name"])
+    embedded, plan = base64.b64encode(plot).decode(), json.dumps(result.plan, indent=1, ensure_ascii=False)
+    template = page_template("layer_search.html")
+    page = template.render(result=result, plot=embedded, plan=plan, inputs_text=inputs_text, **facts)
     write_json(folder / REPORT, {**facts, "result": result.to_dict(), "summary": result.summary()})
     write_json(folder / PLAN, result.plan)
     atomic_write(folder / PLOT, plot)
-    atomic_write(folder / PAGE, render_page(result, facts, plot))
+    atomic_write(folder / PAGE, page)
     progress.table(result.formatted_table())
     for sentence in result.summary():
         progress.log(f"• {sentence}")
     progress.log(f"Plan: {folder / PLAN}, with {PAGE}, {PLOT} and {REPORT}")
+
+
+def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
+    """Return a PNG of damage and speed by the number of converted layers."""
+    import matplotlib
+
+    budget, counts = result.budget, [row["count"] for row in result.curve]
+    with matplotlib.rc_context(STYLE):
+        figure, (damage, speed) = new_figure(5.6, 2, sharex=True)
+        damage.set_title(f"{model_name}: what converting layers costs")
+        damage.set_ylabel(f"loss of quality, {'% ' if result.unit.relative else ''}{result.unit.name}")
+        damage.plot(counts, [row["damage"] for row in result.curve], marker="o", label="on the data of the choice")
+        verified = {"marker": "X", "markersize": 9, "linestyle": "none", "label": "the plan, verified on other data"}
+        damage.plot([result.chosen["count"]], [result.verified["damage"]], **verified)
+        speed.set_ylabel(f"times as fast as {result.baseline}")
+        speed.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
+        for length in result.curve[0]["speedup"]:
+            values = [row["speedup"][length] for row in result.curve]
+            speed.plot(counts, values, marker="s", label=f"{int(length):,} tokens")
+        limited = damage if budget.length is None else speed
+        limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
+        speed.xaxis.get_major_locator().set_params(integer=True)
+        speed.set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")
+        damage.legend()
+        speed.legend()
+        return png(figure)
