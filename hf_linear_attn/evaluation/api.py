@@ -46,9 +46,6 @@ Examples = Callable[[Evaluator], Mapping[str, Any]]
 #: A folder with one of these holds a result of `evaluate`.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
-#: What all records of a folder have in common; another value needs another folder.
-FIXED_SETTINGS = ("steps", "sequence_length", "seed", "context", "stride")
-
 
 def evaluate(
     model: Any,
@@ -114,11 +111,11 @@ def evaluate(
     progress.log(f"Loading {config.name or getattr(model, 'name_or_path', model)} ...")
     evaluators = _prepare_all(model, config, tokenizer, text)
     with nullcontext() if path is None else open_output(path.parent, RESULTS, overwrite=config.overwrite):
-        records = Records(path, remeasure=config.remeasure)
+        records = Records(path)
         if len(records):
             progress.log(f"{len(records)} records of earlier runs are used where they fit.")
         try:
-            info, used = _run(evaluators, config, records, progress, timing=timing)
+            info = _run(evaluators, config, records, progress, timing=timing)
             tables = examples(evaluators[0]) if examples is not None else {}
         except BaseException:
             if path is not None and len(records):
@@ -126,7 +123,7 @@ def evaluate(
             raise
     info["examples"] = {title: frame.reset_index().to_dict("list") for title, frame in tables.items()}
     info |= {"created": utc_now(), "seconds": time.perf_counter() - start}
-    return Evaluation(records.to_frame(used), json_safe(info), records)
+    return Evaluation(records.to_frame(records.used), json_safe(info), records)
 
 
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
@@ -249,56 +246,39 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
 
 def _run(
     evaluators: Sequence[Evaluator], config: EvaluateConfig, records: Records, progress: Progress, *, timing: bool
-) -> tuple[dict[str, Any], set[str]]:
-    """Measure; return what the report says of it, and the ids of the records to show."""
+) -> dict[str, Any]:
+    """Measure; return what the report says of it."""
     first = evaluators[0]
-    run_settings = _join_earlier_runs(evaluators, records)
     _check_mechanisms(first)
+    labels: dict[str, str] = {}
+    folders: dict[str, list[str]] = {}
     for evaluator in evaluators:
+        evaluator.groups = models.label_groups(evaluator.groups, labels)
+        for group in evaluator.groups:
+            folders.setdefault(group.label, []).extend(Path(folder).name for folder in group.folders)
         shared = {name: getattr(first.settings, name) for name in ("attentions", "seeds", "steps")}
         evaluator.settings = replace(evaluator.settings, **shared)
         evaluator.records, evaluator.progress = records, progress
-    surroundings = environment(first.exact.model.device)
-    records.start_run("evaluate", run_settings, surroundings)
+    surroundings, settings = environment(first.exact.model.device), asdict(first.settings)
+    records.start_run("evaluate", settings, surroundings)
     for evaluator in evaluators:
         evaluator.measure_quality()
     if timing and first.settings.lengths:
         measure_speed(first)
-    used, left_out = _current_records(records, first)
-    if left_out:
-        first.notes.append(f"{left_out} records of another device or other versions are not shown. Measure them again.")
-    info = {
+    return {
         "model": first.exact.facts(),
         "data": first.inputs.facts,
         "tasks": [{"task": one.task, "model": one.exact.name, **one.inputs.facts} for one in evaluators[1:]],
-        "settings": run_settings["settings"],
+        "settings": settings,
         "quick": config.quick,
         "environment": surroundings,
         "backend": first.exact.device["backend"],
         "scores": [asdict(score) for evaluator in evaluators for score in evaluator.scores],
-        "checkpoints": run_settings["checkpoints"],
+        "checkpoints": folders,
         "notes": first.notes,
-        "records": sorted(used),
+        "records": records.used,
         "runs": len(records.runs),
     }
-    return info, used
-
-
-def _current_records(records: Records, evaluator: Evaluator) -> tuple[set[str], int]:
-    """Return the ids of the records to show, and how many were made on another device or with other versions.
-
-    Of a value that was measured under several conditions, such as with another time per length, the newest counts.
-    """
-    exact, newest, left_out = evaluator.exact, {}, 0
-    for record in sorted(records, key=lambda record: record.time):
-        conditions = record.conditions
-        dtype = exact.device["dtype"] if conditions["batch_size"] is None else evaluator.settings.dtype
-        if conditions["device"] != {**exact.device, "dtype": dtype} or conditions["versions"] != exact.versions:
-            left_out += 1
-            continue
-        names = ("measurement", "state", "seed", "task", "length", "batch_size")
-        newest[(record.label, conditions["settings"].get("checkpoint"), *map(conditions.get, names))] = record.id
-    return set(newest.values()), left_out
 
 
 def _check_mechanisms(evaluator: Evaluator) -> None:
@@ -312,47 +292,3 @@ def _check_mechanisms(evaluator: Evaluator) -> None:
             patch_model(shared_copy(evaluator.exact.model), name, **options)
         except NotImplementedError as error:
             raise ValueError(f"{name!r} cannot be measured on this model: {error}") from error
-
-
-def _join_earlier_runs(evaluators: Sequence[Evaluator], records: Records) -> dict[str, Any]:
-    """Compare this run with the earlier ones of a folder, whose records the report shows too, and label checkpoints.
-
-    Returns:
-        The settings of this run: what its records have in common, and what it measures.
-
-    Raises:
-        ValueError: The records are of another model, other data or other settings.
-    """
-    folder = records.path and records.path.parent
-    runs = [run.settings for run in records.runs.values() if "identities" in run.settings]
-    earlier: Mapping[str, Any] = runs[-1] if runs else {"identities": {}, "labels": {}, "checkpoints": {}}
-    identities = {evaluator.task: _identity(evaluator) for evaluator in evaluators}
-    for task, known in earlier["identities"].items():
-        if task not in identities:
-            raise ValueError(
-                f"The folder {str(folder)!r} has records of the task {task!r} with the model {known['model']!r}. "
-                f"Give it again (--data.task {task}=FOLDER), or another folder with --output."
-            )
-        changed = [name for name, value in identities[task].items() if known.get(name) != value]
-        if changed:
-            details = "; ".join(f"{name}: {known.get(name)!r}, now {identities[task][name]!r}" for name in changed)
-            raise ValueError(
-                f"The folder {str(folder)!r} has records of other settings ({details}). Give the same ones, or "
-                "another folder with --output."
-            )
-    labels, folders = dict(earlier["labels"]), dict(earlier["checkpoints"])
-    for evaluator in evaluators:
-        evaluator.groups = models.label_groups(evaluator.groups, labels)
-        for group in evaluator.groups:
-            names = [*folders.get(group.label, ()), *(Path(folder).name for folder in group.folders)]
-            folders[group.label] = list(dict.fromkeys(names))
-    settings = asdict(evaluators[0].settings)
-    return {"identities": identities, "labels": labels, "checkpoints": folders, "settings": settings}
-
-
-def _identity(evaluator: Evaluator) -> dict[str, Any]:
-    """What all records of one model in a folder have in common."""
-    exact, settings = evaluator.exact, evaluator.settings
-    metrics = {metric.measurement: metric.settings.get("data") for metric in evaluator.metrics}
-    identity = {"model": exact.name, "fingerprint": exact.fingerprint, "kind": exact.kind, "data": metrics}
-    return json_safe({**identity, **{name: getattr(settings, name) for name in FIXED_SETTINGS}})

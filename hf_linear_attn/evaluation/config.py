@@ -172,9 +172,8 @@ class EvaluateConfig:
     quick: bool = option(False, "less of everything, for a first look", common=True)
     name: str | None = option(None, "what the report calls the model (default: the name of its folder)")
     output: str = option("report", "folder for the report and its records", common=True)
-    resume: bool = option(False, "continue or extend what the output folder holds", common=True)
+    resume: bool = option(False, "measure only what the output folder lacks", common=True)
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
-    remeasure: bool = option(False, "with resume: measure again what is there; the newer value counts")
     threads: int | None = option(None, "CPU threads, for all alike (default: torch's)")
     device: str = option("cpu", "torch device to run on: cpu, cuda, …")
     seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs")
@@ -187,8 +186,6 @@ class EvaluateConfig:
             raise ValueError(f"context {self.context} is too short for a stride of half of it: give stride too.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other. Give only one of them.")
-        if self.remeasure and not self.resume:
-            raise ValueError("remeasure needs resume: it measures again what a folder has already.")
 
     def for_task(self, task: str | None) -> EvaluateConfig:
         """Return what concerns one model: that of a further task, or (None) MODEL itself."""

@@ -136,7 +136,7 @@ class Evaluator:
             transfer |= {"data": self.inputs.hash, "order": self.settings.seed}
             identity.update(state="transferred", settings={"transfer": transfer})
             transferred = cache(lambda: self.transferred(name, seed, patched(), identity))
-            if self.records.known(self.exact.conditions(name, "attention_transfer", **identity)) is None:
+            if self.records.known(self.exact.conditions(name, "attention_transfer", **identity), name) is None:
                 transferred()
             stages.append(self._quality(name, name, transferred, **identity))
             self.converted[name] = transferred
@@ -147,7 +147,7 @@ class Evaluator:
         conditions = self.exact.conditions(name, "attention_transfer", **identity)
         folder = self.records.path and self.records.path.parent / LEARNED_FOLDER
         path = folder and folder / f"{conditions.id}.safetensors"
-        if path is not None and path.is_file() and self.records.known(conditions) is not None:
+        if path is not None and path.is_file() and self.records.known(conditions, name) is not None:
             model.load_state_dict(load_file(path), strict=False)
             return model
         batches = list(self.inputs.train)
@@ -303,7 +303,7 @@ class _SpeedSweep:
                 for label, (attention, options, _) in self.models.items()
                 if label in labels
             }
-            missing = [label for label in labels if records.known(conditions[label]) is None]
+            missing = [label for label in labels if records.known(conditions[label], label) is None]
             if missing:
                 last = max(done, default=length)
                 rows, growth = (single[length], batch_size) if single else (done.get(last, {}), length / last)

@@ -292,7 +292,7 @@ def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_co
 def label_groups(groups: Sequence[CheckpointGroup], labels: dict[str, str]) -> list[CheckpointGroup]:
     """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several.
 
-    A group keeps the label that `labels` has by its identity; those of new groups are added to it.
+    Groups of equal identity have equal labels; `labels` has them by identity, and new ones are added to it.
     """
     for group in groups:
         base = f"{group.attention} ({group.state})"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -127,6 +127,7 @@ class Records:
         self.path = path
         self.remeasure = remeasure
         self.runs: dict[str, Run] = {}
+        self.used: dict[str, str] = {}  # what this run measured or knew already: id -> label
         self._records: dict[str, list[Record]] = {}
         self._run: Run | None = None
         if path is not None:
@@ -145,11 +146,12 @@ class Records:
         records = self._records.get(conditions.id)
         return records[-1] if records else None
 
-    def known(self, conditions: Conditions) -> Record | None:
-        """Return the record that makes a measurement in this run unnecessary, or None."""
+    def known(self, conditions: Conditions, label: str = "") -> Record | None:
+        """Return the record that makes a measurement in this run, with this label, unnecessary, or None."""
         record = self.latest(conditions)
         if record is None or (self.remeasure and (self._run is None or record.run != self._run.run)):
             return None
+        self.used[record.id] = label
         return record
 
     def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
@@ -181,6 +183,7 @@ class Records:
             lines = [] if run in self.runs else [_line(self._run)]
             JsonLinesFile(self.path).append(*lines, _line(record))
         self.runs[run] = self._run
+        self.used[record.id] = label
         self._records.setdefault(record.id, []).append(record)
         return record
 
@@ -188,7 +191,7 @@ class Records:
         self, conditions: Conditions, function: Callable[[], Values | Mapping[str, Any]], *, label: str = ""
     ) -> Record:
         """Return what is known under the conditions, or else call `function` and write its values to the file."""
-        record = self.known(conditions)
+        record = self.known(conditions, label)
         if record is not None:
             return record
         start = time.perf_counter()
@@ -220,17 +223,18 @@ class Records:
         for records in self._records.values():
             records.sort(key=lambda record: record.time)  # files may have been concatenated by hand
 
-    def to_frame(self, ids: Collection[str] | None = None) -> pandas.DataFrame:
+    def to_frame(self, labels: Mapping[str, str] | None = None) -> pandas.DataFrame:
         """Return a tidy table: one row per value of the newest record of each conditions, with these conditions.
 
-        With `ids`, it has these conditions only.
+        With `labels` (id -> label, such as `used`), it has these records only, with these labels.
         """
         import pandas
 
         rows: list[dict[str, Any]] = []
         for record in (records[-1] for records in self._records.values()):
-            if ids is None or record.id in ids:
+            if labels is None or record.id in labels:
                 known = {**record.conditions, "device": None, **record.conditions["device"], **vars(record)}
+                known["label"] = record.label if labels is None else labels[record.id]
                 common = {name: known.get(name) for name in CONDITION_COLUMNS}
                 rows += [{**common, **value} for value in record.values]
         frame = pandas.DataFrame(rows)
