@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
-from ..utils.formatting import fixed, format_seconds
+from ..utils.formatting import format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
@@ -155,10 +155,6 @@ def method(evaluation: Evaluation) -> dict[str, str]:
         f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
         f"{info['backend']}; exact attention is {info['model']['attention']}"
     )
-    exact = [(score, evaluation.quality(score, EXACT_LABEL)) for score in evaluation.scores]
-    noise = [f"{score.title} ± {fixed(one.stderr, score.digits)}" for score, one in exact if one and one.stderr]
-    if noise:
-        lines["standard errors of the exact model"] = ", ".join(noise)
     lines["machine"] = f"{hardware['cpu']}, threads: {hardware['threads']}, {hardware['platform']}"
     lines["versions"] = ", ".join(f"{name} {version}" for name, version in info["environment"]["versions"].items())
     lines["records"] = f"{len(info['records'])} measurements in records.jsonl, runs: {info['runs']}"

@@ -38,9 +38,6 @@ FASTER, EQUAL = 1.05, 0.95
 #: Quality on inputs shorter than this share of the user's length says little about that length.
 SHORT_SHARE = 0.5
 
-#: p80 / p20 of the exact model's times from which the report warns.
-NOISY = 1.5
-
 #: Columns of the summary that say how near a mechanism is to its own exact attention.
 FIDELITY = (
     Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
@@ -311,10 +308,6 @@ class Evaluation:
                     f"({fixed(exact.own.mean, score.digits)}) is not clearly better than {name} "
                     f"({fixed(floor.mean, score.digits)}). No verdict is given."
                 )
-        times = self.select(FORWARD, "seconds", label=EXACT_LABEL, batch_size=1)
-        spread = float((times["p80"] / times["p20"]).max()) if len(times) else 1.0
-        if spread > NOISY:
-            lines.append(f"The times are noisy: the exact model's vary by a factor of {spread:.1f} (p20 to p80).")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
