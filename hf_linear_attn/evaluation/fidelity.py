@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,24 +82,21 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
     """
     report = patch_report(model)
     backbone = model if model.config.is_encoder_decoder else model.base_model
-    totals: dict[int, dict[str, Tensor]] = {}  # over queries, by layer; float64 on the CPU
+    totals: dict[int, Tensor] = {}  # by layer `[4, H]`, over queries: their number, ‖o - ô‖², ‖o‖², Σ kl
 
     def observer(call: AttentionCall) -> None:
         rows = call.real_queries()
         exact, linear = (
             out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
         )
-        parts = {
-            "rows": rows.sum(dim=(0, 2)).double(),
-            "error": (exact - linear).square().sum(dim=(0, 2, 3)),
-            "norm": exact.square().sum(dim=(0, 2, 3)),
-        }
+        terms = torch.full_like(rows, math.nan, dtype=torch.float64)
         if call.mechanism.distribution:
             implied = call.linear_weights().double().clamp_min(1e-30).log()
-            terms = kl_div(implied, call.exact_weights().double(), reduction="none").sum(dim=-1)
-            parts["kl"] = terms.masked_fill(~rows, 0.0).sum(dim=(0, 2))
-        known = totals.setdefault(id(call.module), {})
-        known.update({name: known.get(name, 0.0) + tensor.cpu() for name, tensor in parts.items()})
+            kl = kl_div(implied, call.exact_weights().double(), reduction="none").sum(dim=-1)
+            terms = kl.masked_fill(~rows, 0.0)
+        parts = rows.double(), (exact - linear).square().sum(dim=-1), exact.square().sum(dim=-1), terms
+        total = torch.stack(parts).sum(dim=(1, 3)).cpu()
+        totals[id(call.module)] = totals.get(id(call.module), 0.0) + total
 
     cosine, tokens = 0.0, 0
     with evaluation_mode(model):
@@ -115,9 +113,9 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
         raise ValueError("No batches to measure on.")
     layers = []
     for row, layer in zip(report.layers, self_attention(model), strict=True):
-        total = totals.get(id(layer.module))
-        if total is not None:
-            kl = (total["kl"] / total["rows"].clamp_min(1)).tolist() if "kl" in total else None
-            error = (total["error"] / total["norm"].clamp_min(1e-300)).sqrt().tolist()
-            layers.append(LayerFidelity(row.index, row.name, row.attention, kl, error))
+        if id(layer.module) in totals:
+            rows, errors, norms, kl = totals[id(layer.module)]
+            mean = None if kl.isnan().any() else (kl / rows.clamp_min(1)).tolist()
+            error = (errors / norms.clamp_min(1e-300)).sqrt().tolist()
+            layers.append(LayerFidelity(row.index, row.name, row.attention, mean, error))
     return Fidelity(layers, cosine / tokens, tokens)

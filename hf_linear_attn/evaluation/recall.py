@@ -27,7 +27,6 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..integration.positions import has_position_table
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
-from ..utils.extras import require_packages
 from ..utils.models import shared_copy
 from .fidelity import evaluation_mode
 from .metrics import sentence_embeddings
@@ -192,30 +191,6 @@ class Recall:
     def summary(self, value: str = "correct") -> pandas.DataFrame:
         """Return the share of correct answers (or of their tokens: `share`): a row per task, a column per length."""
         return self.table.pivot_table(index="task", columns="length", values=value, aggfunc="mean", sort=False)
-
-    def heat_map(self) -> bytes:
-        """Return a PNG with the share of correct answers: a row per task and depth, a column per length.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
-        require_packages("matplotlib", extra="demo", purpose="A heat map")
-        import matplotlib
-
-        from .plots import STYLE, new_figure, png
-
-        grid = self.table.pivot_table(
-            index=["task", "depth"], columns="length", values="correct", aggfunc="mean", sort=False
-        )
-        with matplotlib.rc_context(STYLE):
-            figure, axes = new_figure(0.25 * len(grid) + 1.2)
-            image = axes.imshow(grid, vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
-            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
-            axes.set_yticks(range(len(grid)), [f"{task} at {depth:g}" for task, depth in grid.index])
-            axes.set_xlabel("tokens")
-            axes.grid(visible=False)
-            figure.colorbar(image, label="correct")
-            return png(figure)
 
 
 def measure_recall(
