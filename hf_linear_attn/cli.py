@@ -105,7 +105,7 @@ hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --attention hedgehog window
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 --converted run0/model run1/model
 hf-linear-attn evaluate ./bert-sst2 --data.task sst2 rte=./bert-rte --attention hedgehog
 hf-linear-attn evaluate ./encoder --data.sts glue --speed.batch_size 32 --speed.dtype bfloat16
-hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention gla --resume
+hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention elu gla --resume
 
 Every record is on disk at once. Ctrl-C stops; the same command with --resume continues.""",
     ),

@@ -18,11 +18,8 @@ STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 MEMORY = Path("/proc/meminfo")
 
-#: Control groups of versions 2 and 1: the folder, its files with limit and use, the count of what can be dropped.
-GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+#: The control group of a container (version 2), with its limit and use of memory.
+GROUP = Path("/sys/fs/cgroup")
 
 
 def count_flops(function: Callable[[], object]) -> int:
@@ -90,11 +87,10 @@ def free_memory(device: torch.device) -> int | None:
 
 def _left_of_group() -> int | None:
     """Of a control group: its limit less what it uses, files that can be dropped aside. None: there is no limit."""
-    for folder, limit, used, dropped in GROUPS:
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            limit_bytes, used_bytes = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            return max(0, limit_bytes - used_bytes + int(counts.get(dropped, 0)))
+    with suppress(OSError, ValueError):  # no such group, or "max"
+        limit, used = (int((GROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        counts = dict(line.split() for line in (GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        return max(0, limit - used + int(counts.get("inactive_file", 0)))
     return None
 
 

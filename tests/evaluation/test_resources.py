@@ -85,11 +85,10 @@ def test_free_memory_is_what_the_system_or_the_group_leaves(monkeypatch: pytest.
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  5 kB\n")
     for name, text in (("max", "6000"), ("current", "4000"), ("stat", "anon 1\ninactive_file 500\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    group = (tmp_path, "memory.max", "memory.current", "inactive_file")
     monkeypatch.setattr(resources, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(resources, "GROUPS", ())
+    monkeypatch.setattr(resources, "GROUP", tmp_path / "none")
     assert free_memory(CPU) == 5 * 1024
-    monkeypatch.setattr(resources, "GROUPS", ((tmp_path / "none", *group[1:]), group))
+    monkeypatch.setattr(resources, "GROUP", tmp_path)
     assert free_memory(CPU) == 2500
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(CPU) == 5 * 1024
