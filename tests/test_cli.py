@@ -276,7 +276,7 @@ def test_patch_auto_class(gpt2: Path, tmp_path: Path) -> None:
         (["--attention", "elu", "--options.alpha", "7"], "alpha must lie in (0, 1]"),
         (["--attention", "elu", "--layers", "0,9"], "out of range: the model has 3"),
         (["--attention", "linformer"], "Use 'linformer-causal'"),
-        (["--attention", "elu", "--auto_class", "AutoModelForLM"], "no class 'AutoModelForLM'"),
+        (["--attention", "elu", "--auto_class", "AutoModelForLM"], "no model class 'AutoModelForLM'"),
         (["--plan", "missing.json"], "there is no such file"),
         (["--plan", "list.json"], "must hold an object"),
         (["--plan", "broken.json"], "is not JSON"),

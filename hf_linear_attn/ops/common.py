@@ -121,11 +121,15 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+#: Most tokens of a block. A matrix product adds them up one after the other, which rounds more than adding up blocks.
+MAX_BLOCK_LENGTH = 1024
+
+
 def block_length(batch: int, heads: int, width: int, length: int) -> int:
     """Return how many tokens' features fit into `BLOCK_ELEMENTS`; all of them under torch.compile, which fuses."""
     if torch.compiler.is_compiling():
         return max(length, 1)
-    tokens = BLOCK_ELEMENTS // max(batch * heads * width, 1)
+    tokens = min(BLOCK_ELEMENTS // max(batch * heads * width, 1), MAX_BLOCK_LENGTH)
     return max(tokens // BLOCK_QUANTUM, 1) * BLOCK_QUANTUM
 
 

@@ -91,6 +91,8 @@ def make_query_rows(
 
 def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
     """Add tokens of zeros before and after those of `[B, H, L, d]`; a negative number removes tokens."""
+    if torch.compiler.is_compiling():  # torch traces the result as contiguous, also where nothing is added
+        tensor = tensor.contiguous()
     return functional.pad(tensor, (0, 0, before, after))
 
 

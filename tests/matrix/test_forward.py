@@ -135,7 +135,8 @@ def test_decoding_equals_the_full_forward_at_every_step(name, family):
         with torch.no_grad():
             out = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        assert_close(out.logits[:, 0], full[:, step])
+        # Sines and cosines nearly cancel in some normalisers, which enlarges the rounding.
+        assert_close(out.logits[:, 0], full[:, step], factor=2.0 if name == "favor" else 1.0)
     assert cache.get_seq_length() == ids.shape[1]
 
 

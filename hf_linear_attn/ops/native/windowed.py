@@ -170,8 +170,9 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        inputs, parameters, rest = ctx.saved_tensors[:3], ctx.saved_tensors[3:7], ctx.saved_tensors[7:]
-        (mix, out, normaliser, top, mask, skip), saved = rest[:6], rest[6:]
+        tensors = ctx.saved_tensors  # read once, because recomputed activations are freed by the first access
+        inputs, parameters, saved = tensors[:3], tensors[3:7], tensors[13:]
+        mix, out, normaliser, top, mask, skip = tensors[7:13]
         sinks = None if saved[0] is None else Sinks(*saved)
         maps = binding.replace_parameters(ctx.maps, *parameters)
         filled = _arguments(ctx.call, inputs, maps, mask, skip, mix, out, ctx.offset, sinks, backward=True)
