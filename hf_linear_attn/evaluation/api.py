@@ -37,8 +37,12 @@ from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pair_metric, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .progress import ConsoleProgress, Progress
+from .recall import recall_metric
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
+
+#: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
+RECALL_PROMPTS, RECALL_DOCUMENTS = 4, 16
 
 Examples = Callable[[Evaluator], Mapping[str, Any]]
 """Data frames by title, from the exact and the converted models of an evaluator."""
@@ -222,6 +226,9 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
         inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(config.data.sts).name}"
     if kind == "encoder":
         metrics.append(embedding_metric(model, inputs.test, measured))
+    if config.recall_lengths:
+        trials = RECALL_DOCUMENTS if kind == "encoder" else RECALL_PROMPTS
+        metrics.append(recall_metric(model, tokenizer, config.recall_lengths, trials=trials, seed=config.seed))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
     return Evaluator(exact, inputs, settings, metrics, groups=groups)
 
@@ -236,6 +243,8 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
         )
     if kind != "encoder" and config.data.sts is not None:
         raise ValueError(f"data.sts needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
+    if kind == "classifier" and config.recall_lengths:
+        raise ValueError(f"recall_lengths are for decoders and for encoders without a head; {name!r} is a classifier.")
     if kind != "decoder" and (config.context or config.stride):
         raise ValueError("context and stride are those of a perplexity, and this is no causal language model.")
 

@@ -29,6 +29,7 @@ MINIMUM = {
     "length": 16,
     "lengths": 16,
     "context": 2,
+    "recall_lengths": 32,
     "stride": 1,
     "sequence_length": 16,
     "max_eval_samples": 2,
@@ -163,6 +164,9 @@ class EvaluateConfig:
     steps: int | None = option(None, "steps of attention transfer, 0: none (default: 100; quick: 25)", common=True)
     seeds: tuple[int, ...] | None = option(
         None, "seeds of transfer and random features; several give a spread (default: seed)", common=True
+    )
+    recall_lengths: tuple[int, ...] | None = option(
+        None, "lengths of prompts and documents to measure recall at (see `measure_recall`); default: none", common=True
     )
     context: int | None = option(None, "tokens of a window of the perplexity (default: sequence_length)")
     stride: int | None = option(None, "tokens between windows (default: half a context)")

@@ -54,6 +54,7 @@ CAPTIONS = {
     "time": "Time of one forward pass of the whole model, batch 1. Bands: 20th to 80th percentile.",
     "memory": "Peak memory of one forward pass beyond weights and inputs.",
     "fidelity": "Relative error of the attention outputs by layer, mean over heads; 1 is as wrong as zeros.",
+    "recall": "Correct answers by task, depth (0: the beginning) and length in tokens (see measure_recall).",
     "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
 }
 
@@ -88,6 +89,8 @@ def draw_plots(evaluation: Evaluation) -> dict[str, bytes]:
         drawings["quality_vs_speed"] = _quality_vs_speed
     if len(evaluation.select("fidelity", "output_error")):
         drawings["fidelity"] = _fidelity
+    if len(evaluation.select("recall", "recall_at")):
+        drawings["recall"] = _recall
     for name, panels in CURVES.items():
         if all(evaluation.select(panel[1], panel[2])["value"].notna().any() for panel in panels):
             drawings[name] = partial(_curves, panels=panels)
@@ -178,6 +181,29 @@ def _fidelity(evaluation: Evaluation) -> Any:
     axes.grid(visible=False)
     axes.set_title("Error of the attention outputs")
     figure.colorbar(image, ax=axes)
+    return figure
+
+
+def _recall(evaluation: Evaluation) -> Any:
+    """Maps of the correct answers, one for each row of the summary: tasks and depths by lengths."""
+    rows = evaluation.select("recall", "recall_at", before=False)
+    labels = [label for label in evaluation.labels if (rows["label"] == label).any()]
+    cells = rows.groupby(["prompt", "depth"]).ngroups
+    columns = min(len(labels), 2)
+    height = -(-len(labels) // columns) * (0.17 * cells + 0.8)
+    figure, grid = new_figure(height, -(-len(labels) // columns), columns, squeeze=False, sharex=True, sharey=True)
+    for axes, label in zip(grid.flat, labels, strict=False):
+        own = rows[rows["label"] == label]
+        table = own.pivot_table("value", ["prompt", "depth"], "tokens", sort=False)
+        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
+        axes.set_yticks(range(len(table)), [f"{prompt}, {depth:g}" for prompt, depth in table.index], fontsize=7)
+        axes.set_xticks(range(len(table.columns)), [f"{int(length):,}" for length in table.columns])
+        axes.set_title(_name(evaluation, label))
+        axes.grid(visible=False)
+    for axes in grid.flat[len(labels) :]:
+        axes.set_visible(False)
+    figure.supxlabel("tokens")
+    figure.colorbar(image, ax=list(grid.flat[: len(labels)]))
     return figure
 
 

@@ -10,6 +10,7 @@ Decoders answer by generating, greedily. Encoders answer by retrieval: which of 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import shared_copy
 from .fidelity import evaluation_mode
-from .metrics import sentence_embeddings
+from .metrics import QualityMetric, Score, Values, sentence_embeddings, value
 from .progress import OnBatch, report_nothing
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
     "induction": _induction,
 }
 
+RECALL = Score("recall", "recall", "recall", digits=2)
+
 #: The task of encoders: which of many documents holds a sentence.
 RETRIEVAL = "retrieval"
 
@@ -259,6 +262,33 @@ def measure_recall(
             outcome = {"correct": all(same), "share": sum(same) / len(same)}
             rows.append({**cell, "distance": len(prompt.ids) - prompt.position, "trial": trial, **outcome})
     return Recall(pd.DataFrame(rows))
+
+
+def recall_metric(
+    exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, trials: int, seed: int = 0
+) -> QualityMetric:
+    """Return the metric of `measure_recall`: the share of correct answers, and that of each task, length and depth.
+
+    Raises:
+        ValueError: As `measure_recall`, before anything is measured.
+    """
+    _check_positions(exact, max(lengths) + KEY)
+    maker = PromptMaker(tokenizer, exact.config.vocab_size)
+    for make_prompt in TASKS.values() if exact.can_generate() else (_pass_key,):
+        make_prompt(maker, random.Random(seed), min(lengths), 0.5)
+
+    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+        options: dict[str, Any] = {"lengths": lengths, "trials": trials, "seed": seed, "on_batch": on_batch}
+        table = measure_recall(model, tokenizer, **options).table
+        share = float(table["correct"].mean())
+        values = [value("recall", share, stderr=math.sqrt(share * (1 - share) / len(table)))]
+        for (task, length, depth), cell in (
+            table.groupby(["task", "length", "depth"], sort=False)["correct"].mean().items()
+        ):
+            values.append(value("recall_at", cell, prompt=task, tokens=length, depth=depth))
+        return values
+
+    return QualityMetric("recall", measure, RECALL, {"lengths": list(lengths), "trials": trials, "seed": seed})
 
 
 def _check_positions(model: Any, length: int) -> None:

@@ -57,6 +57,7 @@ DECODER: dict[str, Any] = {
     "lengths": (16,),
     "length": 32,
     "batch_size": 3,
+    "recall_lengths": (64,),
 }
 
 
@@ -74,7 +75,7 @@ def test_files_and_screen(decoder: tuple[Evaluation, str, Path]) -> None:
     evaluation, screen, output = decoder
     names = {path.name for path in output.iterdir()}
     assert {"records.jsonl", "records.csv", "evaluation.json", "report.html", "report.md", "learned"} <= names
-    assert {"quality_vs_speed.png", "quality.png", "time.png", "fidelity.png", "decoding.png"} <= names
+    assert {"quality_vs_speed.png", "quality.png", "time.png", "fidelity.png", "decoding.png", "recall.png"} <= names
     page, text = ((output / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
     for conclusion in evaluation.conclusions():
         assert f"{conclusion.label}: {conclusion.sentence}" in screen.replace("\n", "")
@@ -107,6 +108,9 @@ def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, s
     assert states["elu"] == {"untrained"}  # nothing to learn
     assert states["hedgehog"] == {"untrained", "transferred"}
     assert len(evaluation.select("attention_transfer", "loss", label="hedgehog")) == 1  # one step
+    cells = evaluation.select("recall", "recall_at", label="hedgehog", before=False)
+    assert sorted(cells["depth"].unique()) == [0.1, 0.5, 0.9]
+    assert cells["value"].mean() == evaluation.value("recall", "recall", label="hedgehog", before=False)
 
 
 def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
@@ -347,6 +351,8 @@ def test_an_encoder_with_sentence_pairs_timed_in_half_precision(folder: Path, tm
         ("gpt2", {"dataset": "TEXT", "context": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
         ("gpt2", {"dataset": "TEXT", "sequence_length": 4096}, f"beyond the model's {MAX_LENGTH} positions"),
         ("gpt2", {"dataset": "TEXT", "device": "toaster"}, "toaster"),
+        ("gpt2", {"dataset": "TEXT", "recall_lengths": (64, 4096)}, "beyond the model's"),
+        ("gpt2", {"dataset": "TEXT", "recall_lengths": (16,)}, "recall_lengths must be a whole number of at least 32"),
         ("nowhere", {"dataset": "TEXT"}, "cannot be loaded"),
         ("run0", {"dataset": "TEXT"}, "is patched already"),
         ("bert", {"context": 16}, "no causal language model"),
