@@ -24,7 +24,10 @@ class PlanConfig:
     """What `plan_command` searches, and how thoroughly. None stands for what suits the model and `quick`."""
 
     model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
-    budget: str = option(help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine' or '2x at 4096'", common=True)
+    budget: str = option(
+        help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048' or '2x at 4096'",
+        common=True,
+    )
     output: str = option("plan", "folder for the plan and its report", common=True)
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")

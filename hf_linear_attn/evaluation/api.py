@@ -37,12 +37,9 @@ from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pair_metric, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .progress import ConsoleProgress, Progress
-from .recall import recall_metric
+from .recall import RECALL_DOCUMENTS, RECALL_PROMPTS, recall_metric
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
-
-#: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
-RECALL_PROMPTS, RECALL_DOCUMENTS = 4, 16
 
 Examples = Callable[[Evaluator], Mapping[str, Any]]
 """Data frames by title, from the exact and the converted models of an evaluator."""

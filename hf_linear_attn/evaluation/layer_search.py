@@ -65,7 +65,7 @@ class DamageUnit:
     def damage(self, exact: Mapping[str, Any], converted: Mapping[str, Any]) -> float | None:
         """Return the damage, or None if it is undefined (for example a correlation of constant predictions)."""
         before, after = exact[self.metric], converted[self.metric]
-        if before is None or after is None:
+        if before is None or after is None or (self.relative and not before):
             return None
         return self.factor * (after / before - 1 if self.relative else after - before)
 
@@ -74,6 +74,8 @@ class DamageUnit:
         return "undefined" if damage is None else self.template.format(round(self.sign * damage, 6) + 0.0)
 
 
+_LENGTH = r"(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
+_RECALL = rf"%\s*recall\s*{_LENGTH}"
 _PERCENT = r"%\s*(?:of\s+)?(?:perplexity|ppl)"
 
 #: For each measurement, the first unit is shown where the budget is a speedup.
@@ -87,6 +89,11 @@ DAMAGE_UNITS = {
         DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+.4f} nats"),
         DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+.2f} points", sign=-1),
         DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:.4f} from cosine 1"),
+        DamageUnit(
+            *("recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+.0f}% recall"),
+            sign=-1,
+            relative=True,
+        ),
     )
 }
 
@@ -95,10 +102,15 @@ MODEL_KINDS = {
     "perplexity": ("a causal language model", "KL, nats"),
     "task": ("a classifier with its task (--data.task, or --data.dataset with labels)", "divergence"),
     "sentence_embeddings": ("an encoder without a task", "1 - cosine"),
+    "recall": ("a decoder or an encoder without a task", "answers lost"),
 }
 
 _NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
-_SPEEDUP = rf"{_NUMBER}[x×]\s*(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
+_SPEEDUP = rf"{_NUMBER}[x×]\s*{_LENGTH}"
+
+
+def _tokens(match: re.Match[str]) -> int:
+    return int(re.sub(r"[,_]", "", match["length"])) * (1024 if match["kilo"] else 1)
 
 
 @dataclass(frozen=True)
@@ -109,10 +121,11 @@ class Budget:
     limit: float
     unit: DamageUnit | None = None
     length: int | None = None
+    recall_length: int | None = None  # of the prompts, where the unit is that of recall
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Read a budget such as `1% perplexity` or `2x at 4096`.
+        """Read a budget such as `1% perplexity`, `2x at 4096` or `90% recall at 2048` (of the exact model's recall).
 
         Raises:
             ValueError: The text is no budget, or a speedup of 1 or less, or at fewer than 16 tokens.
@@ -120,13 +133,15 @@ class Budget:
         text = text.strip()
         for unit in DAMAGE_UNITS.values():
             match = re.fullmatch(_NUMBER + unit.pattern, text, re.IGNORECASE)
+            if match and unit.name == "recall":
+                return cls(text, 100 - float(match["limit"]), unit, recall_length=_tokens(match))
             if match:
                 return cls(text, float(match["limit"]), unit)
         match = re.fullmatch(_SPEEDUP, text, re.IGNORECASE)
         if match is None:
             examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
             raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {examples} or '2x at 4096'.")
-        length = int(re.sub(r"[,_]", "", match["length"])) * (1024 if match["kilo"] else 1)
+        length = _tokens(match)
         if float(match["limit"]) <= 1 or length < 16:
             raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
         return cls(text, float(match["limit"]), None, length)

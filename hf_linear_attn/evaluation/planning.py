@@ -33,6 +33,7 @@ from .metrics import QualityMetric, classification_metric, embedding_metric, per
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
 from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
+from .recall import RECALL_DOCUMENTS, RECALL_PROMPTS, recall_metric
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .report import page_template
 from .speed import possible_lengths, timing_options
@@ -109,24 +110,34 @@ class _Run:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
-        budget.unit_of(MEASUREMENTS[kind])
+        recalls = budget.recall_length is not None and kind != "classifier"
+        budget.unit_of("recall" if recalls else MEASUREMENTS[kind])
         text = None if kind == "classifier" else read_documents(config.data, config.seed)
         model = load_exact(config.model, kind, device, task=config.data.task or config.data.dataset or "the data")
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
-        self.inputs, self.metrics = self._read_rows() if text is None else self._read_text(text)
+        self.inputs, self.metrics = self._read_rows() if text is None else self._read_text(text, budget.recall_length)
         self._patch(budget)
         settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
         #: What all measurements depend on.
         self.identity: dict[str, Any] = {"seed": config.seed, "options": config.options, "settings": settings}
 
-    def _read_text(self, text: Text) -> tuple[EvaluationInputs, list[QualityMetric]]:
-        """The train part of a text is for the transfer, half of its held-out part each to choose and to verify."""
+    def _read_text(self, text: Text, recall_length: int | None) -> tuple[EvaluationInputs, list[QualityMetric]]:
+        """The train part of a text is for the transfer, half of its held-out part each to choose and to verify.
+
+        Recall is chosen for and verified with prompts of two seeds instead.
+        """
         tokenizer, settings, model = self.exact.tokenizer, self.settings, self.exact.model
         inputs, size = text_inputs(text, tokenizer, settings), settings.batch_size
         metrics = []
-        for name, half in zip(HALVES, split_halves(text.held_out), strict=True):
-            if self.exact.kind == "decoder":
+        for seed, (name, half) in enumerate(zip(HALVES, split_halves(text.held_out), strict=True)):
+            rows: list[list[int]]
+            if recall_length is not None:
+                trials = RECALL_DOCUMENTS if self.exact.kind == "encoder" else RECALL_PROMPTS
+                metric = recall_metric(model, tokenizer, [recall_length], trials=trials, seed=self.config.seed + seed)
+                rows = [[0] * recall_length] * trials  # for the facts: this many prompts of this length for each task
+                metrics.append(metric)
+            elif self.exact.kind == "decoder":
                 rows = token_documents(tokenizer, half, settings.perplexity_tokens)
                 windows: dict[str, Any] = {"context": settings.context, "stride": settings.stride, "batch_size": size}
                 metrics.append(perplexity_metric(rows, exact=model, **windows))

@@ -173,6 +173,9 @@ TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
     "induction": _induction,
 }
 
+#: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
+RECALL_PROMPTS, RECALL_DOCUMENTS = 4, 16
+
 RECALL = Score("recall", "recall", "recall", digits=2)
 
 #: The task of encoders: which of many documents holds a sentence.
@@ -269,6 +272,8 @@ def recall_metric(
 ) -> QualityMetric:
     """Return the metric of `measure_recall`: the share of correct answers, and that of each task, length and depth.
 
+    Its `divergence` is the share of the answers' tokens that the exact model has right beyond those of the model.
+
     Raises:
         ValueError: As `measure_recall`, before anything is measured.
     """
@@ -276,12 +281,21 @@ def recall_metric(
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
     for make_prompt in TASKS.values() if exact.can_generate() else (_pass_key,):
         make_prompt(maker, random.Random(seed), min(lengths), 0.5)
+    exact_share: list[float] = []  # of the answers' tokens
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         options: dict[str, Any] = {"lengths": lengths, "trials": trials, "seed": seed, "on_batch": on_batch}
         table = measure_recall(model, tokenizer, **options).table
+        if model is exact or not exact_share:
+            reference = table if model is exact else measure_recall(exact, tokenizer, **options).table
+            exact_share.append(float(reference["share"].mean()))
         share = float(table["correct"].mean())
-        values = [value("recall", share, stderr=math.sqrt(share * (1 - share) / len(table)))]
+        values = [
+            value("recall", share, stderr=math.sqrt(share * (1 - share) / len(table))),
+            value("divergence", exact_share[0] - float(table["share"].mean())),
+            value("longest_input", max(lengths), unit="tokens"),
+            value("rows", len(table)),
+        ]
         for (task, length, depth), cell in (
             table.groupby(["task", "length", "depth"], sort=False)["correct"].mean().items()
         ):
