@@ -334,9 +334,12 @@ def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: p
 
 
 def test_a_budget_of_recall_measures_recall(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model of random weights recalls nothing, which no layer can be judged by."""
+    """A model of random weights recalls nothing: no share of that can be kept."""
     assert main(arguments(folder, tmp_path / "plan", "90% recall at 64")) == 1
-    assert "'90% recall at 64' cannot be judged" in " ".join(capsys.readouterr().out.split())
+    assert (
+        "'90% recall at 64' cannot be reached: the nearest is 1 of 3 layers as window (layers 0), undefined"
+        in " ".join(capsys.readouterr().out.split())
+    )
     records = (tmp_path / "plan" / "records.jsonl").read_text(encoding="utf-8")
     assert '"metric": "recall_at"' in records
     assert '"metric": "perplexity"' not in records
