@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections import Counter
@@ -15,13 +14,12 @@ from hf_linear_attn.utils.environment import environment, utc_now
 
 OUTCOMES = ("works", "refused", "cannot be built tiny", "wrong")
 TITLES = {"refused": "Refused, by message", "cannot be built tiny": "Not built, by reason", "wrong": "Wrong"}
-COLUMNS = ("case", "attention", "outcome", "class_name", "layers", "left_out", "checks", "detail", "seconds")
 
 Row = dict[str, Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "write the results of all architectures to FILE.md, FILE.csv and FILE.json"
+    text = "write the results of all architectures to FILE.md and FILE.json"
     parser.addoption("--architectures-table", type=Path, metavar="FILE.md", help=text)
 
 
@@ -56,17 +54,7 @@ def write_table(rows: list[Row], path: Path) -> None:
     # One result a line: changes from one version to the next are readable.
     text = text.replace('"results": [{', '"results": [\n{').replace('}, {"case"', '},\n{"case"')
     path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
-    with path.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([_cell(row[name]) for name in COLUMNS] for row in rows)
     path.write_text(markdown(table, path.with_suffix(".json").name), encoding="utf-8")
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {str(part).partition(':')[0]}" for name, part in value.items())
-    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 def markdown(table: dict[str, Any], json_name: str) -> str:
