@@ -27,12 +27,12 @@ ENGINE = "_zero_inference_engine"
 
 
 def runs_on_cpu(use_cpu: bool) -> bool:
-    """Return whether to run on the CPU: by request, or in several processes without a GPU.
+    """Return whether to run on the CPU: by request, or without an accelerator.
 
-    In these accelerate would take each process for the only one, unless it is asked for the CPU.
+    Unless it is asked for the CPU there, accelerate takes each of several processes for the only one, and Transformers
+    refuses bf16.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    return use_cpu or (launched > 1 and not _requested_sharding() and not torch.accelerator.is_available())
+    return use_cpu or (not _requested_sharding() and not torch.accelerator.is_available())
 
 
 def _requested_sharding() -> str | None:

@@ -411,6 +411,13 @@ def test_a_used_folder_is_not_overwritten(converted: tuple[Path, dict[str, Any],
     assert weights(out) == before
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_bf16_without_a_gpu_needs_no_further_option(folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"device": "auto", "bf16": True, "train__max_steps": 1}
+    finetune(finetune_config(folder / "encoder", folder / "task", tmp_path / "out", **changes), console=quiet())
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
 def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     finetune(finetune_config(*paths, train__max_steps=1), console=quiet())
