@@ -53,6 +53,8 @@ def softmax_attention(
         scaling: τ, the factor of `q·k`.
         causal: Whether each query sees the keys up to its own only (without `allowed`, for as many queries as keys).
     """
+    # Under autocast rotary positions give float32 queries and keys, and the projection half-precision values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, is_causal=causal, scale=scaling, enable_gqa=True
     )

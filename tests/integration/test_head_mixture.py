@@ -167,3 +167,11 @@ def test_mistakes_leave_the_model_as_it_was(attention: Any, error: type[Exceptio
     with pytest.raises(error, match=message):
         hla.patch_model(model, attention)
     before.assert_same(model)
+
+
+def test_autocast_to_bfloat16() -> None:
+    """Rotary positions leave queries and keys in float32, and values are in bfloat16."""
+    model, ids = mixed(LLAMA), token_ids(2, 20)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        out = model(ids).logits
+    assert_close(out.float(), logits(model, ids), torch.bfloat16, factor=4.0)
