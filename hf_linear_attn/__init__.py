@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .integration.exact import exact_attention as exact_attention
     from .integration.exact import observe_attention as observe_attention
     from .integration.positions import extend_positions as extend_positions
+    from .integration.state_files import load_state as load_state
+    from .integration.state_files import save_state as save_state
     from .ops.backends import get_backend as get_backend
     from .ops.backends import list_backends as list_backends
     from .ops.backends import register_backend as register_backend
@@ -60,6 +62,7 @@ _NAMES = {
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
     "integration.positions": ("extend_positions",),
+    "integration.state_files": ("load_state", "save_state"),
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),
     "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
     "registry": ("list_attentions", "register_attention", "register_feature_map"),

@@ -28,8 +28,8 @@ from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_num
 
 logger = logging.getLogger(__name__)
 
-#: Arguments of the interface that change the weights in ways that the mechanisms do not know.
-UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices")
+#: Arguments of the interface that change the weights, or bring keys from elsewhere, in ways unknown to the mechanisms.
+UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cu_seqlens", "block_indices", "indices", "block_table", "cache")
 
 
 def linear_attention_forward(

@@ -25,6 +25,9 @@ from .context import (
 from .discovery import AttentionLayer, attention_shape, find_attention, foreign_attention, self_attention
 from .packing import add_model_hooks, remove_hooks
 
+#: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
+SERVERS = ("paged|", "vllm", "sglang", "tgi")
+
 Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
 """The layers to patch and their mechanisms, by index among the self-attention layers of the model."""
 
@@ -56,6 +59,12 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
             raise NotImplementedError(
                 f"Layer {index} ({layer.name}, {type(layer.module).__name__}) {layer.obstacle}. "
                 f"{type(model).__name__} cannot be patched there; give the layer 'softmax'."
+            )
+        if (layer.config._attn_implementation or "").startswith(SERVERS):
+            raise NotImplementedError(
+                f"attn_implementation={layer.config._attn_implementation!r} belongs to a server that keeps keys and "
+                "values itself, which linear attention does not have. Serve the model with Transformers' generate() "
+                "(attn_implementation='sdpa')."
             )
         entry = ATTENTIONS.get(layer_config.attention)
         entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")

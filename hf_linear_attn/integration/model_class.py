@@ -138,6 +138,14 @@ class LinearAttentionModelMixin:
                 "attn_implementation= before patching."
             )
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+        """Raise a NotImplementedError: this is the entry of `generate_batch` and of servers that batch continuously."""
+        raise NotImplementedError(
+            "Continuous batching keeps the keys and values of each token in pages of memory; a model with linear "
+            "attention has a recurrent state instead. Use generate(), with prompts of several lengths as a padded "
+            "batch, or unpatch_model(model)."
+        )
+
     @property
     def name_or_path(self) -> str:
         """The checkpoint that the model was loaded from. (PEFT goes by the attribute that lies below.)"""

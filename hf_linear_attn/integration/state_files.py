@@ -1,0 +1,151 @@
+"""Decoding states in files: a prompt is read once, and other processes continue from it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..utils.files import atomic_write
+from .cache import LinearStateLayer, state_layer
+from .context import CONFIG_FIELD, SUBMODULE, attention_modules, is_patched
+from .models import base_class, check_model
+
+FORMAT = "hf_linear_attn state 1"
+
+
+def save_state(model: PreTrainedModel, cache: Cache, path: str | Path) -> None:
+    """Write the cache of a patched decoder to a safetensors file, so that `load_state` can continue from it.
+
+    The file holds the recurrent state of each linear layer, keys and values of each exact one, and a checksum of the
+    model. It appears completely or not at all. What `activate_past_recording` has recorded is not saved.
+
+    Args:
+        model: The patched model that filled the cache.
+        cache: `past_key_values` as a forward pass or `generate(…, return_dict_in_generate=True)` returns it.
+        path: The file to write; a file that is there is replaced.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`.
+        ValueError: The model is not patched, or the cache is empty or of another model.
+        NotImplementedError: The cache is no dynamic one, or that of an encoder-decoder.
+        OSError: The file cannot be written.
+    """
+    description = _describe(model)
+    linear = _linear_layers(model)
+    tensors: dict[str, Tensor] = {}
+    tokens = {}
+    for index, layer in enumerate(getattr(cache, "layers", [cache])):
+        if type(layer) not in (LinearStateLayer, DynamicLayer, DynamicSlidingWindowLayer):
+            raise NotImplementedError(
+                f"save_state: a cache with a {type(layer).__name__} cannot be saved. Use the default (dynamic) cache "
+                "of a decoder."
+            )
+        if not layer.is_initialized or not layer.get_seq_length():
+            continue
+        state = getattr(layer, "state", {})
+        if isinstance(layer, LinearStateLayer) != (index in linear) or state is None:
+            raise ValueError(f"save_state: layer {index} of the cache was not filled by this {type(model).__name__}.")
+        tokens[index] = int(layer.get_seq_length())
+        for name, tensor in {"keys": layer.keys, "values": layer.values, **state}.items():
+            tensors[f"{index}.{name}"] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if not tokens:
+        raise ValueError("save_state: the cache holds no tokens. Pass the past_key_values of a forward pass.")
+    metadata = {"format": FORMAT, "model": json.dumps(description), "tokens": json.dumps(tokens)}
+    atomic_write(Path(path), save(tensors, metadata))
+
+
+def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
+    """Read a cache that `save_state` has written: decoding goes on from it bit-equally.
+
+    Args:
+        model: The same patched model: class, linear attention and weights are compared (weights that are offloaded or
+            quantized are not).
+        path: The file.
+
+    Returns:
+        The cache, for `model(…, past_key_values=cache)`, or `generate` with all tokens, the saved ones included.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`.
+        ValueError: The model is not patched, is not the one that filled the cache, or the file holds no state.
+        OSError: There is no such file.
+    """
+    description = _describe(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{str(path)!r} is truncated or no safetensors file ({error}). Save the state again."
+        ) from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} holds no decoding state of this version. Write it with save_state(model, …).")
+    difference = _difference(json.loads(metadata["model"]), description)
+    if difference:
+        raise ValueError(
+            f"{str(path)!r} was saved by another model than this {type(model).__name__} ({difference}). Load the model "
+            "that read the prompt, or read the prompt again."
+        )
+    cache, linear = DynamicCache(config=model.config), _linear_layers(model)
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    for index, tokens in ((int(key), count) for key, count in json.loads(metadata["tokens"]).items()):
+        prefix = f"{index}."
+        entries = {name[len(prefix) :]: tensors[name].to(device) for name in tensors if name.startswith(prefix)}
+        keys, values = entries.pop("keys"), entries.pop("values")
+        layer: Any = state_layer(cache, index) if index in linear else cache.layers[index]
+        if isinstance(layer, LinearStateLayer):
+            layer.lazy_initialization(keys, values)
+            layer.state, layer.tokens = entries, tokens
+        else:
+            layer.update(keys, values)
+            if layer.is_sliding:
+                layer.cumulative_length = tokens
+    return cache
+
+
+def _linear_layers(model: PreTrainedModel) -> set[int]:
+    """Return the indices in a cache of the linear layers."""
+    return {int(module.layer_idx) for module in attention_modules(model)}  # type: ignore[arg-type]
+
+
+def _describe(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what identifies a patched model: its class, its linear attention, and checksums of its weights."""
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
+    return {
+        "class": base_class(type(model)).__name__,
+        "linear attention": getattr(model.config, CONFIG_FIELD),
+        "weights": {
+            name: _checksum(tensor)
+            for name, tensor in chain(model.named_parameters(), buffers)
+            if not tensor.is_meta and type(tensor.data) is Tensor
+        },
+    }
+
+
+def _checksum(tensor: Tensor) -> str:
+    """Return a checksum of the shape, the dtype and some 64 numbers of a tensor."""
+    some = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].contiguous().cpu()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(some.view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Return in words how the model of a saved state differs from another; "" where it does not."""
+    for name in ("class", "linear attention"):
+        if saved[name] != own[name]:
+            return f"another {name}"
+    differing = [name for name, value in own["weights"].items() if saved["weights"].get(name, value) != value]
+    return f"{len(differing)} weights differ, {differing[0]!r} among them" if differing else ""
