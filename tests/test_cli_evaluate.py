@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_linear_attn import Evaluation
 from hf_linear_attn.cli import main, parse_verb
-from hf_linear_attn.evaluation import Evaluation
 from tests.helpers import sample_text, save_checkpoint
 
 

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from transformers import BartConfig, T5Config
 
+from hf_linear_attn import Evaluation
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
-from hf_linear_attn.evaluation import Evaluation
 from hf_linear_attn.evaluation.api import run_evaluate
 from hf_linear_attn.evaluation.config import EvaluateConfig, resolve_settings, with_options
 from hf_linear_attn.evaluation.evaluator import Evaluator

@@ -37,7 +37,7 @@ from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pair_metric, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .progress import ConsoleProgress, Progress
-from .recall import RECALL_DOCUMENTS, RECALL_PROMPTS, recall_metric
+from .recall import recall_metric
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .results import Evaluation
 
@@ -224,8 +224,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
     if kind == "encoder":
         metrics.append(embedding_metric(model, inputs.test, measured))
     if config.recall_lengths:
-        trials = RECALL_DOCUMENTS if kind == "encoder" else RECALL_PROMPTS
-        metrics.append(recall_metric(model, tokenizer, config.recall_lengths, trials=trials, seed=config.seed))
+        metrics.append(recall_metric(model, tokenizer, config.recall_lengths, seed=config.seed))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
     return Evaluator(exact, inputs, settings, metrics, groups=groups)
 

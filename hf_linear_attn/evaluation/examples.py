@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..data.text import encode_text, pad_token, padded_batches, special_tokens, token_documents, token_passages
+from ..data.text import encode_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..utils.formatting import format_seconds
+from ..utils.timing import time_interleaved
 from .metrics import sentence_embeddings
 
 if TYPE_CHECKING:
@@ -59,16 +60,14 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
 
     documents = sorted(documents, key=len, reverse=True)[:DOCUMENTS]
     titles = [document.strip().splitlines()[0][:60] for document in documents]
-    before, after = special_tokens(tokenizer, documents)
-    pad = pad_token(tokenizer)
     length = min(PASSAGE, longest_input(next(iter(models.values()))) or PASSAGE)
-    passages = [token_passages(tokenizer, [document], length, 10**6)[0] for document in documents]
-    queries = [[*before, *encode_text(tokenizer, query), *after] for query in QUERIES]
+    passages, queries = (
+        padded_batches([token_passages(tokenizer, [text], length, 1)[0] for text in texts], 16, pad_token(tokenizer))
+        for texts in (documents, QUERIES)
+    )
     columns = {}
     for label, model in models.items():
-        found, asked = (
-            normalize(sentence_embeddings(model, padded_batches(ids, 16, pad)), dim=-1) for ids in (passages, queries)
-        )
+        found, asked = (normalize(sentence_embeddings(model, batches), dim=-1) for batches in (passages, queries))
         hits = (asked @ found.T).topk(min(HITS, len(titles)), dim=-1).indices.tolist()
         columns[label] = [titles[index] for row in hits for index in row]
     ranks = range(1, len(columns[label]) // len(QUERIES) + 1)
@@ -83,15 +82,17 @@ def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -
     first = next(iter(models.values()))
     length = min(longest_input(first) or 2048, 2048)
     batch = padded_batches(token_documents(tokenizer, ["\n\n".join(documents)], length), 1, 0)
-    rows, exact = {}, None
-    for label, model in models.items():
-        sentence_embeddings(model, batch)  # the first call compiles kernels and fills caches
-        start = time.perf_counter()
-        embedding = normalize(sentence_embeddings(model, batch), dim=-1)
-        seconds = time.perf_counter() - start
-        exact = embedding if exact is None else exact
-        rows[label] = {"cosine with the exact embedding": f"{float((embedding * exact).sum()):.3f}"}
-        rows[label]["time"] = format_seconds(seconds)
+    calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
+    embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
+    baseline = next(iter(models))
+    timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device)
+    rows = {
+        label: {
+            "cosine with the exact embedding": f"{float((embedding * embeddings[baseline]).sum()):.3f}",
+            "time": format_seconds(timings[label].median),
+        }
+        for label, embedding in embeddings.items()
+    }
     tokens = f"{batch[0]['input_ids'].shape[1]:,} tokens"
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis(tokens)
 

@@ -115,13 +115,12 @@ def _tokens(match: re.Match[str]) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest damage in a unit, or (`unit` None) the smallest speedup at a length in tokens."""
+    """The largest damage in a unit, or (`unit` None) the smallest speedup; speedups and recall are at a length."""
 
     text: str
     limit: float
     unit: DamageUnit | None = None
-    length: int | None = None
-    recall_length: int | None = None  # of the prompts, where the unit is that of recall
+    length: int | None = None  # tokens
 
     @classmethod
     def parse(cls, text: str) -> Budget:
@@ -134,7 +133,7 @@ class Budget:
         for unit in DAMAGE_UNITS.values():
             match = re.fullmatch(_NUMBER + unit.pattern, text, re.IGNORECASE)
             if match and unit.name == "recall":
-                return cls(text, 100 - float(match["limit"]), unit, recall_length=_tokens(match))
+                return cls(text, 100 - float(match["limit"]), unit, _tokens(match))
             if match:
                 return cls(text, float(match["limit"]), unit)
         match = re.fullmatch(_SPEEDUP, text, re.IGNORECASE)
@@ -248,7 +247,7 @@ class LayerSearchResult:
         """Return the findings as sentences, the most important first."""
         sentences = [self._conclusion(), *self._warnings()]
         speedup = {int(length): value for length, value in self.chosen["speedup"].items()}
-        if len(speedup) > (self.budget.length is not None):
+        if len(speedup) > (self.budget.unit is None):
             change = crossover(list(speedup), list(speedup.values()))
             sentences.append(f"One pass of the planned model is faster than {self.baseline} from {change} tokens on.")
         return sentences
@@ -258,7 +257,7 @@ class LayerSearchResult:
         plan = f"{len(self.layers)} of {self.num_layers} layers as {self.attention} (layers {layers})"
         choice, verification = (self.unit.format(row["damage"]) for row in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
-        if self.budget.length is not None:
+        if self.budget.unit is None:
             speedups = [row["speedup"][str(self.budget.length)] for row in (self.chosen, self.verified)]
             costs = "{:.2f}×, timed again {:.2f}×; ".format(*speedups) + costs
         elif not self.informative:
@@ -378,7 +377,8 @@ def search_layers(
     models = (model.eval(), patched.eval(), (timed or patched).eval())
     metrics = {"choice": choice, "verification": verification}
     run = _LayerSearch(*models, metrics, budget, tokens, seconds, records, conditions, progress or Progress())
-    return run.search(search == "greedy", sorted({*lengths, *([budget.length] if budget.length else [])}))
+    timed_lengths = {*lengths, budget.length} if budget.unit is None else {*lengths}
+    return run.search(search == "greedy", sorted(length for length in timed_lengths if length))
 
 
 def order_layers(
@@ -452,7 +452,8 @@ class _LayerSearch:
         chosen, within_budget = self.choose(curve[1:], informative)
         self.progress.status("verification", 0, 1)
         verified: dict[str, Any] = {**self.quality("verification", chosen["layers"]), "speedup": {}}
-        if self.budget.length is not None:
+        if self.budget.unit is None:
+            assert self.budget.length is not None
             again = self.time("verification", chosen["layers"], self.budget.length, 3 * self.seconds)
             verified["speedup"][str(self.budget.length)] = again
         patched = {index: patch_report(self.patched).layers[index] for index in candidates}

@@ -33,7 +33,7 @@ from .metrics import QualityMetric, classification_metric, embedding_metric, per
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
 from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
-from .recall import RECALL_DOCUMENTS, RECALL_PROMPTS, recall_metric
+from .recall import recall_metric
 from .records import LEARNED_FOLDER, RECORDS_FILE, Records
 from .report import page_template
 from .speed import possible_lengths, timing_options
@@ -110,13 +110,15 @@ class _Run:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
-        recalls = budget.recall_length is not None and kind != "classifier"
+        recalls = budget.unit is not None and budget.unit.name == "recall" and kind != "classifier"
         budget.unit_of("recall" if recalls else MEASUREMENTS[kind])
         text = None if kind == "classifier" else read_documents(config.data, config.seed)
         model = load_exact(config.model, kind, device, task=config.data.task or config.data.dataset or "the data")
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
-        self.inputs, self.metrics = self._read_rows() if text is None else self._read_text(text, budget.recall_length)
+        self.inputs, self.metrics = (
+            self._read_rows() if text is None else self._read_text(text, budget.length if recalls else None)
+        )
         self._patch(budget)
         settings = {"data": self.inputs.hash, **{name: getattr(self.settings, name) for name in TRANSFER_SETTINGS}}
         #: What all measurements depend on.
@@ -131,11 +133,10 @@ class _Run:
         inputs, size = text_inputs(text, tokenizer, settings), settings.batch_size
         metrics = []
         for seed, (name, half) in enumerate(zip(HALVES, split_halves(text.held_out), strict=True)):
-            rows: list[list[int]]
             if recall_length is not None:
-                trials = RECALL_DOCUMENTS if self.exact.kind == "encoder" else RECALL_PROMPTS
-                metric = recall_metric(model, tokenizer, [recall_length], trials=trials, seed=self.config.seed + seed)
-                rows = [[0] * recall_length] * trials  # for the facts: this many prompts of this length for each task
+                metric = recall_metric(model, tokenizer, [recall_length], seed=self.config.seed + seed)
+                # For the facts: this many prompts of this length for each task and depth.
+                rows = [[0] * recall_length] * metric.settings["trials"]
                 metrics.append(metric)
             elif self.exact.kind == "decoder":
                 rows = token_documents(tokenizer, half, settings.perplexity_tokens)
@@ -166,7 +167,7 @@ class _Run:
         if lengths is None:
             lengths = (1024,) if self.config.quick else (1024, 4096)
         self.lengths = possible_lengths(model, lengths)[0]
-        if budget.length is not None and budget.length not in possible_lengths(model, [budget.length])[0]:
+        if budget.unit is None and budget.length not in possible_lengths(model, [budget.length or 0])[0]:
             raise ValueError(
                 f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
             )
@@ -288,7 +289,7 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
         for length in result.curve[0]["speedup"]:
             values = [row["speedup"][length] for row in result.curve]
             speed.plot(counts, values, marker="s", label=f"{int(length):,} tokens")
-        limited = damage if budget.length is None else speed
+        limited = speed if budget.unit is None else damage
         limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
         speed.xaxis.get_major_locator().set_params(integer=True)
         speed.set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from .evaluator import EXACT_LABEL
 from .speed import DECODING, FORWARD, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
+    import pandas
+
     from .results import Evaluation
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart; with seven markers no pair comes twice among 42.
@@ -185,25 +187,33 @@ def _fidelity(evaluation: Evaluation) -> Any:
 
 
 def _recall(evaluation: Evaluation) -> Any:
-    """Maps of the correct answers, one for each row of the summary: tasks and depths by lengths."""
     rows = evaluation.select("recall", "recall_at", before=False)
-    labels = [label for label in evaluation.labels if (rows["label"] == label).any()]
-    cells = rows.groupby(["prompt", "depth"]).ngroups
-    columns = min(len(labels), 2)
-    height = -(-len(labels) // columns) * (0.17 * cells + 0.8)
-    figure, grid = new_figure(height, -(-len(labels) // columns), columns, squeeze=False, sharex=True, sharey=True)
-    for axes, label in zip(grid.flat, labels, strict=False):
-        own = rows[rows["label"] == label]
-        table = own.pivot_table("value", ["prompt", "depth"], "tokens", sort=False)
-        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
-        axes.set_yticks(range(len(table)), [f"{prompt}, {depth:g}" for prompt, depth in table.index], fontsize=7)
+    tables = {
+        _name(evaluation, label): rows[rows["label"] == label].pivot_table(
+            "value", ["prompt", "depth"], "tokens", sort=False
+        )
+        for label in evaluation.labels
+        if (rows["label"] == label).any()
+    }
+    return recall_maps(tables)
+
+
+def recall_maps(tables: Mapping[str, pandas.DataFrame]) -> Any:
+    """Draw the share of correct answers of several models: a map for each table, tasks and depths by lengths."""
+    columns = min(len(tables), 2)
+    rows = -(-len(tables) // columns)
+    height = rows * (0.17 * max(map(len, tables.values())) + 0.8)
+    figure, grid = new_figure(height, rows, columns, squeeze=False, sharex=True, sharey=True)
+    for axes, (title, table) in zip(grid.flat, tables.items(), strict=False):
+        image = axes.imshow(table.astype(float), aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
+        axes.set_yticks(range(len(table)), [f"{task}, {depth:g}" for task, depth in table.index], fontsize=7)
         axes.set_xticks(range(len(table.columns)), [f"{int(length):,}" for length in table.columns])
-        axes.set_title(_name(evaluation, label))
+        axes.set_title(title)
         axes.grid(visible=False)
-    for axes in grid.flat[len(labels) :]:
+    for axes in grid.flat[len(tables) :]:
         axes.set_visible(False)
     figure.supxlabel("tokens")
-    figure.colorbar(image, ax=list(grid.flat[: len(labels)]))
+    figure.colorbar(image, ax=list(grid.flat[: len(tables)]))
     return figure
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION
-from ..data.text import encode_text, pad_token, padded_batches, special_tokens
+from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker
+from ..data.text import pad_token, padded_batches
 from ..integration.discovery import attention_shape, longest_input, self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.positions import has_position_table
@@ -35,143 +36,6 @@ from .progress import OnBatch, report_nothing
 
 if TYPE_CHECKING:
     import pandas
-
-#: Text that prompts are filled with. A tokenizer that cannot encode it gets random tokens instead.
-FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. A river runs past the old mill. Bread is baked early in "
-    "the morning. Some birds fly south in autumn. The train leaves at noon. Rain fell on the roof all night. A cat "
-    "sleeps by the window. The market opens on Fridays. Snow covers the hills in winter. Two boats lie in the harbour. "
-    "The school is across the street. Apples ripen late this year. The clock on the tower is slow. Here we go again."
-)
-NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
-
-#: Needles of the task `needles`; tokens of an induction's context and answer; tokens of a random pass key.
-NEEDLES, CONTEXT, COPIED, KEY = 4, 8, 4, 5
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question, at the end of a prompt."""
-
-    ids: list[int]
-    answer: list[int]
-    position: int  # of the answer's first token in `ids`, where it was said
-
-
-Statement = tuple[list[int], list[int], list[int]]
-"""Tokens before the answer, the answer, and tokens after it."""
-
-
-class PromptMaker:
-    """Makes prompts for a tokenizer; text that it cannot encode is replaced by random tokens.
-
-    Args:
-        tokenizer: Any tokenizer.
-        vocabulary: Number of tokens that the model knows.
-
-    Raises:
-        ValueError: The tokenizer has too few ordinary tokens.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary: int | None = None) -> None:
-        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        size = min(len(tokenizer), vocabulary or len(tokenizer))
-        self.tokenizer = tokenizer
-        self.ordinary = [token for token in range(size) if token not in special]
-        if len(self.ordinary) < 2 * CONTEXT:
-            raise ValueError(f"The tokenizer has {len(self.ordinary)} ordinary tokens; {2 * CONTEXT} are needed.")
-        self.sentences = [self._encode(f" {sentence}.") for sentence in FILLER.removesuffix(".").split(". ")]
-        self.reads_text = all(self.sentences) and bool(self._encode(" The pass key of Anna is 12345."))
-        if self.reads_text:  # Small models hardly know what most of their tokens mean.
-            self.ordinary = sorted({token for sentence in self.sentences for token in sentence})
-        else:
-            self.sentences = [[token] for token in self.ordinary]
-        self.before, self.after = special_tokens(tokenizer, [FILLER]) if self.reads_text else ([], [])
-
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of a text; none where the tokenizer cannot encode it."""
-        try:
-            ids = encode_text(self.tokenizer, text)
-        except ValueError:
-            return []
-        return [] if self.tokenizer.unk_token_id in ids else ids
-
-    def statement(self, rng: random.Random, name: str | None = None) -> Statement:
-        """A sentence with a random key, which is the answer."""
-        if not self.reads_text:
-            return rng.choices(self.ordinary, k=CONTEXT), rng.choices(self.ordinary, k=KEY), []
-        opening = " The pass key is" if name is None else f" The pass key of {name} is"
-        key = f" {rng.randrange(10**KEY // 10, 10**KEY)}"
-        return self._encode(opening), self._encode(key), self._encode(".")
-
-    def prompt(
-        self,
-        rng: random.Random,
-        length: int,
-        depth: float,
-        statements: Sequence[Statement],
-        *,
-        filler: Sequence[list[int]] | None = None,
-        question: list[int] | None = None,
-    ) -> Prompt:
-        """Insert statements into filler: the first at a depth from 0 (the beginning) to 1, the others evenly spread.
-
-        The filler is drawn from the given pieces (None: sentences). The question at the end is what precedes the answer
-        of the first statement, unless it is given.
-
-        Raises:
-            ValueError: The prompt is too short for them.
-        """
-        opening, answer, _ = statements[0]
-        question = opening if question is None else question
-        pieces = [[token for part in statement for token in part] for statement in statements]
-        capacity = length - len(self.before) - len(question) - sum(map(len, pieces))
-        if capacity < 0:
-            raise ValueError(f"A prompt of {length} tokens has no room for the question. Give longer ones.")
-        tokens: list[int] = []
-        while len(tokens) < capacity:
-            tokens += rng.choice(filler or self.sentences)
-        depths = [depth, *((index + 0.5) / (len(pieces) - 1) for index in range(len(pieces) - 1))]
-        ids, used, position = list(self.before), 0, 0
-        for own, index in sorted((own, index) for index, own in enumerate(depths)):
-            start = round(own * capacity)
-            ids += tokens[used:start]
-            position = position if index else len(ids) + len(opening)
-            ids += pieces[index]
-            used = start
-        return Prompt([*ids, *tokens[used:capacity], *question], answer, position)
-
-
-def _pass_key(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """One sentence in filler."""
-    return maker.prompt(rng, length, depth, [maker.statement(rng)])
-
-
-def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """Several such sentences, each with a name; one of them is asked for."""
-    return maker.prompt(rng, length, depth, [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)])
-
-
-def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """Pairs of random tokens (MQAR: Arora et al. 2023, arXiv:2312.04927); the value of one key is asked for."""
-    key, value = rng.sample(maker.ordinary, 2)
-    others = [[token] for token in maker.ordinary if token != key]
-    return maker.prompt(rng, length, depth, [([key], [value], [])], filler=others)
-
-
-def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """A passage of random tokens that begins again at the end (Olsson et al. 2022, arXiv:2209.11895)."""
-    passage = rng.choices(maker.ordinary, k=CONTEXT + COPIED)
-    statements: list[Statement] = [(passage[:CONTEXT], passage[CONTEXT:], [])]
-    return maker.prompt(rng, length, depth, statements, filler=[[token] for token in maker.ordinary])
-
-
-TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
-    "pass_key": _pass_key,
-    "needles": _needles,
-    "key_value": _key_value,
-    "induction": _induction,
-}
 
 #: For each task, length and depth: prompts of decoders, and documents of encoders, of which one must be retrieved.
 RECALL_PROMPTS, RECALL_DOCUMENTS = 4, 16
@@ -267,9 +131,7 @@ def measure_recall(
     return Recall(pd.DataFrame(rows))
 
 
-def recall_metric(
-    exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, trials: int, seed: int = 0
-) -> QualityMetric:
+def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> QualityMetric:
     """Return the metric of `measure_recall`: the share of correct answers, and that of each task, length and depth.
 
     Its `divergence` is the share of the answers' tokens that the exact model has right beyond those of the model.
@@ -279,7 +141,9 @@ def recall_metric(
     """
     _check_positions(exact, max(lengths) + KEY)
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
-    for make_prompt in TASKS.values() if exact.can_generate() else (_pass_key,):
+    decoder = exact.can_generate()
+    trials = RECALL_PROMPTS if decoder else RECALL_DOCUMENTS
+    for make_prompt in TASKS.values() if decoder else (TASKS["pass_key"],):
         make_prompt(maker, random.Random(seed), min(lengths), 0.5)
     exact_share: list[float] = []  # of the answers' tokens
 
@@ -421,7 +285,7 @@ def find_retrieval_heads(
     probed = patch_model(shared_copy(model).eval(), "elu")  # any mechanism: what is observed runs exactly
     totals = {id(layer.module): torch.zeros(()) for layer in self_attention(probed)}
     for number in range(prompts):
-        prompt = _pass_key(maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
+        prompt = TASKS["pass_key"](maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
         start, count = prompt.position, len(prompt.answer)
 
         def observer(call: AttentionCall, start: int = start, count: int = count) -> None:

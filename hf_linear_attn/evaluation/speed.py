@@ -16,13 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from ..integration.discovery import longest_input
 from ..integration.positions import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
 from ..registry import AttentionEntry
+from ..streaming import cache_bytes
 from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import Timing, time_interleaved
 from .metrics import Values, value
 from .records import Record
 from .resources import count_flops, free_memory, peak_memory
-from .streaming import cache_bytes
 
 #: The name of a model whose attention is switched off, in tables and plots.
 WITHOUT_ATTENTION = "without attention"

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
+from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.demo import resolve_model
-from hf_linear_attn.evaluation import EvaluateConfig, Evaluation, EvaluationData, evaluate
-from hf_linear_attn.evaluation.config import PYTHON_DOCUMENTATION
+from hf_linear_attn.evaluation.config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
 from hf_linear_attn.evaluation.models import is_decoder
 from hf_linear_attn.evaluation.progress import ConsoleProgress
 from hf_linear_attn.registry import ATTENTIONS, list_attentions

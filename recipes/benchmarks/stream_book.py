@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import pad_token, padded_batches, read_text, token_passages
-from hf_linear_attn.evaluation.streaming import POSITIONS, cache_bytes, file_tokens, read_stream, stream_losses
+from hf_linear_attn.streaming import POSITIONS, cache_bytes, file_tokens, read_stream, stream_losses
 from hf_linear_attn.utils.environment import environment, json_safe
 
 #: Losses are summed up to each of these positions of the stream.

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, GPT2LMHeadModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation import evaluate
+from hf_linear_attn import evaluate
 from hf_linear_attn.evaluation.config import (
     DECODER_ATTENTIONS,
     QUICK_ATTENTIONS,

@@ -41,7 +41,7 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
         ("1pt", "points", 1.0, None),
         ("0.02 cosine", "cosine", 0.02, None),
         ("2x at 4096", None, 2.0, 4096),
-        ("90% recall at 2k", "recall", 10.0, None),
+        ("90% recall at 2k", "recall", 10.0, 2048),
         ("1.5× at 4,096 tokens", None, 1.5, 4096),
         ("3x@8k", None, 3.0, 8192),
     ],

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..integration.discovery import longest_input
-from ..integration.positions import position_limit
-from ..utils.formatting import near_matches
+from .integration.discovery import longest_input
+from .integration.positions import position_limit
+from .utils.formatting import near_matches
 
 #: Characters that are turned into tokens at a time.
 BLOCK_CHARACTERS = 1 << 16
