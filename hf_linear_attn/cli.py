@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an expected error, in one line on stderr; 2 wrong usage; 1
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -135,6 +136,8 @@ The exit code is 0 if the budget is met, and 1 if it is not.""",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for terminals that lack characters such as → and ×
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if not argv or argv[0] in ("-h", "--help"):
         (sys.stdout if argv else sys.stderr).write(overview())

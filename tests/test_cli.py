@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -426,3 +427,13 @@ def test_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert run("info", tmp_path / "out") == 0
     assert "2 of 2 self-attention layers are linear" in capsys.readouterr().out
+
+
+def test_a_terminal_without_some_characters_gets_replacements() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "hf_linear_attn", "list"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert b"window" in run.stdout

@@ -10,13 +10,15 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import files
 from .files import split_documents
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 #: Docstrings of the standard library shorter than this are left out: they say too little.
 MIN_DOCSTRING = 40
@@ -143,9 +145,13 @@ def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count:
         ids = encode_text(tokenizer, document)
         pieces = [[*before, *ids[start : start + capacity], *after] for start in range(0, len(ids), capacity)]
         passages += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
-    if len(passages) > count:
-        passages = [passages[index * len(passages) // count] for index in range(count)]
-    return passages
+    return evenly_spread(passages, count)
+
+
+def evenly_spread(rows: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of the rows, evenly spread."""
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 def token_documents(tokenizer: Any, documents: Sequence[str], max_tokens: int) -> list[list[int]]:

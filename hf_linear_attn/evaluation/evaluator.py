@@ -156,9 +156,27 @@ class Evaluator:
         watch: Callable[[int, int, float], None] = lambda step, total, loss: self._status(  # noqa: E731
             name, f"attention transfer, loss {loss:.3f}", step, total
         )
-        values = train_attention(model, batches, self.inputs.validation, self.settings, seed, watch)
+        settings = self.settings
+        torch.manual_seed(seed)
+        result = transfer_attention(
+            model,
+            batches,
+            steps=settings.steps,
+            validation=self.inputs.validation,
+            evaluate_every=max(settings.steps // settings.evaluations, 1),
+            progress=watch,
+        )
+        values = [
+            value("steps", result.steps),
+            value("tokens", result.tokens),
+            value("best_step", result.best_step),
+            value("transfer_seconds", result.seconds, unit="s"),
+            *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
+            *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
+        ]
         if path is not None:
-            atomic_write(path, save(learned_tensors(model)))
+            learned = {name: item for name, item in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
+            atomic_write(path, save({name: item.contiguous().cpu() for name, item in learned.items()}))
         self.records.add(conditions, values, label=name)
         return model
 
@@ -170,43 +188,6 @@ class Evaluator:
             texts = (fixed(number, score.digits) for number in numbers if number is not None)
             parts.append(f"{score.title} {' → '.join(texts)}")
         self.progress.log(f"{label}: {', '.join(parts)}")
-
-
-def train_attention(
-    model: PreTrainedModel,
-    train: Sequence[Mapping[str, torch.Tensor]],
-    validation: Sequence[Mapping[str, torch.Tensor]],
-    settings: Settings,
-    seed: int,
-    progress: Callable[[int, int, float], None],
-) -> list[dict[str, Any]]:
-    """Train the learned parts of a patched model by attention transfer; the validation batches choose the best step.
-
-    Returns the values of a record: `steps`, `tokens`, `best_step`, `transfer_seconds` and the losses by step.
-    """
-    torch.manual_seed(seed)
-    result = transfer_attention(
-        model,
-        train,
-        steps=settings.steps,
-        validation=validation,
-        evaluate_every=max(settings.steps // settings.evaluations, 1),
-        progress=progress,
-    )
-    return [
-        value("steps", result.steps),
-        value("tokens", result.tokens),
-        value("best_step", result.best_step),
-        value("transfer_seconds", result.seconds, unit="s"),
-        *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
-        *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
-    ]
-
-
-def learned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that a patched model has beyond the exact one, on the CPU, by name."""
-    state = model.state_dict()
-    return {name: tensor.contiguous().cpu() for name, tensor in state.items() if f".{SUBMODULE}." in f".{name}"}
 
 
 # --------------------------------------------------------------------------------------------------------------------

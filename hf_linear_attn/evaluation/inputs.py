@@ -20,7 +20,7 @@ from ..data.config import DataConfig
 from ..data.metrics import compute_metrics
 from ..data.task_data import load_task_data
 from ..data.tasks import load_task
-from ..data.text import Text, encode_text, pad_token, padded_batches, token_documents, token_passages
+from ..data.text import Text, encode_text, evenly_spread, pad_token, padded_batches, token_documents, token_passages
 from .config import Settings
 from .metrics import SENTENCE_PAIRS, QualityMetric, Values, bootstrap_stderr, sentence_embeddings, value
 from .progress import OnBatch
@@ -179,9 +179,3 @@ def inputs_text(facts: Mapping[str, int]) -> str:
         f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
         f"{facts['longest']:,})"
     )
-
-
-def evenly_spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """Return at most `count` of the rows, evenly spread."""
-    count = min(count, len(rows))
-    return [rows[index * len(rows) // count] for index in range(count)]

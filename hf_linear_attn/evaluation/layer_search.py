@@ -1,15 +1,8 @@
 """Which layers of a model to convert, chosen by measuring models with more and more linear layers.
 
 `search_layers` takes the exact model, a patched copy of it whose learned parts are trained, and one quality metric on
-two data sets: the first chooses the layers, the second verifies the choice.
-
-    patched = patch_model(copy.deepcopy(model), "window")
-    transfer_attention(patched, batches)
-    windows = {"context": 512, "stride": 256, "batch_size": 8, "exact": model}
-    choice, verification = (perplexity_metric(half, **windows) for half in (documents[::2], documents[1::2]))
-    result = search_layers(model, patched, choice, verification, budget="1% perplexity")
-    result.table  # a pandas DataFrame with one row for each number of converted layers
-    result.plan   # what `patch_model(model, plan)` and `hf-linear-attn patch --plan` take
+two data sets: the first chooses the layers, the second verifies the choice. The result has a table with one row for
+each number of converted layers, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
 """
 
 from __future__ import annotations

@@ -14,9 +14,6 @@ T = TypeVar("T")
 OnBatch = Callable[[int, int], None]
 """Called with the rows done and all rows."""
 
-#: Characters that old terminals lack, and what is shown instead.
-ASCII = str.maketrans({"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."})
-
 
 class Progress:
     """What an evaluation reports while it runs: nothing, unless a subclass shows it."""
@@ -60,12 +57,11 @@ class ConsoleProgress(Progress):
         task = self._bar.tasks[0]
         if done == 0 or total != task.total:
             self._bar.reset(self._task, total=total)
-        self._bar.update(self._task, description=printable(message, self.console.encoding), completed=done, total=total)
+        self._bar.update(self._task, description=message, completed=done, total=total)
 
     def log(self, message: str) -> None:
         """Print a line above the bar."""
-        text = printable(message, self.console.encoding)
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def table(self, frame: pandas.DataFrame) -> None:
         """Print a table of text with its index. Columns that do not fit into the width follow in further tables."""
@@ -83,12 +79,3 @@ def report_batches(batches: Sequence[T], on_batch: OnBatch) -> Iterator[T]:
     for done, batch in zip(accumulate(sizes, initial=0), batches, strict=False):
         on_batch(done, sum(sizes))
         yield batch
-
-
-def printable(text: str, encoding: str) -> str:
-    """Return the text with replacements for what the terminal's encoding lacks."""
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    return text

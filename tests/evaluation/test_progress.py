@@ -1,4 +1,4 @@
-"""The screen of an evaluation: tables at any width, stages with their rows and time left, old terminals."""
+"""The screen of an evaluation: tables at any width, stages with their rows and time left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hf_linear_attn.evaluation.progress import ConsoleProgress, printable, report_batches
+from hf_linear_attn.evaluation.progress import ConsoleProgress, report_batches
 
 
 @pytest.mark.parametrize("width", range(40, 121, 8))
@@ -45,8 +45,3 @@ def test_rows_are_counted_in_batches() -> None:
     batches = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}]
     assert list(report_batches(batches, lambda done, total: told.append((done, total)))) == batches
     assert told == [(0, 5), (3, 5)]
-
-
-def test_old_terminals() -> None:
-    assert printable("2 → 3 (1.5×)", "ascii") == "2 -> 3 (1.5x)"
-    assert printable("2 → 3", "utf-8") == "2 → 3"
