@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..utils.formatting import printable
+
 if TYPE_CHECKING:
     import pandas
 
@@ -57,11 +59,12 @@ class ConsoleProgress(Progress):
         task = self._bar.tasks[0]
         if done == 0 or total != task.total:
             self._bar.reset(self._task, total=total)
-        self._bar.update(self._task, description=message, completed=done, total=total)
+        self._bar.update(self._task, description=printable(message, self.console.encoding), completed=done, total=total)
 
     def log(self, message: str) -> None:
         """Print a line above the bar."""
-        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+        text = printable(message, self.console.encoding)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def table(self, frame: pandas.DataFrame) -> None:
         """Print a table of text with its index. Columns that do not fit into the width follow in further tables."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: Characters that old terminals lack, and what is shown instead.
+ASCII = str.maketrans({"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."})
+
 
 def near_matches(name: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests similar names, with a space before it, or an empty string."""
@@ -41,3 +44,12 @@ def _with_unit(value: float, units: dict[str, float]) -> str:
 def format_rate(value: float) -> str:
     """Format a number per second: `12,345`, and below ten `3.4`."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def printable(text: str, encoding: str) -> str:
+    """Return the text with replacements for what the terminal's encoding lacks."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(ASCII).encode(encoding, "replace").decode(encoding)
+    return text

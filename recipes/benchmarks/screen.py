@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hf_linear_attn.evaluation.progress import printable
+from hf_linear_attn.utils.formatting import printable
 
 
 class Screen:
