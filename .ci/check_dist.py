@@ -1,7 +1,12 @@
-"""Check what a wheel and an sdist hold: `python .ci/check_dist.py DIST_FOLDER`."""
+"""Check what a wheel and an sdist hold: `python .ci/check_dist.py DIST_FOLDER`.
+
+A wheel for one platform must have kernels for all instruction sets of this machine.
+"""
 
 from __future__ import annotations
 
+import platform
+import runpy
 import sys
 import tarfile
 import zipfile
@@ -28,12 +33,17 @@ def main(folder: str) -> int:
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
     problems = [f"not in the wheel: {name}" for name in sorted(package_files(root) - names)]
+    if not wheel.name.endswith("-any.whl"):
+        native = "hf_linear_attn/ops/native"
+        sets = runpy.run_path(str(root / native / "build.py"))["INSTRUCTION_SETS"][platform.machine()]
+        libraries = {f"{native}/kernels-{instructions}.so" for instructions in sets}
+        problems += [f"not in the wheel: {name}" for name in sorted(libraries - names)]
     problems += [
         f"stray file in the wheel: {name}"
         for name in sorted(names)
         if not name.startswith("hf_linear_attn/") and ".dist-info/" not in name
     ]
-    wanted = ["pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"]
+    wanted = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"]
     wanted += [path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")]
     problems += [f"not in the sdist: {name}" for name in sorted({*wanted, *package_files(root)} - sources)]
     sys.stdout.write(

@@ -229,6 +229,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["hf-linear-attn"] == hla.__version__
     assert shown["torch"].startswith(torch.__version__.partition("+")[0])
     assert {"python", "transformers", "accelerate", "peft", "platform", "cpu", "threads", "cuda"} <= set(shown)
+    assert shown["kernels"].startswith(("native", "none"))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from hf_linear_attn.ops import backends
 from hf_linear_attn.ops.native import backend, build
 from tests.ops.test_native import REASON, inputs, make_call
 from tests.ops.test_native import build as build_map
+
+LIBRARY = None if REASON else build.library_path()[1]
 
 
 @pytest.fixture
@@ -79,6 +83,8 @@ def test_the_environment_names_a_backend():
 def fresh(tmp_path, monkeypatch):
     """Kernels that were never built, with a cache of their own."""
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(build.INSTRUCTIONS_VARIABLE, raising=False)
+    monkeypatch.setattr(build, "wheel_library", lambda name: tmp_path / f"kernels-{name}.so")
     for tensor in (build.library, backend.unavailable_reason):
         tensor.cache_clear()
     yield tmp_path / "cache"
@@ -96,6 +102,47 @@ def test_without_a_compiler_torch_serves_after_one_line(call, fresh, monkeypatch
     assert "torch operations" in line
     with hla.use_backend("native"), pytest.raises(NotImplementedError, match=r"no C\+\+ compiler"):
         backends.attend(call)
+
+
+def test_windows_uses_torch_after_one_line(call, fresh, monkeypatch, caplog):
+    monkeypatch.setattr(build, "sys", SimpleNamespace(platform="win32"))
+    with caplog.at_level(logging.WARNING):
+        assert backends.select_backend(call).name == "torch"
+        assert backends.select_backend(call).name == "torch"
+    (line,) = [record.getMessage() for record in caplog.records if "native" in record.getMessage()]
+    assert "not built on Windows" in line
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"the native kernels cannot run here: {REASON}")
+def test_a_wheels_kernels_need_no_compiler(call, fresh, monkeypatch, tmp_path):
+    """The best library that the processor can run is loaded; the content is that of this machine in every file."""
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    sets = build.INSTRUCTION_SETS["x86_64"]
+    for name in sets:
+        shutil.copy(LIBRARY, tmp_path / f"kernels-{name}.so")
+    for name in sets:
+        monkeypatch.setattr(build, "_processor", lambda name=name: f"flags : {sets[name][1]}")
+        assert build.library_path() == (name, tmp_path / f"kernels-{name}.so")
+    assert backends.select_backend(call).name == "native"
+    monkeypatch.setenv(build.INSTRUCTIONS_VARIABLE, "native")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.library_path()
+    (tmp_path / "kernels-avx2.so").unlink()
+    monkeypatch.delenv(build.INSTRUCTIONS_VARIABLE)
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build.library_path()
+
+
+def test_instructions_by_name(call, fresh, monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_processor", lambda: "flags : sse2")
+    monkeypatch.setenv(build.INSTRUCTIONS_VARIABLE, "avx512")
+    assert backends.select_backend(call).name == "torch"
+    assert "the processor lacks avx2, avx512bw" in backend.unavailable_reason()
+    monkeypatch.setenv(build.INSTRUCTIONS_VARIABLE, "avx3")
+    with pytest.raises(ValueError, match="is 'avx3'; on this machine it can be amx, avx512, avx2, native"):
+        build.library_path()
 
 
 def test_a_compiler_that_fails_is_named(call, fresh, monkeypatch, tmp_path):
@@ -130,6 +177,6 @@ def test_built_once_then_read(call, fresh, monkeypatch):
     when = made.stat().st_mtime_ns
     for tensor in (build.library, backend.unavailable_reason):
         tensor.cache_clear()
-    monkeypatch.setattr(build, "_compile", lambda path: pytest.fail("compiled twice"))
+    monkeypatch.setattr(build, "compile_kernels", lambda *arguments: pytest.fail("compiled twice"))
     assert backends.select_backend(call).name == "native"
     assert made.stat().st_mtime_ns == when

@@ -57,6 +57,14 @@ struct Strided {
 struct BFloat16 {
   uint16_t bits;
 };
+// Stored only: it is converted to float32 for every operation.
+#if defined(__aarch64__)
+#define HLA_FLOAT16 1
+typedef __fp16 Float16;  // GCC has no _Float16 in C++ there before version 13
+#elif defined(__FLT16_MAX__)
+#define HLA_FLOAT16 1
+typedef _Float16 Float16;
+#endif
 
 // Whether factors computed from inputs of a type may be rounded to bfloat16.
 template <typename T>
@@ -78,9 +86,9 @@ static inline void from_float(float x, BFloat16& to) {
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   to.bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
-#if defined(__FLT16_MAX__)
-static inline float to_float(_Float16 x) { return (float)x; }
-static inline void from_float(float x, _Float16& to) { to = (_Float16)x; }
+#if defined(HLA_FLOAT16)
+static inline float to_float(Float16 x) { return (float)x; }
+static inline void from_float(float x, Float16& to) { to = (Float16)x; }
 #endif
 
 // One row of numbers, converted. Bfloat16 goes by whole vectors where the processor converts them.

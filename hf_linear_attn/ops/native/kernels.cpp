@@ -15,9 +15,9 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
     case BFLOAT16: return hla::function<hla::BFloat16>(*(call)); HALF_CASE(function, call) \
     default: return 2;                                                                     \
   }
-#if defined(__FLT16_MAX__)
+#if defined(HLA_FLOAT16)
 #define HALF_CASE(function, call) \
-  case FLOAT16: return hla::function<_Float16>(*(call));
+  case FLOAT16: return hla::function<hla::Float16>(*(call));
 #else
 #define HALF_CASE(function, call)
 #endif
