@@ -136,24 +136,15 @@ def info(config: InfoConfig) -> None:
 
 
 def read_config(source: str, revision: str | None = None) -> Any:
-    """Return the config of a local folder or a repository on the Hub.
-
-    Raises:
-        ValueError: The folder holds no config.json.
-        OSError: There is no such folder or file, or the Hub does not know the repository or cannot be reached.
-    """
+    """Return the config of a local folder, a repository on the Hub or a GGUF file; an OSError if there is none."""
     from transformers import AutoConfig
 
     from .utils.gguf import split_source
+    from .utils.models import loading_errors
 
-    name, gguf_file = split_source(source)
-    try:
+    with loading_errors(f"The model {source!r}"):
+        name, gguf_file = split_source(source)
         return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False, **gguf_file)
-    except OSError as error:
-        raise OSError(
-            f"{source!r} is no local checkpoint, and could not be loaded from the Hub. {error} Give a local "
-            "folder, or a Hub name such as 'org/model'."
-        ) from error
 
 
 def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrainedModel:

@@ -44,12 +44,8 @@ def encode_pairs(
 ) -> Encoded:
     """Encode one or two text columns as one sequence with the tokenizer's special tokens.
 
-    Args:
-        dataset: One split.
-        tokenizer: The tokenizer.
-        columns: One or two text columns.
-        max_length: Tokens of a row, with special tokens; of a pair the longer text is truncated first.
-        label: The column that becomes `labels`; None: no labels.
+    A row has at most `max_length` tokens, special ones included; of a pair the longer text is truncated first. The
+    column `label`, if any, becomes `labels`.
 
     Raises:
         ValueError: An unknown column; a row (it is named) without text, with a hidden label (-1), or that the tokenizer
@@ -90,16 +86,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
 
     The documents are joined in order, each followed by the end-of-sequence token if the tokenizer has one, and split
     into blocks; the remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty
-    rows add nothing, not even the end token.
-
-    Args:
-        dataset: One split.
-        tokenizer: The tokenizer.
-        text_column: The column.
-        block_length: Tokens of a block.
-
-    Raises:
-        ValueError: As `encode_pairs`; fewer tokens than one block.
+    rows add nothing, not even the end token. Raises as `encode_pairs`, and where there are fewer tokens than one block.
     """
     import numpy as np
 

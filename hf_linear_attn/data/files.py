@@ -79,8 +79,7 @@ def read_table(path: Path) -> Table:
     """Return the columns of a file in a format of `FORMATS`.
 
     Raises:
-        ValueError: The format is unknown, or the file is empty, not UTF-8 text, or has a bad row. The message names
-            file and line.
+        ValueError: The format is unknown, or the file is empty, or not UTF-8 text, or has a bad row (it is named).
         OSError: The file is missing, unreadable or damaged.
     """
     suffix = file_suffix(path)
@@ -135,13 +134,8 @@ def _csv_rows(path: Path) -> Rows:
 def tsv_rows(path: Path, names: Sequence[str] = (), widths: Sequence[int] = ()) -> Rows:
     """Yield line number and cells by column of a file in which a tab always separates two columns.
 
-    Args:
-        path: The file.
-        names: Names of the columns, where the first line does not name them.
-        widths: Numbers of cells that a row may have; empty: as many as there are names.
-
-    Raises:
-        ValueError, OSError: As `read_table`.
+    `names` are the columns where the first line does not name them, and `widths` the numbers of cells that a row may
+    have, by default as many as there are names. Raises as `read_table`.
     """
     return _named_cells(path, ((line, text.split("\t")) for line, text in _lines(read_text(path))), names, widths)
 

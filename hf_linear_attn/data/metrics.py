@@ -90,10 +90,7 @@ METRICS.add("mse", MetricEntry(_mse, higher_is_better=False, continuous=True))
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Return the functions of metrics by name.
-
-    Args:
-        names: Names of `METRICS`, or `hub:` names (see the module).
+    """Return the functions of metrics: names of `METRICS`, or `hub:` names (see the module).
 
     Raises:
         TypeError: `names` is one string and no list.
@@ -110,12 +107,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 
 def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
-    """Compute metrics of all rows at once.
-
-    Args:
-        names: As for `load_metrics`, whose errors it has.
-        predictions, references: Sequences or arrays, `[rows]`.
-    """
+    """Compute metrics of all rows at once, from predictions and references `[rows]`. Raises as `load_metrics`."""
     functions = load_metrics(names)
     continuous = any(name in METRICS and METRICS.get(name).continuous for name in names)
     arrays = [np.asarray(values, dtype=np.float64 if continuous else None) for values in (predictions, references)]

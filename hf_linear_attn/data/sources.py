@@ -29,12 +29,7 @@ def import_datasets() -> Any:
     return datasets
 
 
-def load_source(
-    source: str,
-    *,
-    config: str | None = None,
-    revision: str | None = None,
-) -> DatasetDict:
+def load_source(source: str, *, config: str | None = None, revision: str | None = None) -> DatasetDict:
     """Load a data set by splits.
 
     Args:
@@ -79,12 +74,8 @@ def load_source(
 def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -> Any:
     """Load a data set of the Hub, or of the local cache of it.
 
-    Args:
-        name, config, revision: The repository, its configuration, and a branch, tag or commit.
-        remedy: Last sentence of the message if the data set cannot be reached.
-
     Raises:
-        OSError: The data set cannot be reached, or there is none of this name.
+        OSError: The data set cannot be reached (the message ends with the remedy), or there is none of this name.
         ValueError: It has no such configuration or revision.
     """
     options = "".join(f", {key} {value!r}" for key, value in (("config", config), ("revision", revision)) if value)
@@ -158,15 +149,9 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
 
 
 def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> DatasetDict:
-    """Return the data set with a split `validation` drawn from `train`; both stay in their order.
+    """Return the data set with a `share` of the rows of `train`, at least one, as the split `validation`.
 
-    Args:
-        splits: With a split `train` and without `validation`. Other splits stay.
-        share: Share of the rows in (0, 1); at least one row.
-        seed: Of the draw.
-
-    Raises:
-        ValueError: `train` has one row only.
+    Rows stay in their order. A ValueError if no row would be left to train on.
     """
     train = splits["train"]
     count = max(1, round(share * len(train)))

@@ -90,9 +90,7 @@ class TaskData:
     def check_labels(self, config: Any, model: str) -> None:
         """Raise a ValueError for a head that was trained with other labels, or with the same ones in another order.
 
-        Args:
-            config: The config that the model was saved with.
-            model: What the message calls the model.
+        `config` is the one that the model was saved with, and `model` what the message calls it.
         """
         trained = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
         if self.labels is None or not trained:
@@ -179,11 +177,8 @@ class MaskingCollator(DataCollatorForLanguageModeling):
 def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     """Load and encode the data of a task.
 
-    Args:
-        task_type: A key of `AUTO_CLASSES`.
-        tokenizer: The model's tokenizer. A tokenizer without a padding token gets one for classification.
-        data: Which data.
-        seed: Of the training rows that are drawn, and of the validation rows that are held out.
+    The seed is that of the training rows that are drawn, and of the validation rows that are held out. A tokenizer
+    without a padding token gets one for classification.
 
     Raises:
         ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
@@ -243,11 +238,6 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int)
 def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetDict:
     """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none.
 
-    Args:
-        data: Which data.
-        seed: Of the rows that are held out.
-        columns: Columns that the data set must have.
-
     Raises:
         ValueError: There is no split `train`, or a column is missing.
         OSError: The data is missing or unreadable.
@@ -270,11 +260,7 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
 
 
 def read_documents(data: DataConfig, seed: int) -> Text:
-    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
-
-    Raises:
-        ValueError, OSError, ImportError: As `read_text` and `load_splits`.
-    """
+    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python."""
     path = data.dataset
     is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
     if path is None or (Path(path).is_file() and not is_table):
@@ -287,12 +273,8 @@ def read_documents(data: DataConfig, seed: int) -> Text:
 def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
     """Load the rows of a task, or of the user's own labelled data as a task, with the column `label`.
 
-    Args:
-        data: Which data. Labels of one's own data are classes, unless they are floating-point numbers: scores.
-        seed: Of the rows that are held out where there is no validation split.
-
-    Raises:
-        ValueError, OSError: As `load_splits` and `load_task`; a label that is not in the training rows.
+    Labels of one's own data are classes, unless they are floating-point numbers: scores. Raises as `load_splits` and
+    `load_task`, and a ValueError for a label that is not in the training rows.
     """
     if data.task is not None:
         return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)

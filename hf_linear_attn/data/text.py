@@ -57,15 +57,7 @@ def read_text(path: str | None) -> Text:
 
 
 def text_of(documents: Sequence[str], source: str) -> Text:
-    """Split documents into train and held-out ones.
-
-    Args:
-        documents: The documents, in order.
-        source: Where they are from, for messages and reports.
-
-    Raises:
-        ValueError: They are too short.
-    """
+    """Split documents, which are from a source, into train and held-out ones; a ValueError if they are too short."""
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     characters = sum(map(len, documents))
     if characters < MIN_CHARACTERS:
@@ -102,9 +94,8 @@ def standard_library_documents() -> list[str]:
     The sources are parsed, not imported. The same Python version always gives the same documents.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    names = sorted(
-        name for name in sys.stdlib_module_names if not name.startswith("_") and name not in ("this", "test")
-    )
+    excluded = ("this", "test")
+    names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_") and name not in excluded)
     seen: set[str] = set()
     documents = []
     for path in (path for name in names for path in (folder / f"{name}.py", folder / name / "__init__.py")):
@@ -167,11 +158,7 @@ def token_documents(tokenizer: Any, documents: Sequence[str], max_tokens: int) -
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of a text.
-
-    Raises:
-        ValueError: The tokenizer cannot read this text.
-    """
+    """Return the token ids of a text; a ValueError if the tokenizer cannot read it."""
     try:
         # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
         return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -6,8 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import quiet_transformers, shared_copy
+from ..utils.models import loading_errors, quiet_transformers, shared_copy
 from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
 
@@ -139,7 +138,7 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
         OSError: It cannot be loaded.
         ValueError: It is patched already, or an encoder-decoder.
     """
-    with _named_errors(f"The model {source!r}"):
+    with loading_errors(f"The model {source!r}"):
         folder, gguf_file = split_source(source)
         config = AutoConfig.from_pretrained(folder, **gguf_file)
     if getattr(config, CONFIG_FIELD, None) is not None:
@@ -154,19 +153,9 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
 
 def load_tokenizer(source: str) -> Any:
     """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
-    with _named_errors(f"The tokenizer of {source!r}"):
+    with loading_errors(f"The tokenizer of {source!r}"):
         folder, gguf_file = split_source(source)
         return AutoTokenizer.from_pretrained(folder, **gguf_file)
-
-
-@contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Turn errors of loading into an OSError with the name and a remedy."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{name} cannot be loaded ({reason}). Give a local folder or a repository on the Hub.") from error
 
 
 def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:
@@ -178,7 +167,7 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
     """
     auto_class = getattr(transformers, AUTO_CLASSES[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
-    with _named_errors(f"The model {source!r}"), quiet_transformers():
+    with loading_errors(f"The model {source!r}"), quiet_transformers():
         folder, gguf_file = split_source(source)
         model, info = auto_class.from_pretrained(folder, output_loading_info=True, **precision, **gguf_file)
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
@@ -273,7 +262,7 @@ def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_co
     """
     groups: dict[str, CheckpointGroup] = {}
     for folder in (*baseline, *converted):
-        with _named_errors(f"The checkpoint {folder!r}"):
+        with loading_errors(f"The checkpoint {folder!r}"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         saved = getattr(config, CONFIG_FIELD, None)
         if folder in baseline and saved is not None:

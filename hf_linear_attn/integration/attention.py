@@ -14,14 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
 from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
-from .context import (
-    IMPLEMENTATION,
-    SUBMODULE,
-    InterfaceCall,
-    forward_context,
-    in_memory,
-    layer_context,
-)
+from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed

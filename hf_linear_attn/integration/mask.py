@@ -89,11 +89,7 @@ def _mask(
         return mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
+        kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
 
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..data.task_data import IGNORED
 from ..integration.exact import AttentionCall
-
-#: Label of a token that is not to be predicted.
-IGNORED = -100
 
 #: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
 MAX_WEIGHTS_LENGTH = 1024

@@ -22,7 +22,7 @@ from ..patching import CONFIG_FIELD, patch_model
 from ..registry import ATTENTIONS
 from ..utils.extras import require_packages
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import quiet_transformers
+from ..utils.models import loading_errors, quiet_transformers
 from .options import DistillConfig, TrainingRunConfig
 
 
@@ -34,14 +34,9 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
             "There is no model: give MODEL, a local folder or a repository on the Hub. A model_type needs a tokenizer: "
             "give tokenizer, a folder or a repository, or train_tokenizer, a size."
         )
-    try:
+    with loading_errors(f"The tokenizer of {source!r}", "Give another one with --tokenizer."):
         name, arguments = split_source(source)
         return AutoTokenizer.from_pretrained(name, revision=config.revision or "main", **arguments)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise OSError(
-            f"The tokenizer of {source!r} cannot be loaded ({reason}). Give another one with --tokenizer."
-        ) from error
 
 
 def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
@@ -133,10 +128,8 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
         _check_overrides(AutoConfig.for_model(config.model_type), overrides)
         return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
     name, hub = _source(config)
-    try:
+    with loading_errors(f"The model {name!r}"):
         model_config = AutoConfig.from_pretrained(name, **hub, **{**changes, **overrides})
-    except (OSError, ValueError) as error:
-        raise OSError(f"The model {name!r} cannot be loaded ({str(error).partition(chr(10))[0]}).") from error
     _check_overrides(model_config, overrides)
     return model_config
 

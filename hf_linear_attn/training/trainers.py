@@ -20,15 +20,7 @@ from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
 from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss
 from .reproducible import EpochSampler, SeededCollator
-from .sharding import (
-    check_sharding,
-    fill_copy,
-    meta_copy,
-    name_layers,
-    release,
-    reshard,
-    shard_frozen_model,
-)
+from .sharding import check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
 
 #: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
 LEARNED_FILE = "linear_attention.safetensors"

@@ -182,11 +182,7 @@ class AttentionTransferLoss:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        kind: str = "auto",
-        branch_steps: Collection[int] = (),
-        whole_model: bool = False,
+        self, model: PreTrainedModel, kind: str = "auto", branch_steps: Collection[int] = (), whole_model: bool = False
     ) -> None:
         if not is_patched(model):
             raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")

@@ -319,13 +319,8 @@ def _nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def exit_code(command: Callable[[], int], *, traceback: bool = False, config_class: type | None = None) -> int:
     """Run a command and return its exit code: expected errors become one line on stderr.
 
-    Args:
-        command: Returns the exit code.
-        traceback: Whether an expected error is raised instead.
-        config_class: The config of the command: messages name its options as flags, `--data.task` for `data.task`.
-
-    Returns:
-        The command's own exit code, or 1 for an expected error, 2 for a UsageError, 130 for Ctrl-C.
+    That is the command's own exit code, or 1 for an expected error (which `traceback` raises instead), 2 for a
+    UsageError, 130 for Ctrl-C. Messages name the options of the config as flags, `--data.task` for `data.task`.
     """
     try:
         return command()

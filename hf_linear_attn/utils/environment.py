@@ -24,10 +24,7 @@ def utc_now() -> str:
 
 
 def json_safe(value: Any) -> Any:
-    """Return nested data in a form that JSON can hold.
-
-    Tuples become lists, keys become strings, NaN and infinity become None.
-    """
+    """Return nested data with lists for tuples, strings for keys, and None for NaN and infinity."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,15 +42,7 @@ def cpu_name() -> str:
 
 
 def environment(device: Any = None) -> dict[str, Any]:
-    """Return versions and hardware, to be stored beside every measurement.
-
-    Args:
-        device: The torch device that is measured. None means the CPU.
-
-    Returns:
-        `{"versions": {package: version}, "hardware": {device, cpu, logical_cpus, threads, load_average_at_start,
-        platform}}`.
-    """
+    """Return versions and hardware, to be stored beside every measurement, for a torch device (None: the CPU)."""
     import torch
     import transformers
 

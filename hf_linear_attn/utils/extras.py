@@ -6,15 +6,9 @@ import importlib
 
 
 def require_packages(*packages: str, extra: str, purpose: str) -> None:
-    """Import optional packages, or say how to install them.
+    """Raise an ImportError that says which `extra` of this package installs them if optional packages are missing.
 
-    Args:
-        packages: Names of the modules to import.
-        extra: The extra of this package that installs them.
-        purpose: What needs them, as the subject of the message: `"The demo"`.
-
-    Raises:
-        ImportError: One of the packages is not installed.
+    `purpose` is what needs them, as the subject of the message: `"The demo"`.
     """
     for package in packages:
         try:

@@ -20,16 +20,10 @@ def _temporary_name(target: Path, suffix: str) -> Path:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, which is renamed to `target` at the end.
+    """Context manager that yields a temporary folder, which is renamed to `target` at the end, unless the block raises.
 
     The folder `target` holds either its previous content or the new content, never a mixture. If the process is killed
     between the two renames that replace an existing folder, `remove_partial_files` restores the previous content.
-
-    Args:
-        target: Path that the folder gets when the block ends without an exception.
-
-    Yields:
-        The temporary folder to write to. It is removed if the block raises.
 
     Raises:
         OSError: The folder cannot be created. The message names it.
@@ -183,16 +177,7 @@ def clear_folder(folder: Path) -> None:
 
 
 def check_disk_space(folder: Path, required: int, remedy: str = "Free some space or choose another folder.") -> None:
-    """Check that the disk of a folder has enough free space.
-
-    Args:
-        folder: An existing folder.
-        required: Bytes that are going to be written.
-        remedy: Last sentence of the error message.
-
-    Raises:
-        OSError: Fewer than `required` bytes are free.
-    """
+    """Raise an OSError, which ends with the remedy, if the disk of a folder has fewer than `required` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < required:
         raise OSError(

@@ -11,17 +11,10 @@ SUFFIX = ".gguf"
 
 
 def split_source(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the arguments of `from_pretrained` for a checkpoint.
+    """Return the arguments of `from_pretrained` for a checkpoint: its folder or repository, and keyword arguments.
 
-    Args:
-        source: A folder or a repository on the Hub, or one followed by the name of a GGUF file in it:
-            `FOLDER/FILE.gguf`.
-
-    Returns:
-        The folder or the repository, and the keyword arguments: `gguf_file`, or none.
-
-    Raises:
-        ImportError: The package `gguf` is missing.
+    These are `gguf_file` for the name of a GGUF file in a folder or a repository (`FOLDER/FILE.gguf`; an ImportError if
+    the package `gguf` is missing), or else none.
     """
     path = PurePosixPath(source)
     if path.suffix.lower() != SUFFIX:

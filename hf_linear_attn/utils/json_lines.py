@@ -16,10 +16,7 @@ class JsonLinesFile:
     """One JSON object per line. A line is complete when its line feed is written.
 
     A process that is killed while it writes leaves an incomplete last line. `read` ignores that line, and `append`
-    truncates it before it writes.
-
-    Args:
-        path: The file. It need not exist: it is created by the first `append`.
+    removes it before it writes. The file need not exist: the first `append` creates it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +56,7 @@ class JsonLinesFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             _lock(file)
-            file.truncate(_end_of_complete_lines(file))
+            _remove_incomplete_line(file)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -71,15 +68,12 @@ class JsonLinesFile:
             atomic_write(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _end_of_complete_lines(file: BinaryIO, block: int = 65536) -> int:
-    """The number of bytes up to the last line feed, read from the end because a log may be long."""
+def _remove_incomplete_line(file: BinaryIO) -> None:
     size = file.seek(0, os.SEEK_END)
-    for start in range(size - block, -block, -block):
-        file.seek(max(start, 0))
-        position = file.read(block).rfind(b"\n")
-        if position >= 0:
-            return max(start, 0) + position + 1
-    return 0
+    file.seek(max(size - 1, 0))
+    if file.read() not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _lock(file: BinaryIO) -> None:

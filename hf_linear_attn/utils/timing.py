@@ -35,11 +35,6 @@ class Timing:
     speedup_p80: float
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile `share` in [0, 1], interpolated linearly between order statistics."""
-    return float(np.quantile(values, share))
-
-
 def time_interleaved(
     functions: Mapping[str, Callable[[], object]],
     *,
