@@ -109,17 +109,9 @@ def _model_class(path: str, config: Any, auto_class: Any) -> type:
 def save_checkpoint(
     model: PreTrainedModel, source: str, output: str, *, revision: str | None = None, overwrite: bool = False
 ) -> None:
-    """Save a patched model with the tokenizer files of the checkpoint that it was made from, atomically.
+    """Save a patched model with the tokenizer files of the checkpoint that it was made from, its source.
 
-    Args:
-        model: The patched model.
-        source: A local folder or a repository on the Hub.
-        output: The folder to write. It appears completely or not at all.
-        revision: Branch, tag or commit of the repository.
-        overwrite: Whether a checkpoint in the folder may be replaced.
-
-    Raises:
-        ValueError, OSError: As `utils.files.check_output`; the folder cannot be written.
+    The output folder appears completely or not at all. Raises as `utils.files.check_output`.
     """
     with atomic_folder(Path(output).absolute()) as temporary:
         with progress_bars_on_terminals():

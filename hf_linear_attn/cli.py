@@ -228,11 +228,7 @@ class EnvConfig:
 
 
 def list_attentions(config: ListConfig) -> None:
-    """Print all mechanisms as a table, or one of them with its options.
-
-    Raises:
-        ValueError: There is no mechanism of this name.
-    """
+    """Print all mechanisms as a table, or one of them with its options."""
     from . import registry
 
     entries = registry.list_attentions()

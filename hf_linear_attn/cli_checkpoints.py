@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PatchConfig:
-    """Options of `patch`.
-
-    Raises:
-        UsageError: Neither or both of `attention` and `plan`.
-        ValueError: A value out of range.
-    """
+    """Options of `patch`."""
 
     model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     output: str = option(help="the folder to write", common=True)
@@ -68,13 +63,7 @@ class InfoConfig:
 
 
 def patch(config: PatchConfig) -> None:
-    """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all.
-
-    Raises:
-        ValueError, NotImplementedError: An unknown mechanism or option, a plan that does not fit the model, or a folder
-            that must not be replaced; before any weight is read.
-        OSError: The checkpoint or the plan cannot be found.
-    """
+    """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all."""
     from .checkpoints import save_checkpoint
     from .config import LinearAttentionConfig
     from .patching import patch_report  # fills the registries
@@ -91,11 +80,7 @@ def patch(config: PatchConfig) -> None:
 
 
 def info(config: InfoConfig) -> None:
-    """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device.
-
-    Raises:
-        ValueError, OSError: There is no such checkpoint, or a newer version of the package wrote it.
-    """
+    """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device."""
     import torch
 
     from .checkpoints import _model_class
@@ -150,10 +135,7 @@ def read_config(source: str, revision: str | None = None) -> Any:
 def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrainedModel:
     """Return the patched model, loaded with the class that its config names, or with `auto_class`.
 
-    Raises:
-        ValueError, NotImplementedError: A patched checkpoint, an unknown class, a plan that does not fit the model
-            (all before any weight is read), or unreadable weights.
-        OSError: As `from_pretrained`.
+    A patched checkpoint, an unknown class or a plan that does not fit is an error before any weight is read.
     """
     import torch
     from safetensors import SafetensorError

@@ -171,10 +171,7 @@ class LinearAttentionConfig:
             raise ValueError(f"{str(path)!r}: {error}") from error
 
     def resolve(self, names: Sequence[str]) -> list[LayerConfig | None]:
-        """Return the mechanism of each layer, or None where the plan leaves it exact.
-
-        Args:
-            names: The names of the self-attention modules, in order.
+        """Return the mechanism of each layer, by the names of the self-attention modules; None where it stays exact.
 
         Raises:
             ValueError: An index is out of range or stands twice, or a name or pattern matches nothing.

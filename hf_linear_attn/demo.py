@@ -27,11 +27,7 @@ STEPS = 30
 
 @dataclass(frozen=True)
 class DemoConfig(EvaluateConfig):
-    """Options of `hf-linear-attn demo`: those of `evaluate`.
-
-    Raises:
-        ValueError: A value is out of range, or options do not go together.
-    """
+    """Options of `hf-linear-attn demo`: those of `evaluate`."""
 
     model: str | None = option(
         None,
@@ -63,15 +59,9 @@ class DemoConfig(EvaluateConfig):
 
 
 def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
-    """Evaluate a small model, show the summary, write the report, and return the evaluation.
+    """Evaluate a small model, show the summary on the console (stdout), write the report, and return the evaluation.
 
-    Args:
-        config: The options. Without a text or a task, the text is the documentation that comes with Python.
-        console: A rich console; None: stdout.
-
-    Raises:
-        ValueError, OSError: Options or a model that cannot be used. Nothing has been measured or written then.
-        ImportError: A package of the extra `demo` is missing.
+    Without a text or a task, the text is the documentation that comes with Python. Raises as `run_evaluate`.
     """
     from .evaluation.api import run_evaluate
 
@@ -103,11 +93,7 @@ def _examples(evaluator: Evaluator) -> Mapping[str, Any]:
 
 
 def resolve_model(source: str | None) -> tuple[str, str]:
-    """Return what `from_pretrained` takes, and a name for the title.
-
-    Raises:
-        ValueError: `smollm2`, and its package is not installed.
-    """
+    """Return what `from_pretrained` takes, and a name for the title."""
     if source == SMOLLM2:
         folder = _package_folder(SMOLLM2_PACKAGE)
         if folder is None:

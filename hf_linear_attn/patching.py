@@ -101,7 +101,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         TypeError: `model` is no `PreTrainedModel`.
         ValueError: The model is not patched.
     """
-    _check_patched(model)
+    check_patched(model)
     positions = plan_restoration(model)
     remove_layers(model)
     positions.apply(model)
@@ -109,7 +109,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check_patched(model: PreTrainedModel) -> None:
+def check_patched(model: PreTrainedModel) -> None:
+    """Raise a TypeError or ValueError unless it is a patched model."""
     check_model(model)
     if not is_patched(model):
         raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
@@ -215,7 +216,7 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         TypeError: `model` is no `PreTrainedModel`.
         ValueError: The model is not patched.
     """
-    _check_patched(model)
+    check_patched(model)
     saved = getattr(model.config, CONFIG_FIELD)["layers"]
     rows = []
     for index, layer in enumerate(self_attention(model)):

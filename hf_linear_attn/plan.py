@@ -57,10 +57,6 @@ def plan_command(config: PlanConfig) -> int:
 
     With `resume` a stopped run with the same settings continues; another budget uses the same measurements. Returns 0
     if the budget is met, else 1.
-
-    Raises:
-        ValueError, OSError: Settings, a model or data that cannot be used. Nothing has been measured then.
-        ImportError: An optional package is missing.
     """
     from .evaluation.planning import plan_layers
 

@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Entries by name. Unknown names raise a ValueError with near matches; a name is never replaced silently.
-
-    Args:
-        kind: What the entries are, in messages: `"attention mechanism"`.
-    """
+    """Entries by name; `kind` is what they are, in messages. A name is never replaced silently."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -41,12 +37,7 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def add(self, name: str, entry: T) -> None:
-        """Add an entry.
-
-        Raises:
-            TypeError: The name is not a non-empty string.
-            ValueError: The name is taken.
-        """
+        """Add an entry under a name that is a non-empty string (else a TypeError) and not taken (a ValueError)."""
         if not isinstance(name, str) or not name:
             raise TypeError(f"The name of {self.kind} must be a non-empty string, got {name!r}.")
         if name in self._entries:
@@ -66,12 +57,7 @@ class Registry(Generic[T]):
             listener(name, entry)
 
     def get(self, name: str) -> T:
-        """Return the entry of a name.
-
-        Raises:
-            TypeError: The name is not a string.
-            ValueError: The name is unknown; the message suggests similar ones.
-        """
+        """Return the entry of a name; a ValueError that suggests similar ones if it is unknown."""
         if not isinstance(name, str):
             raise TypeError(f"The name of {self.kind} must be a string, got {name!r} ({type(name).__name__}).")
         if name not in self._entries:
@@ -184,12 +170,8 @@ def register_feature_map(
 ) -> Callable[[type], type]:
     """Class decorator: make a `FeatureMap` available, also as the kernelized attention of the same name.
 
-    A feature map works in both directions and decodes with a constant state. The arguments and the decorator are those
+    A feature map works in both directions and decodes with a constant state. Arguments, decorator and errors are those
     of `register_attention`.
-
-    Raises:
-        TypeError: `options` is not a dataclass, or the class is no `FeatureMap`.
-        ValueError: The name is taken.
     """
     return _decorator(
         FEATURE_MAPS, name, options, (description, paper, True, True, learned, "constant", cost, recommendation)
@@ -217,11 +199,7 @@ def _decorator(
 
 
 def build_options(entry: AttentionEntry, values: dict[str, Any]) -> Any:
-    """Build the options dataclass of a mechanism from a dict.
-
-    Raises:
-        ValueError: An option is unknown (the message suggests similar ones), or its value is not allowed.
-    """
+    """Build the options dataclass of a mechanism; a ValueError for an unknown option or a value not allowed."""
     known = [field.name for field in fields(entry.options)]
     for option in values:
         if option not in known:

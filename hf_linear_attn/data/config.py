@@ -9,11 +9,7 @@ from ..utils.arguments import check_positive, option
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data a command reads, and how it is truncated.
-
-    Raises:
-        ValueError: A value out of range, or `task` and `dataset` at once.
-    """
+    """Which data a command reads, and how it is truncated."""
 
     task: str | None = option(None, "a task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb", common=True)
     folder: str | None = option(None, "folder with the task's files (default: the Hub's)", common=True)
@@ -55,11 +51,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TimingConfig:
-    """At which lengths a command times its models.
-
-    Raises:
-        ValueError: A length below 16.
-    """
+    """At which lengths a command times its models."""
 
     lengths: tuple[int, ...] | None = option(None, "lengths to time, in tokens; []: none")
 

@@ -24,14 +24,8 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and what became of the text.
-
-    Attributes:
-        dataset: With `input_ids`, and `token_type_ids` and `labels` where there are any.
-        tokens: Number of tokens in it.
-        truncated: Number of rows that were truncated.
-        dropped: Number of tokens left out: cut off the truncated rows, or after the last full block.
-    """
+    """Token ids (and `token_type_ids` and `labels` where there are any) with the numbers of their tokens, of truncated
+    rows, and of tokens left out: cut off these rows, or after the last full block."""
 
     dataset: Dataset
     tokens: int

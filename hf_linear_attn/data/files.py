@@ -50,12 +50,7 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file without a byte order mark, decompressed if its name ends in `.xz` or `.gz`.
-
-    Raises:
-        OSError: The file is missing, unreadable, or damaged.
-        ValueError: The file is not UTF-8 text, or empty.
-    """
+    """Return the text of a UTF-8 file without a byte order mark, decompressed if its name ends in `.xz` or `.gz`."""
     content = _read_bytes(path)
     try:
         text = content.decode("utf-8-sig")

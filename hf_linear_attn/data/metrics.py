@@ -31,13 +31,7 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """One metric.
-
-    Attributes:
-        function: Computes it.
-        higher_is_better: Its direction.
-        continuous: Whether it compares scores (floats) and not classes (integers).
-    """
+    """One metric, which is `continuous` if it compares scores (floats) and not classes (integers)."""
 
     function: Metric
     higher_is_better: bool = True
@@ -90,14 +84,7 @@ METRICS.add("mse", MetricEntry(_mse, higher_is_better=False, continuous=True))
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Return the functions of metrics: names of `METRICS`, or `hub:` names (see the module).
-
-    Raises:
-        TypeError: `names` is one string and no list.
-        ValueError: A name is unknown or repeated, or there is none.
-        ImportError: scikit-learn or SciPy is missing (for `hub:` names: evaluate).
-        OSError: A module of the Hub cannot be loaded.
-    """
+    """Return the functions of metrics: names of `METRICS`, or `hub:` names (see the module)."""
     if isinstance(names, str):
         raise TypeError(f"Give the metrics as a list of names, got {names!r}.")
     if not names or len(set(names)) < len(names):

@@ -236,12 +236,7 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int)
 
 
 def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetDict:
-    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none.
-
-    Raises:
-        ValueError: There is no split `train`, or a column is missing.
-        OSError: The data is missing or unreadable.
-    """
+    """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none."""
     if data.dataset is None:
         splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:

@@ -61,9 +61,6 @@ class Task:
         layouts: Layouts that the files may have.
         hub: Data set of the Hub, and its configuration.
         splits: Split of the result -> split of the Hub set.
-
-    Raises:
-        ValueError: There are not one or two text columns.
     """
 
     name: str
@@ -89,20 +86,17 @@ def load_task(name: str, *, folder: str | None = None, revision: str | None = No
 
     MNLI from the Hub or the GLUE archive has `validation_matched` and `validation_mismatched` instead; a part of it
     (`dev_subset.tsv`) is `validation`. The test split of IMDB, which has no other held-out part, is `validation`.
-    Hidden test splits are not loaded. `train.tsv` goes before `train_subset.tsv` if both exist.
+    Hidden test splits are not loaded. `train.tsv` goes before `train_subset.tsv` if both exist. `label` is a
+    `ClassLabel`, or float32 for regression.
 
     Args:
         name: A task of `TASKS`.
         folder: The folder of the task's files, or the one above it (the GLUE archive); None: the Hub.
         revision: Branch, tag or commit of the Hub set.
 
-    Returns:
-        A `DatasetDict`; `label` is a `ClassLabel`, or float32 for regression.
-
     Raises:
         ValueError: An unknown task; a bad row (file, line and value are named); `revision` with `folder`.
         OSError: Files are missing or unreadable, or the Hub cannot be reached.
-        ImportError: The package datasets is not installed.
     """
     task = TASKS.get(name)
     if folder is not None:

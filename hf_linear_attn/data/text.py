@@ -41,12 +41,7 @@ class Text:
 
 
 def read_text(path: str | None) -> Text:
-    """Read a text file, or the docstrings of the standard library if `path` is None.
-
-    Raises:
-        OSError: The file is missing or unreadable.
-        ValueError: It is not UTF-8 text, or too short.
-    """
+    """Read a text file, or the docstrings of the standard library if `path` is None."""
     if path is None:
         version = ".".join(map(str, sys.version_info[:3]))
         source = f"docstrings of the standard library of Python {version}, one document per module"

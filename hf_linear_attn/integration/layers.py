@@ -33,12 +33,7 @@ Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
 
 
 def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
-    """Choose the layers to patch and check that they can be; nothing is built or changed yet.
-
-    Raises:
-        ValueError: There is nothing to patch.
-        NotImplementedError: The architecture, a layer, or its direction cannot be served.
-    """
+    """Choose the layers to patch and check that they can be; nothing is built or changed yet."""
     layers = self_attention(model)
     planned: Plan = {}
     skipped = []

@@ -105,8 +105,7 @@ def check_length(mask: Tensor, seen: Any, new: Any) -> None:
 def full_mask_to_bool(mask: Tensor, layer: str = "the layer") -> Tensor:
     """Return a boolean, integer or additive mask `[B | 1, H | 1, L, S]` as booleans, True where a query sees a key.
 
-    Raises:
-        NotImplementedError: The mask is an additive bias (it holds anything but 0 and a very negative number).
+    A NotImplementedError if it is an additive bias, which holds anything but 0 and a very negative number.
     """
     if mask.dtype == torch.bool:
         return mask

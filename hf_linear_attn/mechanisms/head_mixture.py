@@ -33,13 +33,9 @@ class HeadMixture(LinearAttention):
 
     Args:
         shape: The whole layer.
-        entry: The mechanism of the other heads.
-        options: The options of that mechanism.
+        entry, options: The mechanism of the other heads.
         exact_heads: The indices of the exact key-value heads. With grouped queries each stands for all query heads that
             share it.
-
-    Raises:
-        ValueError: An index is out of range, or no head is left for the mechanism.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ PROGRESS_SECONDS = 30.0
 
 
 class InterruptedRunError(RuntimeError):
-    """A signal stopped a run, after a checkpoint was written.
-
-    Attributes:
-        code: The exit code that belongs to the signal, 128 + its number.
-    """
+    """A signal stopped a run, after a checkpoint was written; `code` is the exit code of the signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -37,10 +33,7 @@ class InterruptionCallback(TrainerCallback):
     changed outside of `train()`, in threads other than the main one, or for signals that are ignored, as under nohup.
 
     The Trainer's own `enable_jit_checkpoint` knows SIGTERM only, waits for three seconds, and lets `train()` return as
-    if the run had ended.
-
-    Args:
-        remedy: Last sentence of the message: how to resume the run.
+    if the run had ended. `remedy` is the last sentence of the message: how to resume the run.
     """
 
     def __init__(self, remedy: str = "Resume it with train(resume_from_checkpoint=True) and the same arguments."):
@@ -96,13 +89,10 @@ class StageCallback(TrainerCallback):
     """Log a stage to a file of JSON lines, report its progress, and ask for periodic checkpoints.
 
     With `save_strategy="best"` the Trainer saves only where an evaluation is the best so far, and with `"steps"` it
-    wants `save_steps` to be a multiple of `eval_steps`: a long run with few evaluations would lose many steps.
+    wants `save_steps` to be a multiple of `eval_steps`: a long run with few evaluations would lose many steps. So
+    `save_steps` here are those between checkpoints besides the ones of `save_strategy` (0: none).
 
-    Args:
-        stage: Name of the stage.
-        log: The file. Each line has the step and the stage. A resumed run first removes those of steps that it repeats.
-        save_steps: Steps between checkpoints, besides those of `save_strategy`; 0 for none.
-        say: Reports a line.
+    Each line of the file `log` has the step and the stage. A resumed run first removes those of steps that it repeats.
     """
 
     def __init__(self, stage: str, log: Path, save_steps: int = 0, say: Callable[[str], None] = lambda line: None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
 from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model
-from ..registry import ATTENTIONS
 from ..utils.extras import require_packages
 from ..utils.gguf import dequantized, split_source
 from ..utils.models import loading_errors, quiet_transformers
@@ -74,16 +73,10 @@ def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, 
 def load_model(
     config: TrainingRunConfig, data: TaskData, source: str | None = None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model in float32 with a head for the task. A patched checkpoint comes back patched.
+    """Load a model, or the one in a folder that the run has saved, in float32 with a head for the task.
 
-    Args:
-        config: Which model.
-        data: The data of the task.
-        source: A folder that the run has saved, to load instead.
-
-    Returns:
-        The model, and the names of its parameters that the checkpoint lacks: those of a new head, which is drawn from
-        torch's generator. A checkpoint that lacks more is an error.
+    A patched checkpoint comes back patched. Returns the model, and the names of its parameters that the checkpoint
+    lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
     if source is not None:
         config = replace(config, model=source, model_type=None, from_config=False, revision=None, config_overrides={})
@@ -143,11 +136,8 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
         return LinearAttentionConfig.from_file(config.plan)
     if config.attention is None:
         return None
-    options = dict(config.options)
-    entry = ATTENTIONS.get(config.attention)
-    if any(entry_field.name == "seed" for entry_field in fields(entry.options)):
-        options.setdefault("seed", config.seed)
-    return LinearAttentionConfig.parse(config.attention, config.layers, options)
+    attention = LinearAttentionConfig.parse(config.attention, config.layers, config.options)
+    return attention.with_default("seed", config.seed)
 
 
 def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> None:

@@ -46,13 +46,8 @@ class EpochSampler(Sampler[int]):
 
     Transformers' own `LengthGroupedSampler` draws its order from torch's generator, whose state at the beginning of an
     epoch is not known to a run that resumes in the middle of it. In several processes accelerate does not tell the
-    sampler of a resumed loader its epoch either.
-
-    Args:
-        size: Number of rows.
-        seed: Seed of the order.
-        lengths: Tokens of each row; rows of similar length are then neighbours, so that little is padding.
-        batch_size: Rows of one optimizer step, for `lengths`.
+    sampler of a resumed loader its epoch either. With the `lengths` of all rows in tokens, rows of similar length are
+    neighbours within some optimizer steps of `batch_size` rows, so that little is padding.
     """
 
     size: int

@@ -121,7 +121,7 @@ class Run:
         if not config.resume or not path.is_file():
             return
         before = flatten(json.loads(path.read_text(encoding="utf-8")))
-        now = flatten(json.loads(json.dumps(to_dict(config))))
+        now = flatten(to_dict(config))
         changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
         if changed:
             changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
@@ -192,15 +192,10 @@ class Run:
         return self.state[stage]
 
     def train(self, stage: str, model: nn.Module, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one stage of gradient steps, from its last checkpoint if the run resumes.
+        """Run one stage of gradient steps, from its last checkpoint (in `checkpoints/STAGE`) if the run resumes.
 
-        Args:
-            stage: A key of `TRAINERS`; its checkpoints are in `checkpoints/NAME`.
-            model: The model.
-            kwargs: Further arguments of the trainer, which replace those of the data.
-
-        Returns:
-            The model with all of its weights, those of the best step, and what `stage_progress` tells.
+        Further arguments of the trainer replace those of the data. Returns the model with all of its weights, those of
+        the best step, and what `stage_progress` tells.
         """
         self.prepare_folder()
         section, data = getattr(self.config, stage), self.data

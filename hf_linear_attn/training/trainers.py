@@ -138,11 +138,7 @@ class FinetuningTrainer(Trainer):
         return {name: value for name, value in inputs.items() if name != "labels"}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Add the gradients of one batch.
-
-        Raises:
-            FloatingPointError: The loss is infinite or NaN.
-        """
+        """Add the gradients of one batch; a FloatingPointError if the loss is infinite or NaN."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         remedy = "Lower the learning rate" + (" or train without fp16" if self.args.fp16 else "")
         check_finite_loss(float(loss), self.state.global_step + 1, self._get_learning_rate(), remedy)
@@ -200,11 +196,7 @@ class FinetuningTrainer(Trainer):
         return [name for name, value in model.named_parameters() if value.dim() >= 2 and not _is_learned(name)]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer of `args.optim`, with `learned_lr` for the learned parts of mechanisms.
-
-        Raises:
-            ValueError: No parameter requires a gradient.
-        """
+        """Create the optimizer of `args.optim`, with `learned_lr` for the learned parts of mechanisms."""
         if self.optimizer is not None:
             return self.optimizer
         parameters = dict((self.model if model is None else model).named_parameters())

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
 from ..mechanisms.base import LinearAttention
-from ..patching import check_model, is_patched
+from ..patching import check_model, check_patched
 from ..utils.arguments import check_positive
 from .arguments import AttentionTransferConfig
 from .losses import layer_loss
@@ -114,7 +114,6 @@ def transfer_attention(
         ValueError: The model is not patched or has nothing to learn, there are no batches, or an option is invalid.
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
-    check_model(model)
     options = SimpleNamespace(steps=steps, lr=lr, evaluate_every=evaluate_every, loss=loss)
     check_positive("", options, "steps", "lr", "evaluate_every")
     check_transfer_options("", options)
@@ -166,16 +165,8 @@ def transfer_attention(
 class AttentionTransferLoss:
     """The losses of all layers of a patched model, from one forward pass with exact attention.
 
-    Args:
-        model: A patched model.
-        kind: `"weights"`, `"outputs"` or `"auto"`.
-        branch_steps: Steps (from 1) in which a hybrid's linear branch is trained alone.
-        whole_model: Whether to run the head too. A model that is sharded must be called as a whole.
-
-    Attributes:
-        learned: The mechanisms with learned parts.
-        parameters: Their parameters; one that several layers share is listed once.
-        tokens: Real tokens seen so far.
+    In the `branch_steps` (from 1) a hybrid's linear branch is trained alone. A model that is sharded must be called as
+    a whole (`whole_model`), with its head. `tokens` counts the real tokens seen so far.
 
     Raises:
         ValueError: The model is not patched, or none of its mechanisms has anything to learn.
@@ -184,9 +175,9 @@ class AttentionTransferLoss:
     def __init__(
         self, model: PreTrainedModel, kind: str = "auto", branch_steps: Collection[int] = (), whole_model: bool = False
     ) -> None:
-        if not is_patched(model):
-            raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+        check_patched(model)
         mechanisms: list[Any] = [module.linear_attention for module in attention_modules(model)]
+        #: The mechanisms with learned parts.
         self.learned = [mechanism for mechanism in mechanisms if list(mechanism.parameters())]
         if not self.learned:
             raise ValueError(
@@ -203,6 +194,7 @@ class AttentionTransferLoss:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """The learned parts; one that several layers share is listed once."""
         return [parameter for module in self.learned for parameter in _own_parameters(module)]
 
     def optimizer(self, lr: float | None, steps: int) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:

@@ -99,14 +99,13 @@ def check_output(
     """Check, without writing, that a command may write to a folder. Every command has this rule.
 
     A new or an empty folder may be written to. A folder with an earlier result of the command is continued with
-    `resume`, replaced with `overwrite`, and refused otherwise. A folder with other files is refused in any case.
+    `resume` (None: the command cannot continue one), replaced with `overwrite`, and refused otherwise. A folder with
+    other files is refused in any case, and so is one that contains the model that the command reads, its `source`.
 
     Args:
         output: The folder.
         results: Names of files; a folder with one of them holds a result of the command.
-        overwrite: Whether an earlier result may be replaced.
-        resume: Whether an earlier result is continued; None: the command cannot continue one.
-        source: A model that the command reads; the folder must not contain it.
+        overwrite, resume, source: See above.
         option: The option that names the folder, for messages.
 
     Raises:
@@ -142,13 +141,8 @@ def check_output(
 def open_output(folder: Path, results: Sequence[str], *, overwrite: bool = False) -> Iterator[None]:
     """Context manager that creates an output folder, and removes it if the block raises before there is a result.
 
-    Args:
-        folder: A folder that `check_output` has checked. It is created, with its parents.
-        results: Names of files; a folder with one of them holds a result and stays as it is.
-        overwrite: Whether to remove what the folder holds first.
-
-    Raises:
-        OSError: The folder cannot be created or written to.
+    That is one of the files `results`. With `overwrite` everything in the folder, which `check_output` has checked, is
+    removed first. An OSError if the folder cannot be created or written to.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

@@ -23,12 +23,7 @@ class JsonLinesFile:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the objects of all complete lines; an empty list if the file does not exist.
-
-        Raises:
-            ValueError: A complete line is no JSON object. The message names file and line.
-            OSError: The file cannot be read.
-        """
+        """Return the objects of all complete lines, none if the file does not exist; other lines are a ValueError."""
         if not self.path.exists():
             return []
         rows = []
@@ -48,9 +43,7 @@ class JsonLinesFile:
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Append one line per row, and wait until the operating system has written them to the disk.
 
-        Raises:
-            ValueError: A row holds NaN or infinity, which JSON does not know (see `utils.environment.json_safe`).
-            OSError: The file cannot be written.
+        NaN and infinity, which JSON does not know, are a ValueError (see `utils.environment.json_safe`).
         """
         content = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
