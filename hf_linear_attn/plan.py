@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from .config import DEFAULT_ATTENTION
 from .data.config import DataConfig, TimingConfig
-from .utils.arguments import check_not_negative, check_positive, option
+from .utils.arguments import check_exclusive, check_not_negative, check_positive, option
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_not_negative("", self, "steps", "seed")
         check_positive("", self, "threads")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other. Give only one of them.")
+        check_exclusive(self, "resume", "overwrite")
 
 
 def plan_command(config: PlanConfig) -> int:

@@ -166,7 +166,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 def test_traceback_on_request(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"in its config\.json"):
+    with pytest.raises(OSError, match=r"in its config\.json"):
         run("info", tmp_path, "--traceback")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import shortened
-from .sources import check_columns, import_datasets
+from .sources import import_datasets
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,10 +42,9 @@ def encode_pairs(
     column `label`, if any, becomes `labels`.
 
     Raises:
-        ValueError: An unknown column; a row (it is named) without text, with a hidden label (-1), or that the tokenizer
-            cannot read; a `max_length` that leaves no token beside the special ones.
+        ValueError: A row (it is named) without text, with a hidden label (-1), or that the tokenizer cannot read; a
+            `max_length` that leaves no token beside the special ones.
     """
-    check_columns(dataset, columns, label)
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise ValueError(f"data.max_length {max_length!r} leaves no room for text beside {special} special tokens.")
@@ -87,7 +86,6 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     datasets = import_datasets()
     if not isinstance(block_length, int) or block_length < 2:
         raise ValueError(f"block_length must be a whole number of at least 2, got {block_length!r}.")
-    check_columns(dataset, [text_column], None)
     ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:

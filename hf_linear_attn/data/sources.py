@@ -13,7 +13,7 @@ from ..utils.formatting import near_matches
 from .files import FORMATS, file_suffix, read_table, uncompressed_name, with_numbers
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import DatasetDict
 
 #: Other names of the validation split.
 ALIASES = {"dev": "validation", "valid": "validation", "val": "validation"}
@@ -47,11 +47,6 @@ def load_source(source: str, *, config: str | None = None, revision: str | None 
 
     Returns:
         The splits; dev, valid and val are renamed to validation.
-
-    Raises:
-        OSError: The source is missing or unreadable, or the Hub cannot be reached.
-        ValueError: The source is empty; files differ in columns or formats, or two are for one split; a bad row (the
-            message names file and line); several validation splits; `config` or `revision` of a local source.
     """
     datasets, path = import_datasets(), Path(source).expanduser()
     if path.exists():
@@ -163,11 +158,10 @@ def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> Dataset
     return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(sorted(held_out))})
 
 
-def check_columns(data: Dataset | DatasetDict, columns: Sequence[str], label: str | None) -> None:
-    """Raise a ValueError with near matches if a column, or the label column, is missing in a split."""
-    names = data.column_names
-    for existing in names.values() if isinstance(names, dict) else [names]:
-        for column in [*columns, *([] if label is None else [label])]:
+def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:
+    """Raise a ValueError with near matches if a column is missing in a split."""
+    for existing in splits.column_names.values():
+        for column in columns:
             if column not in existing:
                 near, listed = near_matches(column, existing), ", ".join(existing)
                 raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}.")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
-from ..utils.extras import require_packages
 from .config import DataConfig
 from .encode import Encoded, encode_blocks, encode_pairs, row_lengths
 from .files import FORMATS, TEXT_FORMATS, file_suffix
@@ -47,12 +46,8 @@ class TaskData:
 
     Attributes:
         task_type: A key of `AUTO_CLASSES`.
-        tokenizer: The model's tokenizer.
-        collator: The data collator.
-        train: Encoded training rows.
         validation: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
-        metric: The metric that decides which step is best.
-        greater_is_better: Its direction.
+        metric: The metric that decides which step is best, with its direction `greater_is_better`.
         metric_names: All metrics of a classification task.
         labels: Names of the classes in order; None for scores and for language models.
         facts: Numbers of rows and tokens.
@@ -184,9 +179,7 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
         ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
         ImportError: The extra `train` is not installed.
     """
-    require_packages("datasets", "sklearn", "scipy", extra="train", purpose="Training")
-    import datasets
-
+    datasets = import_datasets()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if data.task is None and data.dataset is None:
@@ -243,7 +236,7 @@ def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetD
         splits = load_source(data.dataset, config=data.dataset_config, revision=data.revision)
     if "train" not in splits:
         raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
-    check_columns(splits, columns, None)
+    check_columns(splits, columns)
     if any(name.startswith("validation") for name in splits):
         return splits
     if len(splits["train"]) == 1 and len(columns) == 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ..utils.arguments import option
+from ..utils.arguments import check_exclusive, option
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -188,8 +188,7 @@ class EvaluateConfig:
             raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
         if self.context is not None and self.stride is None and self.context < 4:
             raise ValueError(f"context {self.context} is too short for a stride of half of it: give stride too.")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other. Give only one of them.")
+        check_exclusive(self, "resume", "overwrite")
 
     def for_task(self, task: str | None) -> EvaluateConfig:
         """Return what concerns one model: that of a further task, or (None) MODEL itself."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
-from ..utils.arguments import check_not_negative, check_positive, option
+from ..utils.arguments import check_exclusive, check_not_negative, check_positive, option
 
 TaskType = Literal["classification", "causal-lm", "masked-lm"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
@@ -188,10 +188,8 @@ class TrainingRunConfig:
     def __post_init__(self) -> None:
         check_positive("", self, "max_length", "threads", "per_device_eval_batch_size", "save_total_limit")
         check_not_negative("", self, "seed", "save_steps", "dataloader_num_workers")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other. Give only one of them.")
-        if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 exclude each other. Give only one of them.")
+        check_exclusive(self, "resume", "overwrite")
+        check_exclusive(self, "bf16", "fp16")
         if self.plan is not None and (self.layers is not None or self.options):
             raise ValueError("plan says what every layer gets. Leave layers and options out, or write them into it.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):

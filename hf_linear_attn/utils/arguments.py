@@ -78,6 +78,12 @@ def check_not_negative(section: str, config: Any, *names: str) -> None:
             raise ValueError(f"{section}{name} must not be negative, got {value!r}.")
 
 
+def check_exclusive(config: Any, first: str, second: str) -> None:
+    """Raise a ValueError if both of two options are set."""
+    if getattr(config, first) and getattr(config, second):
+        raise ValueError(f"{first} and {second} exclude each other. Give only one of them.")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested dicts and lists, the way a YAML file holds it."""
     return json.loads(json.dumps(asdict(config)))
@@ -186,15 +192,8 @@ def parse_config(
 
     A flag is `--section.name VALUE` or `--section.name=VALUE`; dashes and underscores are the same. A list takes
     several values, or one with commas; a flag of a list that is repeated adds to it. A boolean flag needs no value.
-    `--print_config` prints the config as YAML. `--help` shows the options marked `common`, `--help all` all of them.
-
-    Args:
-        config_class: A dataclass; its `__post_init__` checks what a type cannot express.
-        arguments: The arguments after the command.
-        program: How the command is called, for the help and for messages.
-        description: First paragraph of the help.
-        examples: Last paragraph of the help.
-        positionals: Options that may be given without their flag, in this order.
+    `--print_config` prints the config as YAML. `--help` shows the options marked `common`, `--help all` all of them,
+    between a description and examples. Values of `positionals` may be given without their flags, in this order.
 
     Raises:
         UsageError: An unknown option (with near matches), a missing value, or a value of the wrong type.

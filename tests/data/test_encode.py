@@ -97,7 +97,6 @@ def test_a_row_that_the_tokenizer_cannot_read_is_named():
 @pytest.mark.parametrize(
     ("changes", "columns", "length", "message"),
     [
-        ({}, ["frist"], 8, "no column 'frist'. Did you mean 'first'"),
         ({}, ["first", "second"], 4, "data.max_length 4 leaves no room for text beside 3 special tokens"),
         ({}, ["first"], 2.5, "data.max_length 2.5 leaves no room"),
         ({"first": ["a", None, "b"]}, ["first"], 8, "Row 1: expected text, found None"),
@@ -157,8 +156,6 @@ def test_blocks_that_cannot_be_made_are_errors():
         encode_blocks(short, tokenizer(), "text", 8)
     with pytest.raises(ValueError, match="at least 2, got 1"):
         encode_blocks(short, tokenizer(), "text", 1)
-    with pytest.raises(ValueError, match="no column 'txt'"):
-        encode_blocks(short, tokenizer(), "txt", 2)
 
 
 def test_documents():

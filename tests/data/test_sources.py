@@ -200,12 +200,12 @@ def test_validation_that_cannot_be_carved():
 
 def test_columns_are_checked():
     part = datasets.Dataset.from_dict(ROWS)
-    check_columns(part, ["text"], "label")
-    check_columns(datasets.DatasetDict({"train": part}), ["text"], None)
+    splits = datasets.DatasetDict({"train": part})
+    check_columns(splits, ["text", "label"])
     with pytest.raises(ValueError, match=r"no column 'txt'. Did you mean 'text'\? Columns: text, label"):
-        check_columns(part, ["txt"], "label")
+        check_columns(splits, ["txt", "label"])
     with pytest.raises(ValueError, match=r"no column 'labels'. Did you mean 'label'"):
-        check_columns(datasets.DatasetDict({"train": part}), ["text"], "labels")
+        check_columns(splits, ["text", "labels"])
 
 
 def real(name: str) -> str:
