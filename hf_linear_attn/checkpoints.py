@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME
 
 from .config import LinearAttentionConfig
 from .integration.context import CONFIG_FIELD
@@ -21,6 +19,7 @@ from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
 from .utils.gguf import split_source
+from .utils.models import hidden_progress_bars
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -114,26 +113,13 @@ def save_checkpoint(
     The output folder appears completely or not at all. Raises as `utils.files.check_output`.
     """
     with atomic_folder(Path(output).absolute()) as temporary:
-        with progress_bars_on_terminals():
+        with hidden_progress_bars(not sys.stderr.isatty()):
             model.save_pretrained(temporary)
         _copy_companions(source, temporary, revision)
         if any(hasattr(part, EXTENDED_FROM) for part in all_configs(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
         # The folder may have been filled in the meantime.
         check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)
-
-
-@contextmanager
-def progress_bars_on_terminals() -> Iterator[None]:
-    """Context manager that hides Transformers' progress bars in logs."""
-    hide = not sys.stderr.isatty() and logging.is_progress_bar_enabled()
-    if hide:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            logging.enable_progress_bar()
 
 
 def _copy_companions(source: str, target: Path, revision: str | None) -> None:

@@ -24,20 +24,12 @@ PROGRAM = "hf-linear-attn"
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb of the command line.
-
-    Attributes:
-        config: `module:Class` of its config dataclass, relative to this package.
-        function: `module:function` that takes the config, and returns an exit code, or anything else for 0.
-        summary: One line for the list of verbs.
-        positionals: Options that may be given without their flag.
-        examples: Last paragraph of the help.
-    """
+    """One verb of the command line. Its config class and its function are `module:name`, relative to this package."""
 
     config: str
-    function: str
+    function: str  # takes the config, and returns an exit code, or anything else for 0
     summary: str
-    positionals: tuple[str, ...] = ()
+    positionals: tuple[str, ...] = ()  # options that may be given without their flag
     examples: str = ""
 
 

@@ -140,9 +140,10 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     import torch
     from safetensors import SafetensorError
 
-    from .checkpoints import _model_class, progress_bars_on_terminals
+    from .checkpoints import _model_class
     from .patching import CONFIG_FIELD, patch_model
     from .utils.gguf import dequantized, split_source
+    from .utils.models import hidden_progress_bars
 
     source = config.model
     name, gguf_file = split_source(source)
@@ -157,7 +158,7 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     with torch.device("meta"):
         patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
     try:
-        with progress_bars_on_terminals():
+        with hidden_progress_bars(not sys.stderr.isatty()):
             hub = {"revision": config.revision or "main", **gguf_file}
             model = dequantized(model_class.from_pretrained(name, dtype=config.dtype, **hub))
     except SafetensorError as error:

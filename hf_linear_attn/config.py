@@ -223,11 +223,7 @@ class LinearAttentionConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> LinearAttentionConfig:
-        """Read the saved form.
-
-        Raises:
-            ValueError: A newer version of the package has written it, or it has another form.
-        """
+        """Read the saved form; a ValueError if a newer version of the package has written it, or it has another."""
         version = saved.get("format_version")
         if not isinstance(version, int):
             raise ValueError(f"Not the settings of linear attention: format_version is {version!r}, not a number.")

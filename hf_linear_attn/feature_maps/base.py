@@ -60,6 +60,11 @@ def epsilon_option(default: float, added_to: str = "every feature") -> Any:
     return option(default, help, within="[0, 1)")
 
 
+def decay_option(subject: str = "share of the state that is forgotten") -> Any:
+    """Return the field of a decay at the start of training."""
+    return option(1e-2, f"{subject} per token at the start, in (0, 0.5]", within="(0, 0.5]")
+
+
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Options:

@@ -87,11 +87,8 @@ class LinearAttentionModelMixin:
     ) -> Any:
         """Load a model as Transformers does, and refuse a checkpoint whose weights do not match its linear attention.
 
-        Weights are read from safetensors only, unless `use_safetensors=False` asks for another format.
-
-        Raises:
-            ValueError: The weights are corrupt, or do not match the linear attention of the config.
-            MismatchedSizesError: Other weights have another size than the model.
+        Weights are read from safetensors only, unless `use_safetensors=False` asks for another format. Raises as
+        `check_loading`, and a ValueError where the weights are corrupt.
         """
         if pretrained_model_name_or_path is not None:
             kwargs.setdefault("use_safetensors", True)

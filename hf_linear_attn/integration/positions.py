@@ -93,14 +93,9 @@ class PositionTable:
     field: str
 
     @property
-    def reserved(self) -> int:
-        """Rows before that of the first position."""
-        return _reserved(self.module)
-
-    @property
     def limit(self) -> int:
         """The longest input in tokens."""
-        return self.module.num_embeddings - self.reserved
+        return self.module.num_embeddings - _reserved(self.module)
 
 
 @dataclass
@@ -273,9 +268,6 @@ def position_inputs(model: PreTrainedModel, length: int, start: int = 0) -> dict
     if limit is None or start + length <= limit or not has_position_table(model):
         return {}
     return {"position_ids": torch.arange(start, start + length, device=model.device)[None] % limit}
-
-
-# --------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

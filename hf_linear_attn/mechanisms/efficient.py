@@ -57,6 +57,5 @@ class EfficientAttention(LinearAttention):
         return ops.dense_weights(inputs.query, inputs.key, inputs.visible(), scale=self._scale(inputs.scaling))
 
     def _scale(self, scaling: float) -> float:
-        return {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}[
-            self.options.scale
-        ]
+        scales = {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}
+        return scales[self.options.scale]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..ops import gated_delta as ops
 from ..ops.common import Features, State
@@ -24,9 +24,7 @@ class GatedDeltaOptions(Options):
     feature_dim: int | None = option(
         None, "rows f of the feature map per head (None: the head size); 2f features", least=1
     )
-    initial_decay: float = option(
-        1e-2, "share of the state that is forgotten per token at the start, in (0, 0.5]", within="(0, 0.5]"
-    )
+    initial_decay: float = decay_option()
     initial_rate: float = option(
         1e-2,
         "β at the start, in (0.0001, 1): near 0 values are averaged, near 1 the last one replaces",

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..feature_maps.random_features import gaussian_features
 from ..ops import backends
@@ -25,9 +25,7 @@ class GLAOptions(Options):
     )
     activation: Literal["softmax", "joint"] = option("softmax", "of the hedgehog map: 'softmax' or 'joint'")
     gate_rank: int = option(16, "rank of the map from keys to the features' decays", least=1)
-    initial_decay: float = option(
-        1e-2, "share that a feature forgets per token at the start, in (0, 0.5]", within="(0, 0.5]"
-    )
+    initial_decay: float = decay_option("share that a feature forgets")
 
 
 @register_attention(

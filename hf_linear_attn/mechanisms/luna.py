@@ -74,14 +74,8 @@ class LunaAttention(LinearAttention):
         """Start P from queries of calibration text, drawn from the seed.
 
         Use it with `observe_attention`: `lambda call: call.mechanism.start_from_queries(call.query, call.padding)`.
-        With fewer queries than l, some are taken more than once.
-
-        Args:
-            query: `[B, H, L, d]`.
-            real: `[B, L]`, True where a query is no padding; None where none is.
-
-        Raises:
-            ValueError: There is no real query.
+        With fewer queries than l, some are taken more than once. Queries are `[B, H, L, d]`; `real` `[B, L]` is False
+        where they are padding.
         """
         groups, slots, _ = self.packed.shape
         rows = query.permute(0, 2, 1, 3)  # [B, L, H, d]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..feature_maps.base import AttentionShape, Options, constant_parameter, option
+from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
 from ..feature_maps.random_features import gaussian_features, layer_seed
 from ..ops import backends, gated, kernelized
 from ..ops.common import Features, State, compute_dtype
@@ -21,9 +21,7 @@ class RFAOptions(Options):
     num_features: int = option(256, "number of features m, two of each random row (even)", least=1, parity="even")
     sigma_init: float = option(1.0, "start of the learned scales σ of the random rows", within="(0, inf)")
     gate: bool = option(True, "learned forgetting, in causal layers")
-    initial_decay: float = option(
-        1e-2, "share of the state that is forgotten per token at the start, in (0, 0.5]", within="(0, 0.5]"
-    )
+    initial_decay: float = decay_option()
     seed: int = option(0, "seed of the random rows; layers draw different ones from it", least=0)
 
 

@@ -41,9 +41,7 @@ class InterruptionCallback(TrainerCallback):
         self._received: int | None = None
         self._handlers: dict[int, Any] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Install the handlers."""
         self.restore_handlers()
         self._received = None

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
@@ -21,7 +22,7 @@ from ..integration.positions import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
-from ..utils.files import atomic_folder, write_json
+from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .card import exactness, model_card, results_table
@@ -35,7 +36,7 @@ from .models import (
     train_tokenizer,
 )
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
-from .runs import RESULTS_FILE, Run, best_metrics
+from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
 from .sharding import is_sharded
 from .transfer import exact_length
 
@@ -50,23 +51,16 @@ TIMING_SECONDS = 2.0
 
 
 def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a model, exact or patched, on the loss of a task; otherwise as `convert`.
-
-    Returns:
-        The content of `results.json` in the output folder, where `model/` is the checkpoint.
-    """
+    """Train a model, exact or patched, on the loss of a task; otherwise as `convert`."""
     return _execute(config, console, _finetune)
 
 
 def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Convert a fine-tuned model: (teacher) -> attention transfer -> distillation -> a measured checkpoint.
 
-    The run reports its progress on the console, by default stderr.
-
-    Returns:
-        The content of `results.json` in the output folder: the metrics of the teacher, of the patched model before any
-        training, after attention transfer and after distillation, and its speed beside the teacher's. `model/` is the
-        checkpoint with its card.
+    The run reports its progress on the console, by default stderr. In the output folder `model/` is the checkpoint with
+    its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the patched model before
+    any training, after attention transfer and after distillation, and its speed beside the teacher's.
 
     Raises:
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
@@ -83,7 +77,9 @@ def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[s
     if config.resume and path.is_file():
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
-        with run.open_folder():
+        # A run that fails before it has trained anything leaves no folder.
+        with open_output(run.folder, (STATE_FILE, LOG_FILE)) if run.is_main_process else nullcontext():
+            run.process.wait_for_everyone()
             run.data = _load_data(run)
             facts = train(run)
             times = {"format_version": 2, "created": utc_now()}

@@ -184,11 +184,9 @@ def layer_loss(
     """Return the loss of one layer's attention, without a gradient; optionally add the gradients of the learned parts.
 
     Args:
-        call: A call of the layer's attention.
         kind: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution, and are known
             for some of the queries or there are at most `MAX_WEIGHTS_LENGTH` keys; outputs otherwise.
         backward: Whether to add gradients to the `.grad` of the learned parts.
-        branch_only: See `attention_weights_loss`.
         seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
             from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
 from ..utils.environment import json_safe
-from ..utils.files import (
-    atomic_folder,
-    check_disk_space,
-    check_output,
-    clear_folder,
-    open_output,
-    remove_partial_files,
-    write_json,
-)
+from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files, write_json
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
@@ -73,11 +65,8 @@ FREE_OPTIONS = (
 class Run:
     """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `model/`, `results.json`.
 
-    `checkpoints/` is what it can resume from until it is finished.
-
-    Args:
-        config: The options, a `FinetuneConfig` or a `ConvertConfig`.
-        console: Where the run reports its progress; by default stderr.
+    `checkpoints/` is what it can resume from until it is finished. It reports its progress on the console, by default
+    stderr.
 
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
@@ -128,13 +117,6 @@ class Run:
             raise ValueError(
                 f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones."
             )
-
-    @contextmanager
-    def open_folder(self) -> Iterator[None]:
-        """Context manager that creates the folder, and removes it if the run fails before it has trained anything."""
-        with open_output(self.folder, (STATE_FILE, LOG_FILE)) if self.is_main_process else nullcontext():
-            self.process.wait_for_everyone()
-            yield
 
     def prepare_folder(self) -> None:
         """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""

@@ -24,9 +24,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     The folder `target` holds either its previous content or the new content, never a mixture. If the process is killed
     between the two renames that replace an existing folder, `remove_partial_files` restores the previous content.
-
-    Raises:
-        OSError: The folder cannot be created. The message names it.
     """
     temporary = _temporary_name(target, "part")
     try:

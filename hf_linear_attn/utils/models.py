@@ -19,17 +19,28 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Context manager that hides Transformers' progress bars and its report of a loaded checkpoint."""
-    progress_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+def hidden_progress_bars(hide: bool = True) -> Iterator[None]:
+    """Context manager that hides Transformers' progress bars, optionally."""
+    hide = hide and logging.is_progress_bar_enabled()
+    if hide:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if progress_bar:
+        if hide:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Context manager that hides Transformers' progress bars and its report of a loaded checkpoint."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with hidden_progress_bars():
+            yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @contextmanager

@@ -56,9 +56,6 @@ def time_interleaved(
         repeat: Whether a short function is called several times in one sample. A function that changes its own state,
             such as a decoding step, must not be.
         warmup: Calls of each function before the first sample.
-
-    Returns:
-        Name -> `Timing`.
     """
     clock = device_clock(device)
 
@@ -127,13 +124,9 @@ class Crossover:
 
 
 def crossover(lengths: Sequence[int], speedups: Sequence[float]) -> Crossover:
-    """Return the length where the speedup passes 1 for good.
+    """Return the length where the speedup passes 1 for good, by the speedups at ascending lengths, at least one.
 
     Between two lengths the speedup is interpolated linearly in log(length) and log(speedup).
-
-    Args:
-        lengths: Measured lengths in tokens, ascending, at least one.
-        speedups: The speedup at each length.
     """
     if speedups[-1] <= 1:
         return Crossover(float(lengths[-1]), ">")
