@@ -25,50 +25,33 @@ MIN_SCORE, MAX_SCORE = 0.0, 5.0
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One layout that the files of a task may have.
+    """One layout that the files of a task may have."""
 
-    Attributes:
-        text: The text columns, or keys of a file of JSON lines.
-        label: The label column, likewise.
-        files: Split -> names that its file may have; the first that exists is read.
-        names: Names of all columns, where the first line does not name them.
-        widths: Numbers of columns that rows may have; empty: as many as have a name.
-        label_names: Whether labels are written by name, not by number.
-    """
-
-    text: tuple[str, ...]
-    label: str
+    text: tuple[str, ...]  # the text columns, or keys of a file of JSON lines
+    label: str  # the label column, likewise
+    #: Split -> names that its file may have; the first that exists is read.
     files: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
             "train": ("train.tsv", "train_subset.tsv"),
             "validation": ("dev.tsv", "dev_subset.tsv"),
         }
     )
-    names: tuple[str, ...] = ()
-    widths: tuple[int, ...] = ()
-    label_names: bool = False
+    names: tuple[str, ...] = ()  # of all columns, where the first line does not name them
+    widths: tuple[int, ...] = ()  # numbers of columns that rows may have; empty: as many as have a name
+    label_names: bool = False  # whether labels are written by name, not by number
 
 
 @dataclass(frozen=True)
 class Task:
-    """One labelled task.
+    """One labelled task."""
 
-    Attributes:
-        name: Name on the Hub and the command line.
-        columns: The one or two text columns, after loading.
-        labels: Names of the classes in order; None for scores (regression).
-        metrics: Metrics to report; the first one stands for the task in an average.
-        layouts: Layouts that the files may have.
-        hub: Data set of the Hub, and its configuration.
-        splits: Split of the result -> split of the Hub set.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    labels: tuple[str, ...] | None
-    metrics: tuple[str, ...]
+    name: str  # on the Hub and the command line
+    columns: tuple[str, ...]  # the one or two text columns, after loading
+    labels: tuple[str, ...] | None  # names of the classes in order; None for scores (regression)
+    metrics: tuple[str, ...]  # the first one stands for the task in an average
     layouts: tuple[FileLayout, ...] = field(default=(), repr=False)
-    hub: tuple[str, str | None] = field(default=("", None), repr=False)
+    hub: tuple[str, str | None] = field(default=("", None), repr=False)  # data set and its configuration
+    #: Split of the result -> split of the Hub set.
     splits: Mapping[str, str] = field(
         default_factory=lambda: {"train": "train", "validation": "validation"}, repr=False
     )
