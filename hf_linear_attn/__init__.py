@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .integration.exact import AttentionCall as AttentionCall
     from .integration.exact import exact_attention as exact_attention
     from .integration.exact import observe_attention as observe_attention
+    from .integration.parallel import context_parallel as context_parallel
     from .integration.positions import extend_positions as extend_positions
     from .integration.state_files import load_state as load_state
     from .integration.state_files import save_state as save_state
@@ -61,6 +62,7 @@ _NAMES = {
     "evaluation.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
+    "integration.parallel": ("context_parallel",),
     "integration.positions": ("extend_positions",),
     "integration.state_files": ("load_state", "save_state"),
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ATTENTION, LinearAttentionConfig
-from .integration.context import CONFIG_FIELD, SUBMODULE, is_patched
+from .integration.context import CONFIG_FIELD, SUBMODULE, in_memory, is_patched
 from .integration.discovery import self_attention
 from .integration.layers import remove_layers
 from .integration.model_class import PATCHED_NAME, install, uninstall_class
@@ -229,7 +229,9 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         exact_heads = tuple(layer_config.get("exact_heads", ()))
         state_bytes, state = 0, "none"
         if layer.causal:
-            state_bytes, state = module.state_bytes(1024), "growing" if exact_heads else ATTENTIONS.get(name).state
+            with in_memory(module):
+                state_bytes = module.state_bytes(1024)
+            state = "growing" if exact_heads else ATTENTIONS.get(name).state
         parameters = module.learned_parameters()
         rows.append(LayerReport(index, layer.name, name, options, parameters, state_bytes, state, exact_heads))
     return PatchReport(base_class(type(model)).__name__, tuple(rows))

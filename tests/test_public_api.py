@@ -23,6 +23,7 @@ PUBLIC = [
     "RetrievalHeads",
     "TransferResult",
     "__version__",
+    "context_parallel",
     "evaluate",
     "exact_attention",
     "extend_positions",

@@ -58,6 +58,8 @@ def linear_attention_forward(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
     )
     boundaries = boundaries_of(kwargs, attention_mask)
+    if context.ranks is not None:
+        _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
 
 
@@ -132,7 +134,14 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             layer.skip_tokens(length)
             layer = None
         inputs = AttentionInputs(
-            *tensors, call.scaling, call.causal, mask, state, return_state=layer is not None, first_call=call.first_call
+            *tensors,
+            call.scaling,
+            call.causal,
+            mask,
+            state,
+            return_state=layer is not None,
+            first_call=call.first_call,
+            ranks=call.context.ranks,
         )
         out, state_after = mechanism(inputs)
         if layer is not None:
@@ -148,6 +157,23 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
             weights = mechanism.attention_weights(inputs)
         weights = weights.to(call.value.dtype)
     return out, weights
+
+
+def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:
+    """Raise where a layer cannot compute its slice of a sequence that is split over processes."""
+    reasons = {
+        "a cache": forward_context.take_cache_layer() is not None,
+        "packed documents": boundaries is not None,
+        "a full attention mask": call.mask is not None and call.mask.dim() == 4,
+        "exact attention": call.context.runs_exactly,
+        "output_attentions": attention_weights_requested(call.kwargs),
+    }
+    refused = [reason for reason, applies in reasons.items() if applies]
+    if refused:
+        raise NotImplementedError(
+            f"{call.label} cannot run with {' or '.join(refused)} inside of context_parallel. Pass padded rows "
+            "with a 2D mask and use_cache=False."
+        )
 
 
 def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLayer | None) -> Tensor:

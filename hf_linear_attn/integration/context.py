@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.common import ACCELERATE_HOOK
+from ..ops.parallel import Ranks
 
 #: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
 IMPLEMENTATION = "hf_linear_attn"
@@ -25,6 +26,8 @@ IMPLEMENTATION = "hf_linear_attn"
 SUBMODULE = "linear_attention"
 #: Name of the attribute of an attention module that is its `LayerContext`.
 LAYER_CONTEXT = "_linear_attention_context"
+#: Name of the attribute of a mechanism that is set where its parameters are shards with the heads of this process.
+OWN_HEADS = "_linear_attention_own_heads"
 #: Fields that the config of a patched model carries into `config.json`.
 CONFIG_FIELD = "linear_attention"
 IMPLEMENTATION_FIELD = "attn_implementation"
@@ -41,6 +44,8 @@ class LayerContext:
     runs_exactly: bool = False
     #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
     observer: Callable[[Any], None] | None = None
+    #: The processes of context parallelism, inside of `context_parallel`.
+    ranks: Ranks | None = None
 
 
 @dataclass(slots=True)
@@ -126,15 +131,18 @@ def is_patched(model: nn.Module) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weights that accelerate keeps elsewhere
+# Weights that are elsewhere, or shards
 
 
 def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
-    """Context manager inside of which the mechanism and its feature map have their weights.
+    """Context manager inside of which the mechanism and its feature map have the weights of the heads that they see.
 
     accelerate's hooks (`device_map` with "cpu" or "disk", `cpu_offload`) surround `forward` only, and other methods of
-    a mechanism and of its feature map read weights as well. Without such hooks this costs next to nothing.
+    a mechanism and of its feature map read weights as well. Under tensor parallelism the weights are this process's
+    own shards. Without either this costs next to nothing.
     """
+    if OWN_HEADS in mechanism.__dict__:
+        return _own_heads(mechanism)
     if torch.compiler.is_compiling():
         return nullcontext()
     with ExitStack() as stack:
@@ -144,3 +152,15 @@ def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:
                 hook.pre_forward(module)
                 stack.callback(hook.post_forward, module, None)
         return stack.pop_all()
+
+
+@contextmanager
+def _own_heads(mechanism: nn.Module) -> Iterator[None]:
+    shards: list[tuple[nn.Module, dict[str, Any]]] = [(part, dict(part._parameters)) for part in mechanism.modules()]
+    for module, parameters in shards:
+        module._parameters.update({name: shard.to_local() for name, shard in parameters.items() if shard is not None})
+    try:
+        yield
+    finally:
+        for module, parameters in shards:
+            module._parameters.update(parameters)

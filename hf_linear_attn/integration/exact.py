@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 from ..config import check_integers, layer_number
 from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
-from .context import InterfaceCall, attention_modules, layer_context
+from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import self_attention
 from .mask import full_mask_to_bool
 
@@ -64,17 +64,20 @@ class AttentionCall:
 
     def linear_weights(self) -> Tensor:
         """Return the weights that the mechanism implies for the same inputs, `[B, H, L, S]`."""
-        return self.mechanism.attention_weights(self._inputs())
+        with in_memory(self.mechanism):
+            return self.mechanism.attention_weights(self._inputs())
 
     def branch_weights(self) -> tuple[Tensor, Tensor] | None:
         """Return the weights of a hybrid's linear branch for the same inputs (see `LinearAttention.branch_weights`)."""
-        return self.mechanism.branch_weights(self._inputs())
+        with in_memory(self.mechanism):
+            return self.mechanism.branch_weights(self._inputs())
 
     def linear_output(self) -> Tensor:
         """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""
-        if self.padding is not None and self.padding.dim() == 4:
-            return self.mechanism.dense_forward(self._inputs())
-        return self.mechanism(self._inputs())[0]
+        with in_memory(self.mechanism):
+            if self.padding is not None and self.padding.dim() == 4:
+                return self.mechanism.dense_forward(self._inputs())
+            return self.mechanism(self._inputs())[0]
 
     def _inputs(self) -> AttentionInputs:
         tensors = (self.query, self.key, self.value)

@@ -27,6 +27,7 @@ from .context import CONFIG_FIELD, IMPLEMENTATION, LAYER_CONTEXT, SUBMODULE, att
 from .discovery import longest_input
 from .layers import build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
+from .parallel import plan_heads
 from .positions import PositionChange
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
@@ -214,6 +215,7 @@ def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: Po
     longest, positions = longest_input(model), positions or PositionChange()
     planned = plan_layers(model, config)
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
+    tensor_plan = plan_heads(model, planned, mechanisms)
     classes = auto_map(model)
     # From here on there are only assignments, which cannot fail half-way.
     own_configs(model)
@@ -224,6 +226,8 @@ def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: Po
         model.config.auto_map = classes
     model.__class__ = linear_attention_class(type(model))  # type: ignore[arg-type]
     model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared_parameters(model)}
+    if tensor_plan is not None:
+        model._tp_plan = tensor_plan
 
 
 def uninstall_class(model: PreTrainedModel) -> None:
@@ -231,6 +235,8 @@ def uninstall_class(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {
         name: source for name, source in model.all_tied_weights_keys.items() if f".{SUBMODULE}." not in f".{name}"
     }
+    if plan := getattr(model, "_tp_plan", None):
+        model._tp_plan = {name: style for name, style in plan.items() if not name.endswith(f".{SUBMODULE}")}
     if getattr(model.config, "auto_map", None) and CODE_MODULE in str(model.config.auto_map):
         del model.config.auto_map
     model.name_or_path = model.name_or_path  # without PATCHED_NAME

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, FeatureMap
 from ..ops.common import State, compute_dtype
+from ..ops.parallel import Ranks
 from ..registry import ATTENTIONS, AttentionEntry
 
 
@@ -33,6 +34,8 @@ class AttentionInputs:
             what is drawn anew for each forward pass (`FeatureMap.begin_forward`) stays as it is.
         start: the position of the first query, for explicit weights of some queries of a bidirectional call. (Causal
             queries are the last ones of the keys.)
+        ranks: the processes of context parallelism, where queries, keys, values and mask are those of one slice of the
+            sequence; None otherwise. Only mechanisms with `context_parallel` receive it.
     """
 
     query: Tensor
@@ -45,6 +48,7 @@ class AttentionInputs:
     return_state: bool = False
     first_call: bool = True
     start: int | None = None
+    ranks: Ranks | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +92,8 @@ class LinearAttention(nn.Module):
     entry: AttentionEntry | None = None
     #: Whether `attention_weights` accepts a full mask.
     dense_masks = False
+    #: Directions in which a sequence may be split over processes (`AttentionInputs.ranks`): True stands for causal.
+    context_parallel: frozenset[bool] = frozenset()
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
     #: Whether `attention_weights` and `branch_weights` work for some of the queries, so that memory can be bounded.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap
-from ..ops import backends
+from ..ops import backends, parallel
 from ..ops import kernelized as ops
 from ..ops.common import State, compute_dtype
 from ..ops.fused import KernelizedCall
@@ -27,6 +27,7 @@ class KernelizedAttention(LinearAttention):
     with positions the number of real tokens of each row, `count [B]`.
     """
 
+    context_parallel = frozenset({True, False})
     dense_masks = True
     separable_queries = True
 
@@ -43,6 +44,10 @@ class KernelizedAttention(LinearAttention):
         maps, counts = self._maps(inputs)
         size, signed = self.feature_map.num_features, self.feature_map.signed
         call = KernelizedCall(*inputs.tensors, *maps, size, signed=signed, **inputs.settings)
+        if inputs.ranks is not None:
+            if not inputs.causal:
+                return ops.attend_to_sums(call, parallel.sums_of_all(call, inputs.ranks)), None
+            call = call.replace(state=parallel.sums_before(call, inputs.ranks))
         out, state_after = backends.attend(call)
         return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
 
@@ -63,9 +68,13 @@ class KernelizedAttention(LinearAttention):
         batch, length = inputs.key.shape[0], inputs.key.shape[2]
         real = torch.ones(1, length, dtype=torch.long, device=inputs.key.device) if mask is None else mask.long()
         positions, counts = real.cumsum(dim=1) - 1, real.expand(batch, -1).sum(dim=1)
+        if inputs.ranks is not None:
+            all_counts = parallel.counts_of_slices(mask, inputs.key, inputs.ranks)
+            before = (all_counts * inputs.ranks.earlier(counts.device).unsqueeze(1)).sum(dim=0)
+            positions, counts = positions + before.unsqueeze(1), counts + before
         if state is not None:
             positions, counts = positions + state["count"].unsqueeze(1), counts + state["count"]
-        self._check_length(length, counts, resumed=state is not None)
+        self._check_length(length, counts, resumed=state is not None or inputs.ranks is not None)
         positions = positions.to(compute_dtype(inputs.query))
         return feature_map.functions(inputs.scaling, (inputs.of_queries(positions), positions)), counts
 

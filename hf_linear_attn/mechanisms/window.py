@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
-from ..ops import backends
+from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.common import State, block_length, compute_dtype, mask_tokens
 from ..ops.fused import QueryMix, StepMix, WindowedCall
@@ -152,6 +152,7 @@ class WindowAttention(HybridAttention):
     tend to N times their mean instead of growing with the input.
     """
 
+    context_parallel = frozenset({True})
     dense_masks = True
     separable_queries = True
 
@@ -166,8 +167,12 @@ class WindowAttention(HybridAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        if self._is_within_window(inputs):
+        if inputs.ranks is None and self._is_within_window(inputs):
             return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
+        if inputs.ranks is not None:
+            # Neither sums nor borders depend on the mixing weights.
+            call = self._call(inputs, self.log_mix, self.options.sink_tokens)
+            inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
         log_mix = self._mix_of_call(inputs)
         if isinstance(log_mix, StepMix):
             inputs = replace(inputs, mask=None)  # All tokens of a step are real.

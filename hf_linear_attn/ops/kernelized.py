@@ -29,7 +29,7 @@ from .common import (
     token_blocks,
     with_ones,
 )
-from .fused import KernelizedCall
+from .fused import KernelizedCall, WindowedCall
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
@@ -64,20 +64,32 @@ def bidirectional(call: KernelizedCall) -> Tensor:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    query, key, value, signed = call.query, call.key, call.value, call.signed
-    batch, heads, length, _ = query.shape
-    groups, keys = key.shape[1], key.shape[2]
-    if _explicit_is_cheaper(length, keys, call.num_features, value.shape[-1]):
+    value = call.value
+    if _explicit_is_cheaper(call.query.shape[2], call.key.shape[2], call.num_features, value.shape[-1]):
         return _explicit(call)
-    width = max(call.num_features, value.shape[-1])
-    kv_state: KVState | None = None
-    for start, _, part, (columns, values) in token_blocks(
-        block_length(batch, groups, width, keys), call.mask, key, value
-    ):
-        own = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=signed)
-        kv_state = own if kv_state is None else kv_state.plus(own)
+    kv_state = key_sums(call)
     if kv_state is None:  # no keys at all
-        return value.new_zeros(batch, heads, length, value.shape[-1])
+        return value.new_zeros(*call.query.shape[:3], value.shape[-1])
+    return attend_to_sums(call, kv_state)
+
+
+def key_sums(call: KernelizedCall | WindowedCall) -> KVState | None:
+    """Return S and z over the keys of a call, None where it has no keys."""
+    key, value = call.key, call.value
+    width, kv_state = max(call.num_features, value.shape[-1]), None
+    for start, _, part, (columns, values) in token_blocks(
+        block_length(key.shape[0], key.shape[1], width, key.shape[2]), call.mask, key, value
+    ):
+        own = KVState.of(_masked(call.key_features(columns, start), part), with_ones(values), signed=call.signed)
+        kv_state = own if kv_state is None else kv_state.plus(own)
+    return kv_state
+
+
+def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
+    """Return the outputs `[B, H, L, e]` of the queries of a bidirectional call, given S and z."""
+    query, value, signed = call.query, call.value, call.signed
+    batch, heads, length, _ = query.shape
+    groups, width = call.key.shape[1], max(call.num_features, value.shape[-1])
     outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
     for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
         features = call.query_features(rows, start).values
