@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME
@@ -116,7 +117,12 @@ class LinearAttentionModelMixin:
         """Save the model as Transformers does, with the small module that `trust_remote_code=True` runs.
 
         The saved config refuses every other way of loading (see `WEIGHTS_FIELD`).
+
+        Raises:
+            NotImplementedError: The model was quantized in memory, which its config does not know.
         """
+        if kwargs.get("state_dict") is None:
+            check_quantization(self)  # type: ignore[arg-type]
         with weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         is_main = kwargs.get("is_main_process", args[0] if args else True)
@@ -311,6 +317,19 @@ def check_loading(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
             f"{_first_three(names['mismatched'])}. Give the config that belongs to them, or pass "
             "ignore_mismatched_sizes=True to start these anew."
         )
+
+
+def check_quantization(model: PreTrainedModel) -> None:
+    """Raise where weights were quantized without Transformers, so that a checkpoint could not say how to read them."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or type(value).__module__.startswith("torchao.") or value.is_quantized:
+            raise NotImplementedError(
+                f"This {type(model).__name__} was quantized in memory ({name!r}), and no checkpoint can say how. Save "
+                "it before, and quantize it while it is loaded: load_pretrained(path, "
+                "quantization_config=TorchAoConfig(…))."
+            )
 
 
 def _first_three(keys: list[str]) -> str:

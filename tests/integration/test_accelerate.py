@@ -150,6 +150,30 @@ def test_patched_without_memory_and_filled_from_a_checkpoint(name, tmp_path):
     assert torch.equal(logits(filled, token_ids()), logits(model, token_ids()))
 
 
+@pytest.mark.parametrize("plan", ["window", {"default": "hedgehog", "0": "softmax"}], ids=["linear", "mixture"])
+def test_a_checkpoint_larger_than_memory(plan, tmp_path):
+    """Built without memory, then read from its files in shards: half of it stays on the disk, buffers too."""
+    model = hla.patch_model(LLAMA.build(), plan)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    with init_empty_weights():
+        empty = hla.patch_model(LLAMA.build(), model.config.linear_attention)
+    devices = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
+    devices |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}
+    spread = load_checkpoint_and_dispatch(
+        empty,
+        str(tmp_path / "model"),
+        device_map=devices,
+        offload_folder=str(tmp_path / "disk"),
+        offload_buffers=True,
+        no_split_module_classes=empty._no_split_modules,
+    ).eval()
+    assert any(parameter.is_meta for parameter in spread.model.layers[1].parameters())
+    assert torch.equal(logits(spread, token_ids()), logits(model, token_ids()))
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(spread.generate(token_ids(), **settings), model.generate(token_ids(), **settings))
+
+
 def test_random_features_are_the_same_without_memory():
     options = small_options(ATTENTIONS.get("favor+").options)
     with init_empty_weights(include_buffers=True):
