@@ -11,7 +11,7 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
 from ..ops import backends, parallel
 from ..ops import windowed as ops
-from ..ops.common import State, block_length, compute_dtype, mask_tokens
+from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
 from ..ops.fused import QueryMix, StepMix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
@@ -235,9 +235,9 @@ class WindowAttention(HybridAttention):
         batch, heads, length, width = query.shape
         dtype = compute_dtype(query)
         weight = self.mix_weight.to(dtype).unsqueeze(-2)
-        blocks = query.split(block_length(batch, heads, width, length), dim=2)
-        parts = [(block.to(dtype) * weight).sum(-1) for block in blocks]
-        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        blocks = token_blocks(block_length(batch, heads, width, length), None, query)
+        parts = [(rows * weight).sum(-1) for _, _, _, (rows,) in blocks]
+        part = parts[0] if len(parts) == 1 else torch.cat([weight.new_zeros(batch, heads, 0), *parts], dim=2)
         return (mask_tokens(part, mask) * inputs.scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:
@@ -258,7 +258,7 @@ class WindowAttention(HybridAttention):
             before = 0 if inputs.state is None else inputs.state["count"].unsqueeze(1)
             return (real.cumsum(dim=1) + before - (window + sinks)).clamp_min(0)
         if sinks and length:
-            real = real.scatter(1, end_positions(mask, sinks, len(real), length, device), 0)
+            real = real.scatter(1, end_positions(mask, sinks, real.shape[0], length, device), 0)
         cumulative = real.cumsum(dim=1)
         position = torch.arange(length, device=device)
         last, first = (position + window - 1).clamp(max=length - 1), position - window

@@ -106,6 +106,35 @@ class KVState(NamedTuple):
         decay, other_decay = ((scale - floor).exp()[..., None, None] for scale in (self.log_scale, other.log_scale))
         return KVState(self.total * decay + other.total * other_decay, top)
 
+    def running(self, start: KVState, dim: int = 0) -> tuple[KVState, KVState]:
+        """Add up the n entries of a dimension, from `start` on: return the n sums before each entry, and the last."""
+        if not is_free(self.total.shape[dim]):
+            before = [start]
+            for index in range(self.total.shape[dim]):
+                before.append(before[-1].plus(self.at(index, dim)))
+            return KVState.stack(before[:-1], dim), before[-1]
+        total = torch.cat([start.total.unsqueeze(dim), self.total], dim)
+        if self.log_scale is None or start.log_scale is None:
+            sums = KVState(total.cumsum(dim), None)
+        else:  # n² weights, for a graph of one operation whatever n
+            scales = torch.cat([start.log_scale.unsqueeze(dim), self.log_scale], dim).movedim(dim, -1)
+            seen = earlier(scales)
+            top = seen.amax(dim=-1)
+            weights = (seen - finite_or_zero(top).unsqueeze(-1)).exp()
+            joined = (weights @ total.movedim(dim, -3).flatten(-2)).unflatten(-1, total.shape[-2:])
+            sums = KVState(joined.movedim(-3, dim), top.movedim(-1, dim))
+        count = self.total.shape[dim]
+        return sums.part(slice(0, count), dim), sums.at(-1, dim)
+
+    def part(self, index: slice, dim: int = 0) -> KVState:
+        """Return some entries of a dimension."""
+        at = (slice(None),) * dim + (index,)
+        return KVState(self.total[at], None if self.log_scale is None else self.log_scale[at])
+
+    def flip(self) -> KVState:
+        """Return the entries of the first dimension in reverse order."""
+        return KVState(self.total.flip(0), None if self.log_scale is None else self.log_scale.flip(0))
+
     def state(self) -> State:
         """Return the entries of a state."""
         entries = {"kv": self.total[..., :-1], "k_sum": self.total[..., -1]}
@@ -142,10 +171,49 @@ def token_blocks(
         The first position, the position after the last, the block's mask, and the block of each tensor.
     """
     length = tensors[0].shape[2]
-    for start in range(0, length, step):
-        stop = min(start + step, length)
+    free = is_free(length)
+    for start in (0,) if free else range(0, length, step):
+        stop = length if free else min(start + step, length)
         part = None if mask is None else mask[:, start:stop]
         yield start, stop, part, tuple(mask_tokens(x[:, :, start:stop].to(compute_dtype(x)), part) for x in tensors)
+
+
+def is_free(length: int) -> bool:
+    """Return whether a length is free in the graph that is being exported. Nothing may branch on it or loop over it."""
+    return torch.compiler.is_exporting() and not isinstance(length, int)
+
+
+def chunk_order(count: int, size: int, length: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tokens of chunks in an order that `unflatten(dim, (size, count))` splits, for exported graphs.
+
+    Padding and slices of a free length, and a split into a free number of chunks, would fix the length.
+
+    Returns:
+        The index of the i-th token of all chunks, then that of the next, `[size·count]`, within `length` tokens, and
+        where this is padding. Chunk 0 begins at the token `first`.
+    """
+    index = (torch.arange(size, device=device)[:, None] + torch.arange(count, device=device) * size + first).flatten()
+    return index.clamp(0, length - 1), (index < 0) | (index >= length)
+
+
+def split_chunks(tensor: Tensor, size: int, value: float = 0.0) -> Tensor:
+    """Split `[…, L, w]` into chunks `[…, n, c, w]`, the last of them padded with `value`."""
+    length = tensor.shape[-2]
+    if not is_free(length):
+        size = min(size, length)
+        return functional.pad(tensor, (0, 0, 0, -length % size), value=value).unflatten(-2, (-1, size))
+    count = (length + size - 1) // size + 1  # one more than needed: a dimension that may be 1 fixes the length
+    index, padding = chunk_order(count, size, length, 0, tensor.device)
+    tokens = tensor.index_select(-2, index).masked_fill(padding.unsqueeze(-1), value)
+    return tokens.unflatten(-2, (size, count)).transpose(-2, -3)
+
+
+def join_chunks(tensor: Tensor, length: int, dim: int) -> Tensor:
+    """Join the chunks `[…, n, c, …]` of dimensions `dim` and `dim + 1`, without what lies behind `length` tokens."""
+    joined = tensor.flatten(dim, dim + 1)
+    if is_free(length):
+        return joined.index_select(dim, torch.arange(length, device=tensor.device))
+    return joined.narrow(dim, 0, length)
 
 
 class OutputBlocks:
@@ -175,7 +243,9 @@ class OutputBlocks:
 
     def result(self) -> Tensor:
         """Return all blocks as one tensor."""
-        return self.buffer if self.buffer is not None else torch.cat(self.blocks, dim=2)
+        if self.buffer is not None:
+            return self.buffer
+        return self.blocks[1] if len(self.blocks) == 2 else torch.cat(self.blocks, dim=2)
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -204,6 +274,19 @@ def mask_tokens(tensor: Tensor, mask: Tensor | None, value: float = 0.0) -> Tens
 def with_ones(value: Tensor) -> Tensor:
     """Append a column of ones to `[…, e]`: one product then gives the numerator and the normaliser."""
     return functional.pad(value, (0, 1), value=1.0)
+
+
+def earlier(log_scale: Tensor) -> Tensor:
+    """Return the entries up to each one, `[…, n] -> […, n, n]`, and `-inf` for the later ones."""
+    order = torch.arange(log_scale.shape[-1], device=log_scale.device)
+    return log_scale.unsqueeze(-2).masked_fill(order > order.unsqueeze(-1), float("-inf"))
+
+
+def running_maximum(log_scale: Tensor) -> Tensor:
+    """Return the maximum of the entries up to each one, `[…, n]`; O(n²) in exported graphs."""
+    if torch.compiler.is_exporting():  # to formats that have no such operation
+        return earlier(log_scale).amax(dim=-1)
+    return log_scale.cummax(dim=-1).values
 
 
 def finite_or_zero(log_scale: Tensor) -> Tensor:

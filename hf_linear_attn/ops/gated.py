@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .common import (
     Features,
@@ -25,7 +24,11 @@ from .common import (
     divide,
     finite_or_zero,
     group_heads,
+    is_free,
+    join_chunks,
     mask_tokens,
+    running_maximum,
+    split_chunks,
     token_blocks,
     with_ones,
 )
@@ -73,17 +76,11 @@ def normalise(numerator: Tensor, signed: bool) -> Tensor:
     return divide(numerator[..., :-1], numerator[..., -1], signed=signed)
 
 
-def _split(tensor: Tensor, chunk: int, value: float = 0.0) -> Tensor:
-    """Split `[…, L, w]` into chunks `[…, n, c, w]`, the last of them padded with `value`."""
-    chunk = min(chunk, tensor.shape[-2])
-    return functional.pad(tensor, (0, 0, 0, -tensor.shape[-2] % chunk), value=value).unflatten(-2, (-1, chunk))
-
-
 def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, chunk: int) -> tuple[Tensor, KVState]:
     """rows `[B, G, R, l, m]`, keys and values `[B, G, l, …]` -> sums `[B, G, R, l, e + 1]` and the state after them."""
     length = rows.shape[3]
-    query, features, values = _split(rows, chunk), _split(keys.values, chunk), _split(value, chunk)
-    total = _split(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
+    query, features, values = split_chunks(rows, chunk), split_chunks(keys.values, chunk), split_chunks(value, chunk)
+    total = split_chunks(keys.log_decay, chunk).cumsum(dim=-2)  # G_i, [B, G, n, c, 1 | m]
     last = total[..., -1:, :]
     if keys.log_scale is None:
         own = KVState.of(Features(features * (last - total).exp()), values)
@@ -92,17 +89,17 @@ def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, 
     else:
         # Relative to the row's largest decayed key scale; the decay that all keys of a row share cancels. The scale has
         # its gradient: a guarded normaliser depends on it.
-        offset = _split(keys.log_scale.unsqueeze(-1), chunk, float("-inf")).squeeze(-1) - total.squeeze(-1)
+        offset = split_chunks(keys.log_scale.unsqueeze(-1), chunk, float("-inf")).squeeze(-1) - total.squeeze(-1)
         own = KVState.of(Features(features, offset), values, signed=True)
         before, carry = _scan(_decayed(own, last), last, carry)
         assert before.log_scale is not None
         carried = before.log_scale.unsqueeze(-1)
-        top = finite_or_zero(torch.maximum(offset.cummax(dim=-1).values, carried))
+        top = finite_or_zero(torch.maximum(running_maximum(offset), carried))
         gap = offset.unsqueeze(-2) - top.unsqueeze(-1)
         weights = _products(query, features) * gap.clamp(max=0.0).exp().unsqueeze(2)
         past = query * (carried - top).exp().unsqueeze(2).unsqueeze(-1)
     out = weights.tril() @ values.unsqueeze(2) + past @ before.total.unsqueeze(2)
-    return out.flatten(3, 4)[:, :, :, :length], carry
+    return join_chunks(out, length, 3), carry
 
 
 def _products(query: Tensor, features: Tensor) -> Tensor:
@@ -131,8 +128,34 @@ def _scan(own: KVState, log_decay: Tensor, carry: KVState | None) -> tuple[KVSta
     if carry is None:
         scale = None if own.log_scale is None else torch.full_like(own.log_scale[:, :, 0], float("-inf"))
         carry = KVState(torch.zeros_like(own.total[:, :, 0]), scale)
+    if is_free(own.total.shape[2]):
+        return _free_scan(own, log_decay, carry)
     before = []
     for index in range(own.total.shape[2]):
         before.append(carry)
         carry = _decayed(carry, log_decay[:, :, index]).plus(own.at(index, dim=2))
     return KVState.stack(before, dim=2), carry
+
+
+def _free_scan(own: KVState, log_decay: Tensor, start: KVState) -> tuple[KVState, KVState]:
+    """Compute `_scan` without a loop: decays are log scales, those of features in a dimension of their own."""
+    decays = log_decay.squeeze(3).movedim(-1, 2)  # [B, G, 1 | m, n]
+    after = decays.cumsum(dim=-1)
+    parts = decays.shape[2]
+
+    def split(kv_state: KVState, rows: int) -> KVState:
+        total = kv_state.total.unflatten(rows, (parts, -1)).movedim(rows, 2)  # [B, G, 1 | m, n, m | 1, e + 1]
+        scale = total.new_zeros(total.shape[:-2]) if kv_state.log_scale is None else kv_state.log_scale.unsqueeze(2)
+        return KVState(total, scale)
+
+    def join(kv_state: KVState, decay: Tensor, rows: int) -> KVState:
+        assert kv_state.log_scale is not None
+        scale, total = kv_state.log_scale + decay, kv_state.total
+        total = total * scale.exp()[..., None, None] if own.log_scale is None else total
+        total = total.movedim(2, rows).flatten(rows, rows + 1)
+        return KVState(total, None if own.log_scale is None else scale[:, :, 0])
+
+    parted = split(own, 3)
+    assert parted.log_scale is not None
+    before, last = KVState(parted.total, parted.log_scale - after).running(split(start, 2), dim=3)
+    return join(before, after - decays, 3), join(last, after[..., -1], 2)

@@ -25,11 +25,13 @@ from .common import (
     divide,
     finite_or_zero,
     group_heads,
+    is_free,
     mask_tokens,
     token_blocks,
     with_ones,
 )
-from .fused import KernelizedCall, WindowedCall
+from .fused import GatedCall, GatedKeys, KernelizedCall, WindowedCall
+from .gated import gated_causal
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
@@ -64,8 +66,8 @@ def bidirectional(call: KernelizedCall) -> Tensor:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    value = call.value
-    if _explicit_is_cheaper(call.query.shape[2], call.key.shape[2], call.num_features, value.shape[-1]):
+    value, length = call.value, call.query.shape[2]
+    if not is_free(length) and _explicit_is_cheaper(length, call.key.shape[2], call.num_features, value.shape[-1]):
         return _explicit(call)
     kv_state = key_sums(call)
     if kv_state is None:  # no keys at all
@@ -159,6 +161,9 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
+    if is_free(length):
+        out, after = gated_causal(_without_decay(call))
+        return out, after if call.return_state else None
     if state is None and not call.return_state and 0 < length <= 2 * chunk:
         return _explicit(call), None
     kv_state = None if state is None else KVState.from_state(state)
@@ -182,6 +187,16 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
                     kv_state = own if kv_state is None else kv_state.plus(own)
             outputs.add_quotient(out.view(batch, heads, now.stop - low, -1), signed=signed)
     return outputs.result(), kv_state.state() if call.return_state and kv_state is not None else None
+
+
+def _without_decay(call: KernelizedCall) -> GatedCall:
+    """The call as one of a state that does not decay, whose chunks are computed at once."""
+
+    def key_features(key: Tensor, start: int) -> GatedKeys:
+        values, log_scale = call.key_features(key, start)
+        return GatedKeys(values, values.new_zeros(*values.shape[:-1], 1), log_scale)
+
+    return GatedCall(**{**vars(call), "key_features": key_features, "fused": None})
 
 
 def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVState | None, signed: bool) -> Tensor:

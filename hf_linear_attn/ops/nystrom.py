@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import block_length, compute_dtype, mask_tokens, softmax_rows
+from .common import block_length, compute_dtype, is_free, mask_tokens, softmax_rows, token_blocks
 from .linformer import token_positions
 
 
@@ -108,14 +108,14 @@ def nystrom(
     batch, heads, length, _ = query.shape
     query, key, masked_value = (mask_tokens(x.to(dtype), mask) for x in (query, key, value))
     keys, values, allowed = key, masked_value.repeat_interleave(heads // key.shape[1], dim=1), None
-    if length > landmarks:
+    if is_free(length) or length > landmarks:
         keys, allowed, values = _landmark_values(
             query, key, masked_value, mask, landmarks=landmarks, iterations=iterations, scaling=scaling
         )
     elif mask is not None:
         allowed = mask[:, None, None, :]
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
-    for rows in query.split(block_length(batch, heads, keys.shape[2], length), dim=2):
+    for _, _, _, (rows,) in token_blocks(block_length(batch, heads, keys.shape[2], length), None, query):
         outputs.append((softmax_rows(_products(rows * scaling, keys), allowed) @ values).to(value.dtype))
     return torch.cat(outputs, dim=2)
 

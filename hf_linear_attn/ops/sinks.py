@@ -28,8 +28,8 @@ class Sinks(NamedTuple):
     position: Tensor
 
     def outside(self, rows: Tensor, window: int, causal: bool) -> Tensor:
-        """Return which sinks are outside the window of each row, and seen by it: rows `[n]` -> `[B, n, s]`."""
-        distance = rows[:, None] - self.position[:, None, :]
+        """Return which sinks are outside the window of each row, and seen by it: rows `[n, c]` -> `[B, n, c, s]`."""
+        distance = rows[..., None] - self.position[:, None, None, :]
         return (distance >= window) if causal else (distance.abs() >= window)
 
 
@@ -47,6 +47,8 @@ def token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.de
 
 def _first_with_number(numbers: Tensor, wanted: Tensor) -> Tensor:
     """Return the index of the token with each number `[B, n]`; any index where there is none."""
+    if torch.compiler.is_exporting():  # to formats that have no binary search
+        return (numbers.unsqueeze(1) < wanted.unsqueeze(2)).sum(dim=2).clamp(max=numbers.shape[1] - 1)
     return torch.searchsorted(numbers.contiguous(), wanted).clamp(max=numbers.shape[1] - 1)
 
 
@@ -107,7 +109,7 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
     allowed = None
     if mask is not None:
         key, value = mask_tokens(key, mask), mask_tokens(value, mask)
-        query = mask_tokens(query, mask.expand(len(query), -1).gather(1, sinks.position))
+        query = mask_tokens(query, mask.expand(query.shape[0], -1).gather(1, sinks.position))
         allowed = (mask | ~mask.any(dim=1, keepdim=True))[:, None, None, :]  # a row without tokens: zeros
     if query.dtype == torch.float16:  # whose range is too small for logits
         query, key, value = query.float(), key.float(), value.float()

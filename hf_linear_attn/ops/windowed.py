@@ -32,10 +32,13 @@ from .common import (
     Features,
     KVState,
     State,
+    chunk_order,
     compute_dtype,
     divide,
     exponential,
     group_heads,
+    is_free,
+    join_chunks,
     mask_tokens,
     with_ones,
 )
@@ -94,6 +97,25 @@ def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
     if torch.compiler.is_compiling():  # torch traces the result as contiguous, also where nothing is added
         tensor = tensor.contiguous()
     return functional.pad(tensor, (0, 0, before, after))
+
+
+def pad_to_blocks(tensor: Tensor, size: int, count: int, before: int) -> Tensor:
+    """Add tokens of zeros, so many before and the rest after those of `[B, H, L, …]`, for `count` blocks.
+
+    Of a free length the tokens are returned in the order of `chunk_order`: what follows must not depend on it.
+    """
+    length = tensor.shape[2]
+    if not is_free(length):
+        return pad_tokens(tensor, before, count * size - before - length)
+    index, padding = chunk_order(count, size, length, -before, tensor.device)
+    return tensor.index_select(2, index).masked_fill(padding.unsqueeze(-1), 0)
+
+
+def split_blocks(tensor: Tensor, size: int, count: int, dim: int = 2) -> Tensor:
+    """Split the tokens of `pad_to_blocks` into blocks: a new first dimension of blocks, and tokens at `dim + 1`."""
+    if is_free(count):
+        return tensor.unflatten(dim, (size, count)).movedim(dim + 1, 0)
+    return tensor.unflatten(dim, (count, size)).movedim(dim, 0).contiguous()
 
 
 class Columns(NamedTuple):
@@ -167,9 +189,10 @@ def gather_tokens(
         valid = torch.cat([state["ring_mask"], valid], dim=1)
     if mask is None:  # a ring has its padding first already
         return Tokens(query, key, value, valid, log_mix, None)
-    order = valid.to(torch.int8).argsort(dim=1, stable=True)
-    positions = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    inverse = torch.empty_like(order).scatter_(1, order, positions)
+    real, missing = valid.long().cumsum(dim=1), (~valid).long().cumsum(dim=1)
+    inverse = torch.where(valid, real + missing[:, -1:], missing) - 1  # where each token goes
+    positions = torch.arange(inverse.shape[1], device=inverse.device).expand_as(inverse)
+    order = torch.zeros_like(inverse).scatter(1, inverse, positions)
     rows = (order[:, window:] - window).clamp_min(0)
     if log_mix.shape[2] > 1:
         log_mix = take_tokens(log_mix.expand(batch, -1, -1).unsqueeze(-1), rows).squeeze(-1)
@@ -241,53 +264,50 @@ class _KeyBlocks:
         valid: `[B | 1, S]`, False for padding.
         far: `[B | 1, S]`, False for padding too, and for keys that no row sees outside of its window.
         size: c.
+        count: Blocks.
         before: Tokens of padding in front.
-        after: Tokens of padding at the end.
     """
 
-    def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, size: int, before: int, after: int) -> None:
-        self.size, self.before = size, before
+    def __init__(self, call: WindowedCall, valid: Tensor, far: Tensor, size: int, count: int, before: int) -> None:
+        self.size, self.count, self.before = size, count, before
         self.dtype, self.key_features = compute_dtype(call.key), call.key_features
-        self.key, self.value = pad_tokens(call.key, before, after), pad_tokens(call.value, before, after)
-        self.valid, self.far = (functional.pad(real, (before, after), value=False) for real in (valid, far))
+        self.key, self.value = (pad_to_blocks(x, size, count, before) for x in (call.key, call.value))
+        self.valid, self.far = (
+            pad_to_blocks(real[:, None, :, None], size, count, before)[:, 0, :, 0] for real in (valid, far)
+        )
         self.masked = call.mask is not None or call.state is not None  # other padding is zero already
 
     def blocks(self, start: int, stop: int, featured: int | None = None) -> _Blocks:
         """Return blocks `start … stop - 1`, with features and sums for the first `featured` of them."""
-        tokens = slice(start * self.size, stop * self.size)
+        count = stop - start
+        free = is_free(count)  # then these are all blocks, not in the order of tokens
+        featured = count if featured is None or free else featured
+        tokens = slice(None) if free else slice(start * self.size, stop * self.size)
+        some = slice(None) if free else slice(0, featured * self.size)
         valid = self.valid[:, tokens]
         select = valid if self.masked else None
         key = mask_tokens(self.key[:, :, tokens].to(self.dtype), select)
-        value = self._split(with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)))
+        value = self._split(count, with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)))
         bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)[:, None, :, None].expand(*key.shape[:3], 1)
-        featured = stop - start if featured is None else featured
-        values, log_scale = self.key_features(key[:, :, : featured * self.size], start * self.size - self.before)
+        values, log_scale = self.key_features(key[:, :, some], start * self.size - self.before)
         # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
-        far = self.far[:, tokens][:, : featured * self.size]
-        values = self._split(values * far.to(values.dtype)[:, None, :, None])
+        far = self.far[:, tokens][:, some]
+        values = self._split(featured, values * far.to(values.dtype)[:, None, :, None])
         if log_scale is not None:
-            log_scale = self._split(mask_tokens(log_scale, far, float("-inf")))
+            log_scale = self._split(featured, mask_tokens(log_scale, far, float("-inf")))
         features = Features(values, log_scale)
         kv_state = KVState.of(features, value[:featured])
-        return _Blocks(self._split(torch.cat([key, bias], dim=-1)), value, features, kv_state)
+        return _Blocks(self._split(count, torch.cat([key, bias], dim=-1)), value, features, kv_state)
 
-    def _split(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(2, (-1, self.size)).movedim(2, 0).contiguous()
-
-
-def _running(blocks: KVState, start: KVState, order: range) -> list[KVState]:
-    """Return the running sums: `start`, then with block after block of `order` added."""
-    running = [start]
-    for index in order:
-        running.append(running[-1].plus(blocks.at(index)))
-    return running
+    def _split(self, count: int, tensor: Tensor) -> Tensor:
+        return split_blocks(tensor, self.size, count)
 
 
-def _block_rows(rows: QueryRows, count: int) -> QueryRows:
+def _block_rows(rows: QueryRows, count: int, size: int) -> QueryRows:
     """QueryRows `[B, G, R, n·c, …]` as blocks `[n, B, G, R·c, …]`."""
 
     def split(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(3, (count, -1)).movedim(3, 0).flatten(3, 4).contiguous()
+        return split_blocks(tensor, size, count, 3).flatten(3, 4)
 
     scale = rows.features.log_scale
     return QueryRows(split(rows.query), Features(split(rows.features.values), None if scale is None else split(scale)))
@@ -297,8 +317,9 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     """Return the sinks as columns of blocks of rows, which begin at row `first`, and their values `[v, 1]`."""
     count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
     size = rows.query.shape[3] // repeats
-    numbers = torch.arange(first, first + count * size, device=sinks.key.device)
-    outside = sinks.outside(numbers, call.window, call.causal).unflatten(1, (count, size)).movedim(1, 0)
+    device = sinks.key.device
+    numbers = torch.arange(count, device=device)[:, None] * size + torch.arange(size, device=device) + first
+    outside = sinks.outside(numbers, call.window, call.causal).movedim(1, 0)
     key = functional.pad(sinks.key.to(rows.query.dtype), (0, 1))
     hidden = ~outside.repeat(1, 1, repeats, 1).unsqueeze(2)
     logits = (rows.query @ key.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
@@ -353,47 +374,48 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
         sinks, inputs, query = end_tokens(call), call, mask_tokens(call.query, call.mask)
         valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask
         far = valid if sinks is None else valid.expand(batch, -1).scatter(1, sinks.position, False)
-    size = min(max(window, MIN_BLOCK), MAX_BLOCK, length if call.state is None else max(length, MIN_BLOCK))
-    count, reach = -(-length // size), -(-window // size)
-    reach = reach if call.state is not None else min(reach, count)
+    size, free = min(max(window, MIN_BLOCK), MAX_BLOCK), is_free(length)
+    size = size if free else min(size, length if call.state is None else max(length, MIN_BLOCK))
+    # One more of a free number of blocks: a dimension that may be 1 would fix the length.
+    count, reach = (length + size - 1) // size + (1 if free else 0), -(-window // size)
+    reach = reach if free or call.state is not None else min(reach, count)
     ahead = 0 if call.causal else reach
-    padding = count * size - length
-    keys = _KeyBlocks(inputs, valid, far, size, reach * size - older, padding + ahead * size)
-    query = pad_tokens(query, 0, padding)
-    log_mix = log_mix if log_mix.shape[2] == 1 else functional.pad(log_mix, (0, padding))
+    keys = _KeyBlocks(inputs, valid, far, size, reach + count + ahead, reach * size - older)
+    query = pad_to_blocks(query, size, count, 0)
+    log_mix = log_mix if log_mix.shape[2] == 1 else pad_to_blocks(log_mix.unsqueeze(-1), size, count, 0).squeeze(-1)
     parts = _neighbours(call, size, reach)
     step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
     step = count if torch.compiler.is_compiling() else min(step, count)
+    blocks = keys.blocks(0, keys.count if free else 1)
     # Without a state there is no key before the first token: block 0 is empty.
-    carried = keys.blocks(0, 1).kv_state.at(0) if call.state is None else KVState.from_state(call.state)
-    starts = range(0, count, step)
+    carried = blocks.kv_state.at(0) if call.state is None else KVState.from_state(call.state)
+    starts = range(1) if free else range(0, count, step)
     later_states = [carried] * len(starts) if call.causal else _later_states(keys, starts, count, reach, carried)
     values: list[Tensor] = []
     scales: list[Tensor] = []
     for start, later in zip(starts, later_states, strict=True):
-        now = min(step, count - start)
-        blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
-        before = _running(blocks.kv_state, carried, range(now))
-        carried = before[-1]
+        now = count if free else min(step, count - start)
+        if not free:
+            blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
+        far_sums, carried = blocks.kv_state.part(slice(0, now)).running(carried)
         if not call.causal:
-            behind = _running(blocks.kv_state, later, range(now + 2 * reach - 1, 2 * reach, -1))[::-1]
-            before = [first_part.plus(second) for first_part, second in zip(before, behind, strict=False)]
-        span = slice(start * size, (start + now) * size)
+            behind, _ = blocks.kv_state.part(slice(2 * reach, None)).flip().running(later)
+            far_sums = far_sums.plus(behind.flip())
+        span = slice(None) if free else slice(start * size, (start + now) * size)
         mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
-        rows = make_query_rows(query[:, :, span], call.query_features, span.start, groups, call.scaling, mix)
-        rows = _block_rows(rows, now)
-        sink_columns = None if sinks is None else _sink_columns(sinks, rows, span.start, call)
-        part = _attend(rows, blocks, KVState.stack(before[:now]), parts, sink_columns)
+        rows = make_query_rows(query[:, :, span], call.query_features, start * size, groups, call.scaling, mix)
+        rows = _block_rows(rows, now, size)
+        sink_columns = None if sinks is None else _sink_columns(sinks, rows, start * size, call)
+        part = _attend(rows, blocks, far_sums, parts, sink_columns)
         out = part.normalised().to(call.value.dtype) if normalise else part.values
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
-            by_head = blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3)  # [B, G, R, n, c, …]
-            joined.append(by_head.flatten(3, 4).flatten(1, 2))
-    out, scale = (torch.cat(joined, dim=2)[:, :, :length] for joined in (values, scales))
+            joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]
+    out, scale = (join_chunks(torch.cat(joined, dim=3), length, 3).flatten(1, 2) for joined in (values, scales))
     if tokens is None:
         return Accumulator(out, scale[..., 0]), None
     if tokens.query_index is not None:
         out, scale = (mask_tokens(take_tokens(x, tokens.query_index), call.mask) for x in (out, scale))
-    after = carried.plus(blocks.kv_state.at(now)).state()
+    after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
     return Accumulator(out, scale[..., 0]), {**after, **make_ring(tokens, length), **first}
 
 
@@ -403,7 +425,7 @@ def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothi
     for start in reversed(starts[1:]):
         now = min(starts.step, count - start)
         blocks = keys.blocks(start + 2 * reach, start + now + 2 * reach)
-        later.append(_running(blocks.kv_state, later[-1], range(now))[-1])
+        later.append(blocks.kv_state.running(later[-1])[1])
     return later[::-1]
 
 
@@ -461,7 +483,7 @@ def dense_windowed_weights(
     """
     batch, groups = key.shape[:2]
     log_mix = log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
-    rows = _block_rows(make_query_rows(query, query_features, 0, groups, scaling, log_mix), 1)
+    rows = _block_rows(make_query_rows(query, query_features, 0, groups, scaling, log_mix), 1, query.shape[2])
     if not key.shape[2]:
         return rows.query.new_zeros(*query.shape[:3], 0)
     key = mask_tokens(key.to(rows.query.dtype), allowed.any(dim=2).any(dim=1).expand(batch, -1))
