@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from . import gated, kernelized
@@ -127,6 +128,8 @@ def select_backend(call: AttentionCall) -> Backend:
     Raises:
         NotImplementedError: The backend set by name does not support the call.
     """
+    if torch.compiler.is_exporting():  # An exported graph runs without this package.
+        return _BACKENDS["torch"]
     if _selected == "auto":
         return next(backend for backend in _BACKENDS.values() if backend.unsupported_reason(call) is None)
     backend = _BACKENDS[_selected]

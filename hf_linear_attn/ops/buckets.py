@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens, with_ones
+from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens, refuse_free_length, with_ones
 from .fused import WindowedCall
 from .sinks import token_numbers
 from .windowed import Accumulator, QueryRows, make_query_rows
@@ -181,6 +181,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     """
     mask, state, dtype = call.mask, call.state, compute_dtype(call.query)
     batch, heads, length, _ = call.query.shape
+    refuse_free_length(length, "Attention with hash buckets")
     groups = call.key.shape[1]
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
     positions, pools = make_pools(key, value, mask, hashing, state)

@@ -183,6 +183,15 @@ def is_free(length: int) -> bool:
     return torch.compiler.is_exporting() and not isinstance(length, int)
 
 
+def refuse_free_length(length: int, mechanism: str) -> None:
+    """Raise where a graph with a free length cannot be exported: its loops over chunks have no other form here."""
+    if is_free(length):
+        raise NotImplementedError(
+            f"{mechanism} cannot be exported with a free length. Export it with fixed sizes (of 1 token for decoding "
+            "steps), or patch with a kernelized mechanism or 'window'."
+        )
+
+
 def chunk_order(count: int, size: int, length: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tokens of chunks in an order that `unflatten(dim, (size, count))` splits, for exported graphs.
 

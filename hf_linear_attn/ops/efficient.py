@@ -28,6 +28,7 @@ from .common import (
     finite_or_zero,
     group_heads,
     mask_tokens,
+    refuse_free_length,
     token_blocks,
 )
 
@@ -100,7 +101,8 @@ def causal(
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
-    batch, heads, _, width = query.shape
+    batch, heads, length, width = query.shape
+    refuse_free_length(length, "Causal efficient attention")
     groups = key.shape[1]
     state = _no_keys(batch, groups, width, value) if state is None else state
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]

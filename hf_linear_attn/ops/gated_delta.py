@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import KVState, State, block_length, group_heads, mask_tokens, token_blocks, with_ones
+from .common import KVState, State, block_length, group_heads, mask_tokens, refuse_free_length, token_blocks, with_ones
 from .fused import GatedCall
 
 #: Tokens per chunk.
@@ -54,6 +54,7 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     """
     value, groups = call.value, call.key.shape[1]
     batch, heads, length, _ = call.query.shape
+    refuse_free_length(length, "The gated delta rule")
     step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
     outputs, after = [value.new_zeros(batch, heads, 0, value.shape[-1])], call.state
     for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):

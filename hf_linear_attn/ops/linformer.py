@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import State, compute_dtype, mask_tokens
+from .common import State, compute_dtype, mask_tokens, refuse_free_length
 
 
 def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,6 +112,7 @@ def causal_blocks(
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     groups, block, slots = key.shape[1], project_key.shape[-1], project_key.shape[1]
+    refuse_free_length(length, "Block-causal low-rank attention")
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = state if state is not None else _empty_blocks(key, value, block, dtype)

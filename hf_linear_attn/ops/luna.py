@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import State, compute_dtype, group_heads, mask_tokens, softmax_rows, token_blocks
+from .common import State, compute_dtype, group_heads, mask_tokens, refuse_free_length, softmax_rows, token_blocks
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
@@ -75,6 +75,7 @@ def causal(
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     groups, slots = key.shape[1], packed.shape[1]
+    refuse_free_length(length, "Causal Luna attention")
     if state is None:
         state = {
             "packed_key": key.new_zeros(batch, groups, slots, width, dtype=dtype),
