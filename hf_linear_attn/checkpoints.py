@@ -115,14 +115,14 @@ def save_checkpoint(
     with atomic_folder(Path(output).absolute()) as temporary:
         with hidden_progress_bars(not sys.stderr.isatty()):
             model.save_pretrained(temporary)
-        _copy_companions(source, temporary, revision)
+        copy_companions(source, temporary, revision)
         if any(hasattr(part, EXTENDED_FROM) for part in all_configs(model)):
             _raise_token_limits(temporary, position_limit(model) or 0)
         # The folder may have been filled in the meantime.
         check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)
 
 
-def _copy_companions(source: str, target: Path, revision: str | None) -> None:
+def copy_companions(source: str, target: Path, revision: str | None) -> None:
     """Copy tokenizer and processor files, byte for byte, where `save_pretrained` has not written its own."""
     name, gguf_file = split_source(source)
     if gguf_file:

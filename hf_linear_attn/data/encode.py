@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import shortened
 from .sources import import_datasets
+from .text import token_passages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -101,6 +102,27 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
         raise ValueError(f"{len(tokens)} tokens do not fill one block of {block_length}. Lower --data.max_length.")
     blocks = tokens[: count * block_length].reshape(count, block_length)
     return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=len(tokens) - blocks.size)
+
+
+def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
+    """Cut a text column into passages of at most `max_length` tokens with the tokenizer's special tokens.
+
+    Args:
+        dataset: One split.
+        tokenizer: The tokenizer.
+        text_column: The column.
+        max_length: Tokens of a passage, with special tokens.
+
+    Raises:
+        ValueError: A text that the tokenizer cannot read.
+    """
+
+    def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
+        return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
+
+    _reset(tokenizer)
+    encoded = _map(dataset.select_columns([text_column]), encode, [text_column])
+    return Encoded(encoded, sum(row_lengths(encoded)))
 
 
 def row_lengths(dataset: Dataset) -> list[int]:

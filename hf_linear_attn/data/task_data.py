@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, EvalPrediction
 
 from .config import DataConfig
-from .encode import Encoded, encode_blocks, encode_pairs, row_lengths
+from .encode import Encoded, encode_blocks, encode_pairs, encode_passages, row_lengths
 from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, compute_metrics, load_metrics
 from .sources import check_columns, hold_out_validation, import_datasets, load_source
@@ -37,6 +37,7 @@ AUTO_CLASSES = {
     "classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
+    "embedding": "AutoModel",
 }
 
 
@@ -132,10 +133,13 @@ class TaskData:
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.
 
-        Those of a language model are its loss over all predicted tokens, and the perplexity.
+        Those of a language model are its loss over all predicted tokens, and the perplexity; of embeddings, their mean
+        cosine to those of the exact model.
         """
         values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         own = {name: value for name, value in values.items() if name.endswith(self.metric_names or ("loss",))}
+        if self.task_type == "embedding":
+            return {name.replace("loss", "cosine"): 1 - loss for name, loss in own.items()} | own
         if not self.metric_names:
             own |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in own.items()}
         return own
@@ -212,7 +216,9 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
 def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
     collator: Any = BlockCollator()
-    if task_type == "masked-lm":
+    if task_type == "embedding":
+        collator = DataCollatorWithPadding(tokenizer)
+    elif task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
@@ -221,6 +227,8 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int)
     def encode(rows: Dataset) -> Encoded:
         if task_type == "masked-lm":
             return encode_pairs(rows, tokenizer, [column], length, label=None)
+        if task_type == "embedding":
+            return encode_passages(rows, tokenizer, column, length)
         return encode_blocks(rows, tokenizer, column, length)
 
     task_data = TaskData(task_type, tokenizer, collator)
@@ -290,8 +298,8 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
 def _encode(
     task_data: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]
 ) -> None:
-    """Encode the splits, cut to the requested number of rows (of a causal language model: of blocks)."""
-    blocks = task_data.task_type == "causal-lm"
+    """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
+    blocks = task_data.task_type in ("causal-lm", "embedding")  # a document gives several rows
     encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
     task_data.train = _draw(encoded.dataset, data.max_train_samples, seed)
     task_data.facts = {

@@ -117,8 +117,8 @@ def docstrings(path: Path) -> Iterator[str]:
 # Tokens
 
 
-def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count: int) -> list[list[int]]:
-    """Return at most `count` sequences of at most `length` tokens, with the tokenizer's special tokens.
+def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count: int | None = None) -> list[list[int]]:
+    """Return sequences, at most `count` (None: all), of at most `length` tokens, with the tokenizer's special tokens.
 
     Each document is cut into pieces; a piece shorter than a quarter of the length (or eight tokens) is dropped unless
     it is a complete document. If there are more than `count`, they are taken evenly over the documents.
@@ -131,7 +131,7 @@ def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count:
         ids = encode_text(tokenizer, document)
         pieces = [[*before, *ids[start : start + capacity], *after] for start in range(0, len(ids), capacity)]
         passages += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
-    return evenly_spread(passages, count)
+    return passages if count is None else evenly_spread(passages, count)
 
 
 def evenly_spread(rows: Sequence[T], count: int) -> list[T]:

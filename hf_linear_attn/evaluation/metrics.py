@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
+from ..training.losses import mean_pooling
 from .fidelity import Batch, evaluation_mode, measure_fidelity, model_inputs
 from .progress import OnBatch, report_batches, report_nothing
 
@@ -368,9 +369,8 @@ def sentence_embeddings(model: PreTrainedModel, batches: Sequence[Batch], on_bat
     pooled = []
     with evaluation_mode(model):
         for batch in report_batches(batches, on_batch):
-            hidden = model.base_model(**model_inputs(model.base_model, batch))[0].float()
-            mask = batch["attention_mask"].to(hidden.device).unsqueeze(-1).float()
-            pooled.append(((hidden * mask).sum(dim=1) / mask.sum(dim=1)).cpu())
+            hidden = model.base_model(**model_inputs(model.base_model, batch))[0]
+            pooled.append(mean_pooling(hidden, batch["attention_mask"]).cpu())
     return torch.cat(pooled)
 
 

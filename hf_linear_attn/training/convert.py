@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -26,6 +27,7 @@ from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .card import exactness, model_card, results_table
+from .losses import mean_pooling
 from .models import (
     add_adapters,
     load_model,
@@ -115,6 +117,8 @@ def _finetune(run: Run) -> dict[str, Any]:
 def _convert(run: Run) -> dict[str, Any]:
     config = run.config
     teacher = _teacher(run)
+    if config.task_type == "embedding":
+        _label_with_embeddings(run.data, teacher.to(run.process.device))
     run.measure("teacher", teacher)
     student = copy.deepcopy(teacher)
     if not config.control:
@@ -190,6 +194,24 @@ def _teacher(run: Run) -> PreTrainedModel:
     run.save(folder, model)
     run.record("teacher stage", progress)
     return model
+
+
+@torch.no_grad()
+def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
+    """Give every row the exact model's embedding as its labels."""
+    teacher.eval()
+
+    def embed(rows: dict[str, Any]) -> dict[str, Any]:
+        batch = data.collator([{"input_ids": ids} for ids in rows["input_ids"]])
+        inputs = {name: tensor.to(teacher.device) for name, tensor in batch.items()}
+        hidden = teacher(**inputs).last_hidden_state
+        return {"labels": mean_pooling(hidden, inputs["attention_mask"]).cpu().numpy()}
+
+    def labelled(rows: Any) -> Any:
+        return rows.map(embed, batched=True, batch_size=32, keep_in_memory=True, new_fingerprint=uuid.uuid4().hex)
+
+    data.train = labelled(data.train)
+    data.validation = {name: labelled(rows) for name, rows in data.validation.items()}
 
 
 def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:

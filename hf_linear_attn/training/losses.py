@@ -74,16 +74,31 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def row_losses(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
+def mean_pooling(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean over real tokens of hidden states `[B, L, D]`, float32 `[B, D]`: the sentence embeddings."""
+    if attention_mask is None:
+        return hidden.float().mean(1)
+    mask = attention_mask.to(hidden.device).unsqueeze(-1).float()
+    return (hidden.float() * mask).sum(1) / mask.sum(1)
+
+
+def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
+    """Return `Σ (1 - cos(e, e'))` over N embeddings `[N, D]` and those that are expected."""
+    return (1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)).sum()
+
+
+def row_losses(
+    logits: Tensor, labels: Tensor, shift: bool, loss: Callable[[Tensor, Tensor], Tensor] = task_loss
+) -> tuple[Tensor, Tensor]:
     """Return the loss of each row of a batch, summed over its targets, and the number of these; both `[B]`.
 
     The loss of an evaluation is their sum over all rows divided by that of the numbers, however the rows are batched
-    and padded. The arguments are those of `select_targets`.
+    and padded. The arguments are those of `select_targets`, and the loss of targets, summed.
     """
     counts = count_targets(labels, shift)
     # One row at a time, because the logits in float32 would take twice the memory of those in bfloat16.
     rows = (slice(row, row + 1) for row in range(len(counts)))
-    return torch.stack([task_loss(*select_targets(logits[row], labels[row], shift)) for row in rows]), counts
+    return torch.stack([loss(*select_targets(logits[row], labels[row], shift)) for row in rows]), counts
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

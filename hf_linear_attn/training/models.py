@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,9 +101,24 @@ def load_model(
     model = dequantized(model)
     missing = sorted(info["missing_keys"])
     body = [key for key in missing if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
+    if data.task_type == "embedding":  # a model without a head; poolers are not used
+        _check_pooling(Path(name) / "1_Pooling" / "config.json")
+        body, missing = [key for key in missing if "pooler" not in key], []
     if body:
         raise ValueError(f"{name!r} lacks weights of the model itself ({body[0]}, …). Give a complete checkpoint.")
     return _checked(model, data, config), missing
+
+
+def _check_pooling(path: Path) -> None:
+    """Raise a ValueError if sentence-transformers computes the embeddings of a checkpoint by anything but the mean."""
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
+        mode = settings.get("pooling_mode") or ", ".join(modes)
+        if mode not in ("mean", "pooling_mode_mean_tokens"):
+            raise ValueError(
+                f"{str(path)!r} has the pooling {mode!r}; embedding needs the mean."
+            )
 
 
 def _source(config: TrainingRunConfig) -> tuple[str, dict[str, Any]]:
@@ -164,7 +181,7 @@ def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D))
         and f".{SUBMODULE}." not in f".{name}."
-        and name.startswith(model.base_model_prefix)
+        and (model.base_model is model or name.startswith(model.base_model_prefix))
     )
     alpha = config.lora_alpha or 2 * config.lora_rank
     adapted = get_peft_model(model, LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=list(targets)))

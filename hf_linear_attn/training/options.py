@@ -12,7 +12,7 @@ from ..config import DEFAULT_ATTENTION
 from ..data.config import DataConfig, TimingConfig
 from ..utils.arguments import check_exclusive, check_not_negative, check_positive, option
 
-TaskType = Literal["classification", "causal-lm", "masked-lm"]
+TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
 
 
@@ -147,7 +147,11 @@ class TrainingRunConfig:
     )
     layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
-    task_type: TaskType = option("classification", "classification stands for regression, too", common=True)
+    task_type: TaskType = option(
+        "classification",
+        "classification stands for regression, too; embedding: a sentence encoder and unlabelled text (convert)",
+        common=True,
+    )
     output: str | None = option(None, "folder of the result", common=True)
     data: DataConfig = option(factory=DataConfig)
 
@@ -212,6 +216,8 @@ class FinetuneConfig(TrainingRunConfig):
         super().__post_init__()
         if not self.train.enabled:
             raise ValueError("train.num_train_epochs is 0 and train.max_steps is not given: there is nothing to train.")
+        if self.task_type == "embedding":
+            raise ValueError("task_type embedding learns from the exact model: use convert.")
         if self.control and (self.attention or self.plan):
             raise ValueError("control trains the exact model: leave attention and plan out.")
 
@@ -223,3 +229,10 @@ class ConvertConfig(TrainingRunConfig):
     teacher: TeacherConfig = option(factory=TeacherConfig)
     transfer: TransferConfig = option(factory=TransferConfig)
     distill: DistillConfig = option(factory=DistillConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task_type == "embedding" and self.teacher.enabled:
+            raise ValueError(
+                "task_type embedding has no labels to fine-tune a teacher on: leave the section teacher out."
+            )

@@ -22,6 +22,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..checkpoints import copy_companions
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
 from ..utils.environment import json_safe
@@ -254,6 +255,7 @@ class Run:
             "train_sampling_strategy": "group_by_length" if config.data.group_by_length else "random",
             "report_to": list(self.trackers),
             "include_num_input_tokens_seen": "non_padding",
+            "label_names": ["labels"],
             "disable_tqdm": not self.console.is_terminal,
         }
 
@@ -263,6 +265,8 @@ class Run:
             with atomic_folder(target) as temporary, quiet_transformers():
                 model.save_pretrained(temporary)
                 self.data.tokenizer.save_pretrained(temporary)
+                if self.data.task_type == "embedding":
+                    copy_companions(str(self.config.model), temporary, self.config.revision)
                 if card is not None:
                     (temporary / "README.md").write_text(card, encoding="utf-8")
         self.process.wait_for_everyone()

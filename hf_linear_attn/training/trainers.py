@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
 from ..integration.context import SUBMODULE
@@ -18,7 +18,16 @@ from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
 from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
-from .losses import count_targets, hidden_loss, logits_loss, row_losses, select_targets, task_loss
+from .losses import (
+    count_targets,
+    embedding_loss,
+    hidden_loss,
+    logits_loss,
+    mean_pooling,
+    row_losses,
+    select_targets,
+    task_loss,
+)
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
 
@@ -73,6 +82,8 @@ class FinetuningTrainer(Trainer):
         base: Any = self.model
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._loss_shifts_labels = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        #: A model without a head learns sentence embeddings.
+        self._task_loss = embedding_loss if type(base).__name__ in MODEL_MAPPING_NAMES.values() else task_loss
         self.data_collator = SeededCollator(self.data_collator, args.seed)
         self._sampler: EpochSampler | None = None
         self._skeleton: Any = None
@@ -104,7 +115,7 @@ class FinetuningTrainer(Trainer):
             _disable_dropout(self.model)
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
         if not training:
-            self._add_evaluation_loss(outputs.logits, labels)
+            self._add_evaluation_loss(self._predictions(outputs, inputs), labels)
         loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
         if num_items_in_batch is None:
             total: Any = count_targets(labels, self._loss_shifts_labels).sum()
@@ -128,8 +139,15 @@ class FinetuningTrainer(Trainer):
             The terms, each summed over the targets of the batch; the weight of each; and the model's outputs.
         """
         outputs = model(**self._forward_arguments(inputs))
-        loss = task_loss(*select_targets(outputs.logits, labels, self._loss_shifts_labels))
+        predictions = self._predictions(outputs, inputs)
+        loss = self._task_loss(*select_targets(predictions, labels, self._loss_shifts_labels))
         return {"task": loss}, {"task": 1.0}, outputs
+
+    def _predictions(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the logits, or the sentence embeddings of a model without a head."""
+        if self._task_loss is task_loss:
+            return outputs.logits
+        return mean_pooling(outputs.last_hidden_state, inputs.get("attention_mask"))
 
     def _forward_arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch without labels, unless the model makes its decoder's inputs of them."""
@@ -157,7 +175,7 @@ class FinetuningTrainer(Trainer):
 
     @torch.no_grad()
     def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
-        losses, counts = row_losses(logits, labels, self._loss_shifts_labels)
+        losses, counts = row_losses(logits, labels, self._loss_shifts_labels, self._task_loss)
         losses, counts = self.accelerator.gather_for_metrics((losses, counts))
         self._evaluation_totals.append(torch.stack([losses.double().sum(), counts.sum().double()]).cpu())
 
@@ -434,14 +452,15 @@ class DistillationTrainer(FinetuningTrainer):
             return super().loss_terms(model, inputs, labels)
         arguments = self._forward_arguments(inputs)
         with_hidden = config.hidden_weight > 0
-        needs_teacher = with_hidden or config.logits_weight > 0
+        with_logits = config.logits_weight > 0 and self._task_loss is task_loss  # the labels of embeddings are theirs
+        needs_teacher = with_hidden or with_logits
         target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
-        rows, classes = select_targets(outputs.logits, labels, shift)
+        rows, classes = select_targets(self._predictions(outputs, inputs), labels, shift)
         parts = {}
         if config.task_weight:
-            parts["task"] = task_loss(rows, classes)
-        if config.logits_weight:
+            parts["task"] = self._task_loss(rows, classes)
+        if with_logits:
             target_rows, _ = select_targets(target.logits, labels, shift)
             parts["logits"] = logits_loss(rows, target_rows, config.temperature)
         if with_hidden:
