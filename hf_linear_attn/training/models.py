@@ -116,9 +116,7 @@ def _check_pooling(path: Path) -> None:
         modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
         mode = settings.get("pooling_mode") or ", ".join(modes)
         if mode not in ("mean", "pooling_mode_mean_tokens"):
-            raise ValueError(
-                f"{str(path)!r} has the pooling {mode!r}; embedding needs the mean."
-            )
+            raise ValueError(f"{str(path)!r} has the pooling {mode!r}; embedding needs the mean.")
 
 
 def _source(config: TrainingRunConfig) -> tuple[str, dict[str, Any]]:
