@@ -374,7 +374,7 @@ def test_a_save_that_fails_leaves_nothing(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(checkpoints, "_copy_companions", fail)
+    monkeypatch.setattr(checkpoints, "copy_companions", fail)
     code = run("patch", gpt2, target, "--attention", "elu", "--overwrite")
     assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
     assert (target / "model.safetensors").read_bytes() == before

@@ -149,7 +149,7 @@ class TrainingRunConfig:
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
     task_type: TaskType = option(
         "classification",
-        "classification stands for regression, too; embedding: a sentence encoder and unlabelled text (convert)",
+        "classification stands for regression, too; embedding: of sentences",
         common=True,
     )
     output: str | None = option(None, "folder of the result", common=True)
