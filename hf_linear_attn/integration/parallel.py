@@ -137,7 +137,7 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
             kind = "softmax" if mechanism is None else type(mechanism).__name__
             raise NotImplementedError(
                 f"{context.name or type(module).__name__} ({kind}) cannot be split over processes by context_parallel. "
-                "Kernelized mechanisms ('hedgehog', 'elu', …) can, and 'window' in decoders."
+                "'window' can, and the kernelized mechanisms ('hedgehog', 'elu', …)."
             )
         contexts.append(context)
     if not contexts:

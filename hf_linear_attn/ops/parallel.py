@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
-from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, with_ones
+from .common import KVState, State, compute_dtype, divide, finite_or_zero, mask_tokens, with_ones
 from .fused import KernelizedCall, WindowedCall
 from .kernelized import key_sums, masked_key_features
-from .sinks import take_tokens, token_numbers
+from .sinks import Sinks, take_tokens, token_numbers
+from .windowed import accumulate, pad_tokens
 
 
 class Ranks(NamedTuple):
@@ -113,45 +115,141 @@ def counts_of_slices(mask: Tensor | None, key: Tensor, ranks: Ranks) -> Tensor:
     return ranks.gather(token_numbers(mask, len(key), key.shape[2], key.device)[:, -1].contiguous())
 
 
+class Edges(NamedTuple):
+    """Tokens of all slices that are sent one by one: key `[B, G, k, d]`, value `[B, G, k, e]`.
+
+    number `[B, k]`: among the real tokens of the sequence, from 1 on, and 0 for no token; position `[B, k]`: in the
+    sequence; rank `[k]`: of which process. sums `[n, B, G, …]`: over the other tokens of each slice. starts `[n]` and
+    counts `[n, B]`: tokens before each slice, real ones of each slice.
+    """
+
+    key: Tensor
+    value: Tensor
+    number: Tensor
+    position: Tensor
+    rank: Tensor
+    sums: KVState
+    starts: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def of(call: WindowedCall, ranks: Ranks, numbers: Tensor, index: Tensor) -> Edges:
+        """Exchange those tokens of the own slice that are at `index [B, k]`, numbered as `token_numbers` says."""
+        batch, _, length, _ = call.key.shape
+        real = torch.ones_like(numbers, dtype=torch.bool) if call.mask is None else call.mask.expand(batch, -1)
+        twice = (index[:, :, None] == index[:, None, :]).tril(-1).any(dim=-1)
+        number = (numbers * real).gather(1, index) * ~twice
+        sums = _own_sums(call.replace(mask=real.scatter(1, index, False)))
+        tokens = (mask_tokens(take_tokens(tensor, index), number > 0) for tensor in (call.key, call.value))
+        others, (key, value) = ranks.gather_sums(sums, *tokens)
+        lengths = torch.full_like(numbers[:, :1], length)
+        facts = ranks.gather(torch.cat([lengths, numbers[:, -1:], number, index], dim=1))
+        lengths, counts, number, index = facts.split([1, 1, index.shape[1], index.shape[1]], dim=2)
+        starts, before = ((x.cumsum(0) - x) for x in (lengths, counts))
+        number, position = ((number + before) * (number > 0), index + starts)
+        rank = torch.arange(ranks.size, device=index.device).repeat_interleave(index.shape[2])
+        key, value = (x.movedim(0, 2).flatten(2, 3) for x in (key, value))
+        number, position = (x.movedim(0, 1).flatten(1) for x in (number, position))
+        return Edges(key, value, number, position, rank, others, starts[:, 0, 0], counts.squeeze(2))
+
+    def select(self, among: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return key, value, position and whether it exists of each token with `wanted [B, t]` in `among [B, k]`."""
+        matches = (among.unsqueeze(1) == wanted.unsqueeze(2)) & (self.number > 0).unsqueeze(1)
+        real, index = matches.any(dim=-1), matches.to(torch.int8).argmax(dim=-1)
+        key, value = (mask_tokens(take_tokens(tensor, index), real) for tensor in (self.key, self.value))
+        return key, value, self.position.gather(1, index), real
+
+    def sum_over(self, call: WindowedCall, chosen: Tensor, slices: Tensor) -> KVState:
+        """Add up the tokens that are chosen `[B, k]`, and the other tokens of the chosen slices `[n]`."""
+        features = masked_key_features(call.key_features, self.key, 0, chosen, self.key.dtype)
+        own = KVState.of(features, with_ones(mask_tokens(self.value, chosen)), signed=call.signed)
+        return _sum_of(self.sums, slices).plus(own)
+
+
+def _with_number(numbers: Tensor, wanted: Tensor) -> Tensor:
+    return torch.searchsorted(numbers.contiguous(), wanted.clamp_min(1)).clamp(max=numbers.shape[1] - 1)
+
+
 def window_before(call: WindowedCall, ranks: Ranks) -> State:
     """Return the state before the slice of a causal windowed call.
 
     A process sends the sums over its tokens but the first n and the last w, and these one by one: only a receiver knows
     which of them are sinks and which are in its ring. Padding may be anywhere.
     """
-    key, value, device, sinks, window = call.key, call.value, call.key.device, call.sinks, call.window
+    key, device, sinks = call.key, call.key.device, call.sinks
     numbers = token_numbers(call.mask, len(key), key.shape[2], device)
-    counts = counts_of_slices(call.mask, key, ranks)
-    # Of all slices: the numbers of the tokens that are sent one by one, 0 where there is none.
-    first = torch.arange(1, sinks + 1, device=device).expand(*counts.shape, -1)
-    last = counts.unsqueeze(-1) + torch.arange(1 - window, 1, device=device)
-    edges = torch.cat([first * (first <= counts.unsqueeze(-1)), last * (last > sinks)], dim=-1)
-    own = edges[ranks.rank]
-    index, real = torch.searchsorted(numbers.contiguous(), own.clamp_min(1)).clamp(max=key.shape[2] - 1), own > 0
-    between = (numbers > sinks) & (numbers <= counts[ranks.rank].unsqueeze(-1) - window)
-    between = between if call.mask is None else between & call.mask
-    sums, others = ranks.gather_sums(
-        _own_sums(call.replace(mask=between)), *(mask_tokens(take_tokens(x, index), real) for x in (key, value))
-    )
-    earlier = ranks.earlier(device)
-    edges = torch.where((edges > 0) & earlier[:, None, None], edges + (counts.cumsum(0) - counts).unsqueeze(-1), 0)
-    edges = edges.movedim(0, 1).flatten(1)  # numbers among all tokens, [B, n·k]
-    edge_key, edge_value = (x.movedim(0, 2).flatten(2, 3) for x in others)
-    count = (counts * earlier.unsqueeze(-1)).sum(dim=0)
-
-    def select(wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        matches = edges.unsqueeze(1) == wanted.unsqueeze(2)
-        real = matches.any(dim=-1) & (wanted > 0)
-        position = matches.to(torch.int8).argmax(dim=-1)
-        chosen_key, chosen_value = (mask_tokens(take_tokens(x, position), real) for x in (edge_key, edge_value))
-        return chosen_key, chosen_value, real
-
-    left = (edges > sinks) & (edges <= count.unsqueeze(-1) - window)
-    features = masked_key_features(call.key_features, edge_key, 0, left, compute_dtype(edge_key))
-    rest = KVState.of(features, with_ones(mask_tokens(edge_value, left)), signed=call.signed)
-    ring_key, ring_value, ring_mask = select(count.unsqueeze(-1) + torch.arange(1 - window, 1, device=device))
-    state = {"ring_key": ring_key.to(key.dtype), "ring_value": ring_value.to(value.dtype), "ring_mask": ring_mask}
+    first, last = torch.arange(1, sinks + 1, device=device), torch.arange(1 - call.window, 1, device=device)
+    index = _with_number(numbers, torch.cat([first.expand(len(key), -1), numbers[:, -1:] + last], dim=1))
+    edges, earlier = Edges.of(call, ranks, numbers, index), ranks.earlier(device)
+    edges = edges._replace(number=edges.number * earlier[edges.rank])
+    count = (edges.counts * earlier.unsqueeze(-1)).sum(dim=0).unsqueeze(-1)
+    left = (edges.number > sinks) & (edges.number <= count - call.window)
+    ring_key, ring_value, _, ring_mask = edges.select(edges.number, count + last)
+    state = {"ring_key": ring_key.to(key.dtype), "ring_value": ring_value.to(call.value.dtype), "ring_mask": ring_mask}
     if sinks:
-        sink_key, sink_value, _ = select(torch.arange(1, sinks + 1, device=device).expand(len(key), -1))
-        state |= {"sink_key": sink_key.to(key.dtype), "sink_value": sink_value.to(value.dtype)}
-    return {**_sum_of(sums, earlier).plus(rest).state(), **state, "count": count}
+        sink_key, sink_value, _, _ = edges.select(edges.number, first.expand(len(key), -1))
+        state |= {"sink_key": sink_key.to(key.dtype), "sink_value": sink_value.to(call.value.dtype)}
+    return {**edges.sum_over(call, left, earlier).state(), **state, "count": count.squeeze(-1)}
+
+
+def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
+    """Compute the slice of a bidirectional windowed call.
+
+    A process sends the sums over its tokens but those at its borders, and the first n and last n, and these one by one.
+    With the borders of the neighbours its slice is a part of the sequence; the sinks' own queries are exact.
+    """
+    key, device, sinks, border = call.key, call.key.device, call.sinks, max(call.window - 1, 1)
+    batch, _, length, _ = key.shape
+    numbers = token_numbers(call.mask, batch, length, device)
+    steps, order = torch.arange(border, device=device), torch.arange(1, sinks + 1, device=device).expand(batch, -1)
+    borders = torch.cat([steps.clamp(max=length - 1), (length - 1 - steps).clamp_min(0)]).expand(batch, -1)
+    index = torch.cat([_with_number(numbers, torch.cat([order, numbers[:, -1:] + 1 - order], dim=1)), borders], dim=1)
+    edges = Edges.of(call, ranks, numbers, index)
+    start, total = edges.starts[ranks.rank] - border, edges.counts.sum(dim=0).unsqueeze(-1)
+    ends = torch.cat([torch.minimum(order, total), (total + 1 - order).clamp_min(1)], dim=1)
+    sink_key, sink_value, position, _ = edges.select(edges.number, ends)
+    is_sink = (edges.number.unsqueeze(-1) == ends.unsqueeze(1)).any(dim=-1)
+    near = (edges.position >= start) & (edges.position < start + length + 2 * border)
+    others = torch.arange(ranks.size, device=device) != ranks.rank
+    far = edges.sum_over(call, (edges.number > 0) & ~is_sink & ~near & others[edges.rank], others)
+    neighbours = torch.cat([start + steps, start + border + length + steps]).expand(batch, -1)
+    near_key, near_value, _, real = edges.select(edges.position, neighbours)
+    own = torch.ones(1, length, dtype=torch.bool, device=device) if call.mask is None else call.mask
+    log_mix = call.log_mixing_weights()
+    part = call.replace(
+        query=pad_tokens(call.query, border, border),
+        key=_between(near_key.to(key.dtype), key, border),
+        value=_between(near_value.to(call.value.dtype), call.value, border),
+        mask=_between(real, own.expand(batch, -1), border, dim=1),
+        log_mix=log_mix if log_mix.shape[2] == 1 else pad(log_mix, (border, border)),
+        state=far.state(),
+    )
+    of_sequence = Sinks(sink_key, sink_value, position - start) if sinks else None
+    out = accumulate(part, normalise=True, sinks=of_sequence)[0].values[:, :, border : border + length]
+    return out if of_sequence is None else _exact_sinks(out, call, ranks, position - start - border)
+
+
+def _between(borders: Tensor, own: Tensor, border: int, dim: int = 2) -> Tensor:
+    left, right = borders.split(border, dim=dim)
+    return torch.cat([left, own, right], dim=dim)
+
+
+def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor) -> Tensor:
+    """Replace the outputs of the sinks' queries, at `position [B, s]` relative to the slice, as `attend_from_sinks`."""
+    key, value = (mask_tokens(x.to(compute_dtype(x)), call.mask) for x in (call.key, call.value))
+    batch, groups, length, _ = key.shape
+    twice = (position[:, :, None] == position[:, None, :]).tril(-1).any(dim=-1)
+    here = position.unsqueeze(-1) == torch.arange(length, device=key.device)  # [B, s, L]
+    query = take_tokens(mask_tokens(call.query.to(key.dtype), call.mask), position.clamp(0, length - 1))
+    query = ranks.total(mask_tokens(query, here.any(dim=-1)))
+    logits = query.reshape(batch, groups, -1, key.shape[3]) @ key.transpose(-1, -2) * call.scaling
+    if call.mask is not None:
+        logits = logits.masked_fill(~call.mask[:, None, None], float("-inf"))
+    top = logits.detach().amax(dim=-1)
+    sums = (logits - finite_or_zero(top).unsqueeze(-1)).exp() @ with_ones(value)
+    gathered, _ = ranks.gather_sums(KVState(sums.flatten(1, 2).unsqueeze(2), top.flatten(1)))
+    total = _sum_of(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
+    exact = divide(total[..., :-1], total[..., -1]).view(*query.shape[:3], -1)
+    here = here & ~twice.unsqueeze(-1)
+    placed = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact
+    return mask_tokens(out, ~here.any(dim=1)) + placed.to(out.dtype)

@@ -345,12 +345,17 @@ def _attend(
     return Accumulator(total, top)
 
 
-def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumulator, State | None]:
+def accumulate(
+    call: WindowedCall, *, normalise: bool = False, sinks: Sinks | None = None
+) -> tuple[Accumulator, State | None]:
     """Compute either form before normalisation, `[B, H, L, …]`, and the state after it (causal).
 
     With `normalise` the values are the outputs `[B, H, L, e]` in the dtype of `call.value`. In the causal form all of
     it is zero at padding, and the state holds what `first_tokens` returns, too. In the bidirectional form sinks are
     keys only: `attend_from_sinks` replaces the outputs of their own queries.
+
+    A bidirectional call may be a part of a sequence: `call.state` then holds the sums over keys that are far from all
+    of its tokens, and `sinks` are those of the sequence, at positions relative to the first token of the part.
     """
     batch, heads, length, _ = call.query.shape
     groups, window, dtype = call.key.shape[1], call.window, compute_dtype(call.query)
@@ -371,9 +376,14 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
             far = far & (position > sinks.position[:, -1:])
         inputs = call.replace(key=tokens.key, value=tokens.value)
     else:
-        sinks, inputs, query = end_tokens(call), call, mask_tokens(call.query, call.mask)
+        inputs, query = call, mask_tokens(call.query, call.mask)
         valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask
-        far = valid if sinks is None else valid.expand(batch, -1).scatter(1, sinks.position, False)
+        far = valid
+        if sinks is not None:
+            positions = torch.arange(length, device=query.device)
+            far = far & ~(sinks.position.unsqueeze(-1) == positions).any(dim=1)
+        elif (sinks := end_tokens(call)) is not None:
+            far = far.expand(batch, -1).scatter(1, sinks.position, False)
     size, free = min(max(window, MIN_BLOCK), MAX_BLOCK), is_free(length)
     size = size if free else min(size, length if call.state is None else max(length, MIN_BLOCK))
     # One more of a free number of blocks: a dimension that may be 1 would fix the length.
@@ -388,9 +398,10 @@ def accumulate(call: WindowedCall, *, normalise: bool = False) -> tuple[Accumula
     step = count if torch.compiler.is_compiling() else min(step, count)
     blocks = keys.blocks(0, keys.count if free else 1)
     # Without a state there is no key before the first token: block 0 is empty.
-    carried = blocks.kv_state.at(0) if call.state is None else KVState.from_state(call.state)
+    nothing = blocks.kv_state.at(0)
+    carried = nothing if call.state is None else KVState.from_state(call.state)
     starts = range(1) if free else range(0, count, step)
-    later_states = [carried] * len(starts) if call.causal else _later_states(keys, starts, count, reach, carried)
+    later_states = [nothing] * len(starts) if call.causal else _later_states(keys, starts, count, reach, nothing)
     values: list[Tensor] = []
     scales: list[Tensor] = []
     for start, later in zip(starts, later_states, strict=True):

@@ -109,13 +109,18 @@ def bytes_sent(model: PreTrainedModel, length: int, backward: bool = False) -> i
 def communication_does_not_grow() -> None:
     layers, groups, head, features = 2, 2, 8, 256
     sums = groups * features * (head + 1)
-    border = groups * (4 + 2) * 2 * head
     causal, bidirectional = (build(architecture, "hedgehog") for architecture in ("llama", "bert"))
-    window = build("llama", "window", window_size=4, sink_tokens=2)
+    options = {"window_size": 4, "sink_tokens": 2}
+    decoder, encoder = (build(architecture, "window", **options) for architecture in ("llama", "bert"))
     for length in (32, 96):
         assert bytes_sent(causal, length) == 4 * layers * BATCH * sums
         assert bytes_sent(bidirectional, length) == 4 * layers * BATCH * 2 * sums  # of 4 heads
-        assert bytes_sent(window, length) == layers * BATCH * (4 * (sums + border) + 8)
+        edges = 4 + 2  # of a window and sinks
+        sent = 4 * (sums + groups * edges * 2 * head) + 8 * (2 + 2 * edges)
+        assert bytes_sent(decoder, length) == layers * BATCH * sent
+        edges, rows = 2 * (3 + 2), 4 * 2 * 2  # borders and sinks of both ends; queries of sinks in 4 heads
+        sent = 4 * (2 * sums + 4 * edges * 2 * head + rows * (head + head + 2)) + 8 * (2 + 2 * edges)
+        assert bytes_sent(encoder, length) == layers * BATCH * sent
 
 
 def mesh_of_accelerate() -> None:
@@ -138,6 +143,8 @@ def refusals() -> None:
             hla.context_parallel(model, group).__enter__()
     with pytest.raises(ValueError, match="is not patched"):
         hla.context_parallel(tiny_model("llama"), group).__enter__()
+    with pytest.raises(NotImplementedError, match="saturation"):
+        bytes_sent(build("bert", "window", window_size=4, saturation=8), LENGTH)
     model = build("llama", "hedgehog")
     begin_again = torch.arange(LENGTH).remainder(10).expand(BATCH, -1)
     with hla.context_parallel(model, group):
@@ -197,6 +204,7 @@ def main(task: str, folder: Path) -> None:
     distributed.init_process_group("gloo")
     if task == "quick":
         slices_equal_the_whole("llama", "window", window_size=4, sink_tokens=2)
+        slices_equal_the_whole("bert", "window", window_size=4, sink_tokens=2)
         slices_equal_the_whole("bert", "hedgehog")
         communication_does_not_grow()
         mesh_of_accelerate()
@@ -207,7 +215,8 @@ def main(task: str, folder: Path) -> None:
                 slices_equal_the_whole(architecture, name, **({"num_features": 24} if "favor" in name else {}))
         for width, sinks, feature_map in ((1, 0, "hedgehog"), (4, 2, "favor+"), (6, 8, "elu")):
             options = {"window_size": width, "sink_tokens": sinks, "feature_map": feature_map}
-            slices_equal_the_whole("llama", "window", **options)
+            for architecture in ("llama", "bert"):
+                slices_equal_the_whole(architecture, "window", **options)
     else:
         for name in ("window", "hedgehog", "gla"):
             options = {key: SMALL_OPTIONS[key] for key in ("window_size", "sink_tokens") if name == "window"}
