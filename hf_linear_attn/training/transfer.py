@@ -254,7 +254,8 @@ class AttentionTransferLoss:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.
             seed = (step or 0) * MAX_LAYERS + len(losses)
             training = step is not None
-            losses.append(layer_loss(call, self.kind, backward=training, branch_only=branch_only, seed=seed))
+            with torch.autocast(call.query.device.type, enabled=False):  # half precision is for the model
+                losses.append(layer_loss(call, self.kind, backward=training, branch_only=branch_only, seed=seed))
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
@@ -401,7 +402,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Add the gradients of one batch to those of the learned parts. Returns the loss, averaged over layers."""
         step = self.state.global_step + 1
-        losses = self.objective(self._prepare_inputs(inputs), step)
+        with self.autocast_smart_context_manager():
+            losses = self.objective(self._prepare_inputs(inputs), step)
         loss = losses.mean() / self.current_gradient_accumulation_steps
         assert self.lr_scheduler is not None
         check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
@@ -425,7 +427,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         """Return the loss of a batch, averaged over layers."""
-        return self.objective(self._prepare_inputs(inputs)).mean(), None, None
+        with self.autocast_smart_context_manager():
+            return self.objective(self._prepare_inputs(inputs)).mean(), None, None
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super()._evaluate(*args, **kwargs)

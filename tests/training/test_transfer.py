@@ -221,3 +221,16 @@ def test_batches_that_are_attended_to_exactly_are_left_out() -> None:
     assert min(done.losses) > 1e-3
     with pytest.warns(UserWarning, match=r"All inputs have at most \d tokens.*is skipped"):
         assert transfer_attention(model_of("window", BERT), [short], steps=2).steps == 0
+
+
+@pytest.mark.parametrize(("name", "family"), [("window", GPT2), ("hedgehog", LLAMA), ("hedgehog", BERT)], ids=str)
+def test_under_autocast_only_the_model_runs_in_half_precision(name: str, family: Family) -> None:
+    model = model_of(name, family)
+    with torch.no_grad():
+        expected = AttentionTransferLoss(model)(batch())
+        with torch.autocast("cpu", torch.bfloat16):
+            own = AttentionTransferLoss(model)(batch())
+    assert own.dtype == torch.float32
+    assert torch.allclose(own, expected, rtol=0.05, atol=1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert transfer_attention(model, [batch()], steps=2).steps == 2
