@@ -14,7 +14,6 @@ from ..ops import backends, parallel
 from ..ops import kernelized as ops
 from ..ops.common import State, compute_dtype
 from ..ops.fused import KernelizedCall
-from ..ops.window_step import is_decoding_step
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention
 
@@ -39,8 +38,6 @@ class KernelizedAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        if inputs.mask is not None and is_decoding_step(inputs.query, inputs.mask, inputs.state):
-            inputs = replace(inputs, mask=None)
         maps, counts = self._maps(inputs)
         size, signed = self.feature_map.num_features, self.feature_map.signed
         call = KernelizedCall(*inputs.tensors, *maps, size, signed=signed, **inputs.settings)

@@ -12,10 +12,9 @@ from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Op
 from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
-from ..ops.fused import QueryMix, StepMix, WindowedCall
+from ..ops.fused import Mix, WindowedCall
 from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
-from ..ops.window_step import is_decoding_step
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention
 from .softmax import softmax_attention
@@ -80,7 +79,7 @@ class HybridAttention(LinearAttention):
         query_map, key_map, _ = self._maps(inputs.scaling)
         return dense_weights(query_map(inputs.query.to(dtype), 0), key_map(inputs.key.to(dtype), 0), outside), outside
 
-    def _call(self, inputs: AttentionInputs, log_mix: Tensor | StepMix | QueryMix, sinks: int = 0) -> WindowedCall:
+    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix, sinks: int = 0) -> WindowedCall:
         return WindowedCall(
             *inputs.tensors,
             *self._maps(inputs.scaling),
@@ -175,10 +174,7 @@ class WindowAttention(HybridAttention):
             # Neither sums nor borders depend on the mixing weights.
             call = self._call(inputs, self.log_mix, self.options.sink_tokens)
             inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
-        log_mix = self._mix_of_call(inputs)
-        if isinstance(log_mix, StepMix):
-            inputs = replace(inputs, mask=None)  # All tokens of a step are real.
-        out, state_after = backends.attend(self._call(inputs, log_mix, self.options.sink_tokens))
+        out, state_after = backends.attend(self._call(inputs, self._mix_of_call(inputs), self.options.sink_tokens))
         return out, state_after if inputs.return_state else None
 
     def _bidirectional_slice(self, inputs: AttentionInputs, ranks: parallel.Ranks) -> Tensor:
@@ -202,19 +198,15 @@ class WindowAttention(HybridAttention):
             return False
         return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.parameters())
 
-    def _mix_of_call(self, inputs: AttentionInputs) -> Tensor | StepMix | QueryMix:
+    def _mix_of_call(self, inputs: AttentionInputs) -> Tensor | Mix:
         """Return g as `_log_mix` does; without a gradient as a formula, of a decoding step or of sequences."""
-        state, formula = inputs.state, (self.mix_weight, MIX_BOUND)
         if torch.is_grad_enabled():
             return self._log_mix(inputs)
-        if state is not None and is_decoding_step(inputs.query, inputs.mask, state):
-            step = replace(inputs, mask=None)
-            compute = lambda: self._log_mix(step)  # noqa: E731
-            return StepMix(compute, self.log_mix, *formula, self.options.saturation, state["count"])
-        if torch.compiler.is_compiling():
-            return self._log_mix(inputs)
+        if inputs.state is not None and inputs.query.shape[2] == 1:
+            base = self.log_mix.view(1, -1, 1)
+            return Mix(lambda: self._log_mix(inputs), base, self.mix_weight, MIX_BOUND, self.options.saturation)
         constant = self._constant_mix(inputs)
-        return QueryMix(lambda: constant + self._query_mix(inputs), constant, *formula)
+        return Mix(lambda: constant + self._query_mix(inputs), constant, self.mix_weight, MIX_BOUND)
 
     def _log_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the log mixing weight g of each row, `[B, H, L]`.

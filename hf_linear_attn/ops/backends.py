@@ -26,7 +26,6 @@ from .fla_backend import FlaBackend
 from .fused import AttentionCall, GatedCall, KernelizedCall
 from .native.backend import NativeBackend
 from .triton.backend import TritonBackend
-from .window_step import is_decoding_step, windowed_step
 from .windowed import windowed
 
 #: Environment variable with the name of the backend to start with, instead of `auto`.
@@ -58,7 +57,7 @@ class TorchBackend:
             return gated.gated_causal(call)
         if isinstance(call, KernelizedCall):
             return kernelized.causal(call) if call.causal else (kernelized.bidirectional(call), None)
-        return (windowed_step if is_decoding_step(call.query, call.mask, call.state) else windowed)(call)
+        return windowed(call)
 
 
 #: All backends, the fastest first. Backends behind `torch`, which supports every call, are used by name only.

@@ -189,35 +189,20 @@ class KernelizedCall(_Call):
     """One call of kernelized attention (`ops.kernelized`)."""
 
 
-class StepMix(NamedTuple):
-    """Log mixing weights of a decoding step: as a function that computes `[B, H, 1]`, and as a formula,
+class Mix(NamedTuple):
+    """Log mixing weights as a function that computes `[B | 1, H, L | 1]`, and as a formula,
 
-        g = b + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
+        g = base + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
 
-    base b `[H]`, weight u `[H, d]`, num_tokens n `[B]` before this one, s sinks; saturation N (None: without the last
-    term).
+    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks; saturation N of a decoding step, n the tokens before it (None:
+    without the last term).
     """
 
     compute: Callable[[], Tensor]
     base: Tensor
     weight: Tensor
     bound: float
-    saturation: int | None
-    num_tokens: Tensor
-
-
-class QueryMix(NamedTuple):
-    """Log mixing weights of whole sequences: as a function that computes `[B | 1, H, L | 1]`, and as a formula,
-
-        g = base + clip(√τ u·q, ±bound)
-
-    base `[B | 1, H, L | 1]`, weight u `[H, d]`.
-    """
-
-    compute: Callable[[], Tensor]
-    base: Tensor
-    weight: Tensor
-    bound: float
+    saturation: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -225,14 +210,14 @@ class WindowedCall(_Call):
     """One call of windowed attention: exact weights at distances below `window`, kernelized ones beyond
     (`ops.windowed`).
 
-    `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`. Without gradients `log_mix` may be a formula: a
-    `StepMix` for a step, a `QueryMix` for sequences. With `sinks` n, the first n tokens of each row (causal), or the
-    first n and the last n, have exact weights for every query (`ops.sinks`).
+    `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
+    `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
+    query (`ops.sinks`).
     """
 
     window: int
     scaling: float
-    log_mix: Tensor | StepMix | QueryMix
+    log_mix: Tensor | Mix
     sinks: int = 0
 
     def log_mixing_weights(self) -> Tensor:

@@ -18,8 +18,9 @@ def unsupported_inputs(call: AttentionCall, *device_types: str) -> str | None:
     Every decoding step runs this code, so that it is terse.
     """
     query, key, value, fused = call.query, call.key, call.value, call.fused
-    if torch.compiler.is_compiling():
-        return "torch.compile traces torch operations only"
+    compiling = torch.compiler.is_compiling()
+    if compiling and (torch.compiler.is_exporting() or device_types != ("cpu",)):
+        return "an exported program has torch operations only, and so has a graph of torch.compile on other devices"
     if query.device.type not in device_types:
         return f"the tensors are on {query.device.type}"
     if getattr(call, "signed", False):
@@ -32,13 +33,13 @@ def unsupported_inputs(call: AttentionCall, *device_types: str) -> str | None:
             return reason
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         return f"the dtype is {query.dtype}"
-    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
+    if type(query) is not Tensor or (not compiling and torch._C._functorch.maybe_current_level() is not None):
         return "the inputs are tensor subclasses or functorch wrappers"
     if not _inputs_match(call) or (call.state is not None and not _state_matches(call, call.state)):
         return "the shapes of queries, keys, values, mask and state do not match"
     if call.causal and (call.state is not None or call.return_state) and call.needs_grad():
         return "gradients through a carried state are not fused"
-    if torch.is_anomaly_enabled():
+    if not compiling and torch.is_anomaly_enabled():
         return "anomaly detection needs torch operations"
     return None
 
@@ -86,7 +87,7 @@ def _state_matches(call: AttentionCall, state: State) -> bool:
     sizes = (call.key.shape[0], call.key.shape[1], call.num_features)
     if kv is None or k_sum is None or kv.shape != (*sizes, call.value.shape[3]) or k_sum.shape != sizes:
         return False
-    if not kv.dtype is k_sum.dtype is torch.float32:
+    if not kv.dtype is k_sum.dtype is torch.float32 or ("count" in state and state["count"].shape != sizes[:1]):
         return False
     if call.fused is not None and call.fused[1].scaled is (log_scale is None):
         return False

@@ -160,7 +160,7 @@ def step(name: str) -> dict[str, Any]:
         step=lambda: run(InPlaceState(state)),
         floor=state_floor(token[0], module.feature_map.num_features),
     )
-    kernel = inner_seconds(lambda: run(InPlaceState(state)), binding, "run")
+    kernel = inner_seconds(lambda: run(InPlaceState(state)), binding, "launch")
     return {
         "mechanism": name,
         "features": module.feature_map.num_features,

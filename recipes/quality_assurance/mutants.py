@@ -54,7 +54,7 @@ GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("tests/ops/test_kernelized.py", "tests/feature_maps/test_definitions.py", "tests/mechanisms/test_contract.py"),
     ),
     (
-        ("ops/windowed.py", "ops/window_step.py", "ops/buckets.py"),
+        ("ops/windowed.py", "ops/buckets.py"),
         ("tests/ops/test_windowed.py", "tests/ops/test_windowed_maps.py", "tests/mechanisms/test_scatterbrain.py"),
     ),
     (

@@ -5,31 +5,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from ..common import (
-    Features,
-    InPlaceState,
-    OutputBlocks,
-    State,
-    block_length,
-    mask_tokens,
-    readable,
-    token_major,
-)
-from ..fused import AttentionCall, GatedCall, KernelizedCall, QueryMix, StepMix, WindowedCall
+from ..common import InPlaceState, OutputBlocks, State, block_length, mask_tokens
+from ..fused import AttentionCall, GatedCall, KernelizedCall, Mix, WindowedCall
 from ..kernel_inputs import unsupported_inputs
 from . import binding
-from .binding import KernelMap
+from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
 from .build import BuildError, library
 from .windowed import run_windowed
 
 logger = logging.getLogger(__name__)
+
+#: The kernels' names of the entries of a state.
+_STATE = {"kv": "state", "k_sum": "state_sum", "log_scale": "state_scale"}
 
 
 @functools.cache
@@ -44,15 +36,17 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def _mix_matches(mix: StepMix | QueryMix, query: Tensor) -> bool:
+#: The same; a constant where torch.compile traces a call.
+_unavailable_reason = torch.compiler.assume_constant_result(lambda: unavailable_reason())
+
+
+def _mix_matches(mix: Mix, query: Tensor) -> bool:
     """Return whether the tensors of a formula of mixing weights match the queries."""
     batch, heads, length, size = query.shape
-    if not (mix.base.is_cpu and mix.weight.is_cpu) or mix.weight.shape != (heads, size):
+    base, weight = mix.base, mix.weight
+    if not (base.is_cpu and weight.is_cpu) or weight.shape != (heads, size):
         return False
-    if isinstance(mix, StepMix):
-        count = mix.num_tokens
-        return mix.base.shape == (heads,) and (count is None or (count.is_cpu and count.shape == (batch,)))
-    return mix.base.shape in {(rows, heads, tokens) for rows in (1, batch) for tokens in (1, length)}
+    return base.dim() == 3 and base.shape[0] in (1, batch) and base.shape[1] == heads and base.shape[2] in (1, length)
 
 
 class NativeBackend:
@@ -83,7 +77,7 @@ class NativeBackend:
                 return "windows over a feature map with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):
                 return "the mixing weights are on another device or of another shape"
-        return unavailable_reason()
+        return _unavailable_reason()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
         if isinstance(call, WindowedCall):
@@ -111,7 +105,7 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
     state = call.state
     for start in range(0, length, step):
         now = slice(start, min(start + step, length))
-        mask = None if call.mask is None else call.mask[:, now].contiguous()
+        mask = None if call.mask is None else call.mask[:, now]
         rows, columns = call.query[:, :, now].float(), mask_tokens(call.key[:, :, now].float(), mask)
         decay = None
         if isinstance(call, GatedCall):
@@ -119,8 +113,8 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
             values, decay, log_scale = call.key_features(columns, start)
         else:
             values, log_scale = call.key_features(columns, start)
-        query = readable(call.query_features(rows, start).values)  # a log scale would cancel
-        key, value = readable(values), readable(call.value[:, :, now])
+        query = call.query_features(rows, start).values  # a log scale would cancel
+        key, value = values, call.value[:, :, now]
         size = call.num_features
         _check_sizes("queries", query, (batch, heads, value.shape[2], size))
         _check_sizes("keys", key, (*value.shape[:3], size))
@@ -129,10 +123,10 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
                 "The state belongs to another feature map: only one of the two has a log scale. Start without a state."
             )
         part = call.replace(mask=mask, state=state, return_state=call.return_state or now.stop < length)
-        maps = Features(query), Features(key, None if log_scale is None else log_scale.contiguous())
-        out, state = _forward(
-            part, (query, key, value), maps, decay=None if decay is None else readable(decay.expand_as(key))
-        )
+        decay = None if decay is None else decay.expand_as(key)
+        inputs = {"query": query, "key": key, "value": value, "key_scales": log_scale, "decay": decay}
+        inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        out, state = _forward(part, inputs, dict.fromkeys(("query_activation", "key_activation"), binding.PRECOMPUTED))
         outputs.add(out)
     return outputs.result(), state
 
@@ -148,72 +142,32 @@ def _check_sizes(of: str, features: Tensor, expected: tuple[int, ...]) -> None:
 def run_kernelized(call: KernelizedCall) -> tuple[Tensor, State | None]:
     """Compute a call whose feature maps have formulas, with gradients where they are needed."""
     assert call.fused is not None
-    maps = binding.prepare(call.fused)
-    inputs = readable(call.query), readable(call.key), readable(call.value)
-    if call.mask is not None and not call.mask.is_contiguous():
-        call = call.replace(mask=call.mask.contiguous())
-    if not call.needs_grad():
-        return _forward(call, inputs, maps)
-    return _Attention.apply(*inputs, maps[0].weight, maps[0].bias, maps[1].weight, maps[1].bias, call, maps), None
+    tensors, numbers = binding.map_arguments(call.fused)
+    return _forward(call, {"query": call.query, "key": call.key, "value": call.value, **tensors}, numbers)
 
 
-def _forward(
-    call: KernelizedCall | GatedCall,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    maps: tuple[KernelMap, KernelMap],
-    normaliser: Tensor | None = None,
-    decay: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
-    query, key, value = inputs
-    batch, heads, length, _ = query.shape
-    groups, value_size = key.shape[1], value.shape[3]
-    out = token_major(batch, heads, length, value_size, value.dtype)
-    filled = binding.arguments(inputs, call.mask, maps, call.num_features, out)
-    if not call.causal:
-        binding.run("bidirectional", filled)
-        return out, None
-    if not length:
-        return out, call.state
-    before = {name: tensor.contiguous() for name, tensor in (call.state or {}).items()}
+def _forward(call: KernelizedCall | GatedCall, inputs: Tensors, numbers: Numbers) -> tuple[Tensor, State | None]:
+    if call.mask is not None:
+        inputs["mask"] = call.mask
+    kernel = "causal" if call.causal else "bidirectional"
+    if call.needs_grad():
+        return differentiable(kernel, inputs, numbers), None
+    outputs = {"out": output(inputs)}
+    if call.causal and not call.query.shape[2]:
+        return outputs["out"], call.state
     after: State = {}
-    if call.return_state and isinstance(call.state, InPlaceState):
-        after = {name: before[name] for name in ("kv", "k_sum", "log_scale") if name in before}
-    elif call.return_state:
-        after["kv"] = binding.empty(batch, groups, call.num_features, value_size)
-        after["k_sum"] = binding.empty(batch, groups, call.num_features)
-        if maps[1].log_scale is not None if isinstance(maps[1], Features) else maps[1].scaled:
-            after["log_scale"] = binding.empty(batch, groups)
-    if before:
-        filled.point(state=before["kv"], state_sum=before["k_sum"], state_scale=before.get("log_scale"))
-    if after:
-        filled.point(next_state=after["kv"], next_sum=after["k_sum"], next_scale=after.get("log_scale"))
-    if normaliser is not None or decay is not None:
-        filled.point(normaliser=normaliser, decay=decay)
-    binding.run("causal", filled)
-    return out, after or None
-
-
-class _Attention(torch.autograd.Function):
-    """It saves inputs, output and (causal) the normalisers; the backward pass computes features and states again."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        call, maps = rest[4:]
-        normaliser = binding.empty(*query.shape[:3]) if call.causal else None
-        out, _ = _forward(call, (query, key, value), maps, normaliser)
-        ctx.save_for_backward(query, key, value, *rest[:4], out, normaliser, call.mask)
-        ctx.causal, ctx.num_features = call.causal, call.num_features
-        ctx.maps = binding.replace_parameters(maps, None, None, None, None)  # the saved ones are not referenced twice
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        *inputs, query_weight, query_bias, key_weight, key_bias, out, normaliser, mask = ctx.saved_tensors
-        parameters = query_weight, query_bias, key_weight, key_bias
-        maps = binding.replace_parameters(ctx.maps, *parameters)
-        filled = binding.arguments(tuple(inputs), mask, maps, ctx.num_features, out, backward=True)
-        filled.point(normaliser=normaliser)
-        name = "causal_backward" if ctx.causal else "bidirectional_backward"
-        needed = ctx.needs_input_grad[3:7]
-        return *binding.run_backward(name, filled, tuple(inputs), gradients[0], parameters, needed), None, None
+    if call.causal:
+        before = {name: tensor.contiguous() for name, tensor in (call.state or {}).items() if name in _STATE}
+        if call.return_state and isinstance(call.state, InPlaceState):
+            outputs |= {_STATE[name]: tensor for name, tensor in before.items()}
+            after = before
+        else:
+            inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
+        if call.return_state and not after:
+            (batch, groups), size = call.key.shape[:2], call.num_features
+            after = {"kv": empty(batch, groups, size, call.value.shape[3]), "k_sum": empty(batch, groups, size)}
+            if "key_scales" in inputs or (call.fused is not None and call.fused[1].scaled):
+                after["log_scale"] = empty(batch, groups)
+            outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
+    binding.run(kernel, inputs, outputs, numbers)
+    return outputs["out"], after or None

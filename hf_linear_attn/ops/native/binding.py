@@ -1,19 +1,28 @@
-"""The argument structure of the native kernels, and the functions that fill it from tensors."""
+"""The kernels' arguments by name, and the operator that runs a kernel inside of a graph of torch.compile."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..common import Features, parameter_gradient, readable, token_major
+from ..common import parameter_gradient, readable, token_major
 from ..fused import PARTS, FusedMap
 from ..kernel_inputs import DTYPES
 from .build import library
+
+Tensors = dict[str, Tensor]
+"""Inputs or outputs of a kernel by the name of their field in `Arguments`; of feature maps also `query_weight`,
+`query_bias`, `query_cosine`, `query_sine`, and those of `key_…`."""
+
+Numbers = dict[str, float]
+"""Numbers by the name of their field in `Arguments`; of feature maps also `query_activation` and so on."""
 
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
@@ -23,119 +32,96 @@ PRECOMPUTED = len(ACTIVATIONS)
 #: Number of multiply-adds below which one thread is faster than several.
 MIN_THREADED_PRODUCTS = 1 << 20
 
+_FACTORS = ("in_scale", "bias_scale", "alpha", "epsilon", "factor")
+_MAP_NUMBERS = {of: tuple(f"{of}_{name}" for name in ("activation", *_FACTORS)) for of in ("query", "key")}
+_MAP_TENSORS = {of: tuple(f"{of}_{name}" for name in ("weight", "bias", "cosine", "sine")) for of in ("query", "key")}
+
 
 class Strided(ctypes.Structure):
     """`hla::Strided`: an address, and strides in elements."""
 
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-    ]
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
 
 
 class Map(ctypes.Structure):
     """`hla::Map`: the formula of a feature map with the addresses of its tensors."""
 
     _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_t", "bias", "cosine", "sine", "scales")),
+        *((f"{name}_head", ctypes.c_int64) for name in ("weight", "weight_t", "bias")),
+        *((name, ctypes.c_int64) for name in ("angle_batch", "scale_batch", "scale_head")),
         *((name, ctypes.c_int32) for name in ("activation", "parts", "width", "projected", "input")),
-        *((name, ctypes.c_float) for name in ("bias_scale", "in_scale", "alpha", "epsilon", "factor")),
-        *((name, ctypes.c_void_p) for name in ("weight", "weight_t", "bias")),
-        *((name, ctypes.c_int64) for name in ("weight_head", "weight_t_head", "bias_head")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
-        ("angle_batch", ctypes.c_int64),
-        ("scales", ctypes.c_void_p),
-        ("scale_batch", ctypes.c_int64),
-        ("scale_head", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in _FACTORS),
     ]
 
 
-_STRIDED = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
-_PARAMETER_GRADIENTS = ("query_weight_gradient", "query_bias_gradient", "key_weight_gradient", "key_bias_gradient")
-_STATES = ("state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser")
+_STRIDED = (
+    *("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient", "mix"),
+    *("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient", "decay"),
+)
+_PARAMETER_GRADIENTS = tuple(f"{of}_{name}_gradient" for of in ("query", "key") for name in ("weight", "bias"))
+_POINTERS = (
+    *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
+    *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
+    *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
+)
+_LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks")
+_SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided")
 
 
 class Arguments(ctypes.Structure):
-    """`hla::Call` of kernelized.h; it keeps the tensors alive whose addresses it contains."""
+    """`hla::Call` of kernelized.h."""
 
     _fields_ = [
         *((name, Strided) for name in _STRIDED),
-        ("mask", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "batch", "heads", "groups", "length", "keys")),
-        *((name, ctypes.c_int32) for name in ("size", "value_size", "dtype", "threads")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
         ("query_map", Map),
         ("key_map", Map),
-        *((name, ctypes.c_void_p) for name in (*_STATES, *_PARAMETER_GRADIENTS)),
-        ("skip", ctypes.c_void_p),
-        ("mix", Strided),
-        ("top", ctypes.c_void_p),
-        ("mix_gradient", ctypes.c_void_p),
-        ("offset", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("window", "two_sided")),
-        ("scaling", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "ring_mask")),
-        *((name, ctypes.c_void_p) for name in ("next_ring_key", "next_ring_value", "next_ring_mask")),
-        *((name, ctypes.c_void_p) for name in ("mix_base", "mix_weight", "count", "next_count")),
-        *((name, ctypes.c_float) for name in ("mix_bound", "saturation")),
-        *((name, Strided) for name in ("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient")),
-        ("sink_position", ctypes.c_void_p),
-        ("sinks", ctypes.c_int64),
-        ("decay", Strided),
+        *((name, ctypes.c_int64) for name in _LENGTHS),
+        *((name, ctypes.c_int32) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("scaling", "mix_bound", "saturation")),
     ]
-    tensors: list[Any]
 
-    def point(self, **tensors: Tensor | None) -> None:
-        """Set fields to the addresses of tensors, with strides where the field has them."""
-        self.tensors.append(tensors)
-        for name, tensor in tensors.items():
+
+_SETTINGS = frozenset(("offset", "window", "two_sided", "scaling", "mix_bound", "saturation"))
+_HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_POINTERS)
+#: What a state before a token becomes after it: an output of the former name is both, in one memory.
+NEXT = {
+    "state": "next_state",
+    "state_sum": "next_sum",
+    "state_scale": "next_scale",
+    **{name: f"next_{name}" for name in ("ring_key", "ring_value", "ring_mask", "count")},
+}
+
+
+def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
+    """Return the tensors and numbers of the maps of queries and keys."""
+    tensors: Tensors = {}
+    numbers: Numbers = {}
+    for of, one in zip(("query", "key"), fused, strict=True):
+        factors = one.in_scale, one.bias_scale, one.alpha, one.epsilon, one.factor
+        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[one.activation], *factors), strict=True))
+        for name, tensor in zip(_MAP_TENSORS[of], (one.weight, one.bias, one.cosine, one.sine), strict=True):
             if tensor is not None:
-                setattr(self, name, strided(tensor) if name in _WITH_STRIDES else tensor.data_ptr())
+                tensors[name] = tensor
+    return tensors, numbers
 
 
-_WITH_STRIDES = frozenset(field[0] for field in Arguments._fields_ if field[1] is Strided)
-
-KernelMap = FusedMap | Features
-"""A formula, by `prepare`, or the features themselves in float32 where these are the inputs of the kernel."""
-
-
-def prepare(fused: tuple[FusedMap, FusedMap]) -> tuple[FusedMap, FusedMap]:
-    """Convert the tensors of the maps of queries and keys to contiguous float32, their columns to whole vectors."""
-    query = _prepare(fused[0])
-    return query, query if fused[1] is fused[0] else _prepare(fused[1])
-
-
-def _prepare(fused: FusedMap) -> FusedMap:
-    if fused.weight is not None:
-        fused = fused._replace(weight=pad_columns(fused.weight), bias=pad_columns(fused.bias))
-    if fused.cosine is None or fused.sine is None:
-        return fused
-    return fused._replace(cosine=fused.cosine.float().contiguous(), sine=fused.sine.float().contiguous())
-
-
-def replace_parameters(maps: tuple[FusedMap, FusedMap], *parameters: Tensor | None) -> tuple[FusedMap, FusedMap]:
-    """Return the maps with other weights and biases: of queries, then of keys."""
-    query_weight, query_bias, key_weight, key_bias = parameters
-    return maps[0]._replace(weight=query_weight, bias=query_bias), maps[1]._replace(weight=key_weight, bias=key_bias)
-
-
-@functools.cache
+@torch.compiler.assume_constant_result
 def lanes() -> int:
     """Return the number of floats in a vector register."""
-    return int(library().hla_lanes())
+    return int(_kernel("lanes")())
 
 
-def pad_columns(tensor: Tensor | None) -> Tensor | None:
+def pad_columns(tensor: Tensor) -> Tensor:
     """Return a contiguous float32 tensor whose last dimension is padded to whole vectors."""
-    if tensor is None:
-        return None
     missing = -tensor.shape[-1] % lanes()
     if missing:
         return functional.pad(tensor.float(), (0, missing)).contiguous()
     if tensor.dtype != torch.float32 or tensor.is_contiguous():
         return tensor.float().contiguous()
     *one, rows, columns = tensor.shape
-    if one != [1] or rows % lanes() or tensor.stride()[1:] != (1, rows) or tensor.requires_grad:
+    if one != [1] or rows % lanes() or tensor.stride()[1:] != (1, rows):
         return tensor.contiguous()
     copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
     library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
@@ -147,11 +133,6 @@ def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
-def strided(tensor: Tensor) -> Strided:
-    """Return the address and strides of `[B, H, L, d]`."""
-    return Strided(tensor.data_ptr(), *tensor.stride()[:3])
-
-
 def _first_stride(tensor: Tensor | None) -> int:
     """The stride of heads (or of rows of a batch) in elements; 0 where all share one."""
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
@@ -161,77 +142,71 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _map_argument(kernel_map: KernelMap, num_features: int, head_dim: int, weight_t: Tensor | None) -> Map:
-    if isinstance(kernel_map, Features):
-        scales = kernel_map.log_scale
-        strides = (0, 0) if scales is None else scales.stride()[:2]
-        own = {"scales": _address(scales), "scale_batch": strides[0], "scale_head": strides[1]}
-        return Map(PRECOMPUTED, 1, num_features, False, head_dim, in_scale=1.0, **own)
-    parts = PARTS[kernel_map.activation]
+def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[Tensor]) -> Map:
+    """Return the map of queries or keys; the tensors that it refers to are appended to `used`."""
+    activation, *factors = (numbers.get(name, 1.0) for name in _MAP_NUMBERS[of])
+    weight, bias, cosine, sine = (inputs.get(name) for name in _MAP_TENSORS[of])
+    size, scales = inputs["query"].shape[3], inputs.get(f"{of}_scales")
+    width, transposed = size if weight is None else weight.shape[-1], None
+    if weight is not None:
+        weight = pad_columns(weight)
+        transposed = pad_columns(weight.mT) if backward else None
+    bias = bias if bias is None or weight is None else pad_columns(bias)
+    cosine, sine = (None if angles is None else angles.float().contiguous() for angles in (cosine, sine))
+    parts = 1 if activation == PRECOMPUTED else list(PARTS.values())[int(activation)]
+    scales = None if scales is None else scales.contiguous()
+    used += [one for one in (weight, transposed, bias, cosine, sine, scales) if one is not None]
     return Map(
-        ACTIVATIONS[kernel_map.activation],
-        parts,
-        num_features // parts,
-        kernel_map.weight is not None,
-        head_dim,
-        kernel_map.bias_scale,
-        kernel_map.in_scale,
-        kernel_map.alpha,
-        kernel_map.epsilon,
-        kernel_map.factor,
-        _address(kernel_map.weight),
-        _address(weight_t),
-        _address(kernel_map.bias),
-        _first_stride(kernel_map.weight),
-        _first_stride(weight_t),
-        _first_stride(kernel_map.bias),
-        _address(kernel_map.cosine),
-        _address(kernel_map.sine),
-        _first_stride(kernel_map.cosine),
+        *map(_address, (weight, transposed, bias, cosine, sine, scales)),
+        *map(_first_stride, (weight, transposed, bias, cosine)),
+        *((0, 0) if scales is None else scales.stride()[:2]),
+        *(int(activation), parts, width, weight is not None, size),
+        *factors,
     )
 
 
-def arguments(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    maps: tuple[KernelMap, KernelMap],
-    num_features: int,
-    out: Tensor,
-    *,
-    backward: bool = False,
-) -> Arguments:
-    """Fill the fields that every kernel reads, for inputs query, key and value."""
-    query, key, value = inputs
-    batch, heads, length, size = query.shape
-    _, groups, keys, value_size = value.shape
-    products = batch * heads * (length + keys) * num_features * value_size
-    transposed: list[Tensor | None] = [None, None]
-    if backward:
-        weights = [one.weight for one in maps if isinstance(one, FusedMap)]
-        transposed = [None if weight is None else pad_columns(weight.detach().mT) for weight in weights]
-    query_map = _map_argument(maps[0], num_features, size, transposed[0])
-    same = maps[0] is maps[1] and not backward
-    filled = Arguments(
-        query=strided(query),
-        key=strided(key),
-        value=strided(value),
-        out=strided(out),
-        mask=_address(mask),
-        mask_batch=_first_stride(mask),
-        batch=batch,
-        heads=heads,
-        groups=groups,
-        length=length,
-        keys=keys,
-        size=size,
-        value_size=value_size,
-        dtype=DTYPE_NUMBERS[value.dtype],
-        threads=torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
-        query_map=query_map,
-        key_map=query_map if same else _map_argument(maps[1], num_features, size, transposed[1]),
-    )
-    filled.tensors = [inputs, out, mask, maps, transposed]
-    return filled
+def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
+    backward = kernel.endswith("backward")
+    used: list[Tensor] = []
+    filled = Arguments(query_map=_map("query", inputs, numbers, backward, used))
+    filled.key_map = _map("key", inputs, numbers, backward, used)
+    batch, heads, length, size = inputs["query"].shape
+    _, groups, keys, value_size = inputs["value"].shape
+    for name, tensor in inputs.items():
+        if name in _HAS_STRIDES:
+            tensor = tensor.expand(batch, heads, length) if name == "mix" else readable(tensor)
+            setattr(filled, name, Strided(tensor.data_ptr(), *tensor.stride()[:3]))
+            used.append(tensor)
+        elif name in _HAS_ADDRESS:
+            tensor = pad_columns(tensor) if name == "mix_weight" else tensor.contiguous()
+            setattr(filled, name, tensor.data_ptr())
+            if name == "mask":
+                filled.mask_batch = _first_stride(tensor)
+            used.append(tensor)
+    parts: Tensors = {}
+    for name, tensor in outputs.items():
+        if name in _PARAMETER_GRADIENTS:  # of every head of every row of the batch, in whole vectors; added up below
+            columns = tensor.shape[-1] + -tensor.shape[-1] % lanes()
+            count = heads if name.startswith("query") else groups
+            tensor = parts[name] = empty(batch, count, *tensor.shape[1:-1], columns).zero_()
+        if name in _HAS_STRIDES:
+            setattr(filled, name, Strided(tensor.data_ptr(), *tensor.stride()[:3]))
+        else:
+            assert tensor.is_contiguous()
+            setattr(filled, name, tensor.data_ptr())
+            if name in NEXT:
+                setattr(filled, NEXT[name], tensor.data_ptr())
+    for name in _SETTINGS & numbers.keys():
+        setattr(filled, name, numbers[name])
+    filled.batch, filled.heads, filled.groups, filled.length, filled.keys = batch, heads, groups, length, keys
+    filled.size, filled.value_size, filled.dtype = size, value_size, DTYPE_NUMBERS[inputs["value"].dtype]
+    sink_key = inputs.get("sink_key", outputs.get("sink_key"))
+    filled.sinks = 0 if sink_key is None else sink_key.shape[2]
+    products = batch * heads * (length + keys) * filled.key_map.parts * filled.key_map.width * value_size
+    filled.threads = torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1
+    launch(kernel, filled)
+    for name, part in parts.items():
+        outputs[name].copy_(parameter_gradient(part[..., : outputs[name].shape[-1]], outputs[name]))
 
 
 @functools.cache
@@ -239,7 +214,7 @@ def _kernel(name: str) -> Any:
     return getattr(library(), f"hla_{name}")
 
 
-def run(name: str, filled: Arguments) -> None:
+def launch(name: str, filled: Arguments) -> None:
     """Run a kernel.
 
     Raises:
@@ -251,31 +226,93 @@ def run(name: str, filled: Arguments) -> None:
         )
 
 
-def run_backward(
-    name: str,
-    filled: Arguments,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out_gradient: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    needed: tuple[bool, ...],
-) -> list[Tensor | None]:
-    """Run a backward kernel; return the gradients of query, key and value, and the needed ones of the parameters.
+# --------------------------------------------------------------------------------------------------------------------
+# The operator
 
-    The kernel writes a parameter's gradient for every head of every row of the batch, which are summed here.
+
+def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
+    """Run a kernel, which writes to the outputs; inside of a graph of torch.compile as `hf_linear_attn::run`.
+
+    Args:
+        kernel: The name of the kernel.
+        inputs: At least query, key and value; they may have any strides.
+        outputs: They are contiguous, or where the kernel knows strides contiguous within a token. An output with the
+            name of a state before a token (`NEXT`) is read, too.
+        numbers: Integers are passed as they are, or as whole numbers.
     """
-    query, key, value = (token_major(x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in inputs)
-    heads = query.shape[1], query.shape[1], key.shape[1], key.shape[1]
-    parts = [
-        empty(query.shape[0], count, *tensor.shape[1:]).zero_() if tensor is not None and is_needed else None
-        for tensor, is_needed, count in zip(parameters, needed, heads, strict=True)
-    ]
-    filled.point(out_gradient=readable(out_gradient), query_gradient=query, key_gradient=key, value_gradient=value)
-    filled.point(**dict(zip(_PARAMETER_GRADIENTS, parts, strict=True)))
-    run(name, filled)
-    pairs = zip(parts, parameters, strict=True)
-    return [
-        query,
-        key,
-        value,
-        *(None if one is None or of is None else parameter_gradient(one, of) for one, of in pairs),
-    ]
+    if not torch.compiler.is_compiling():
+        _run(kernel, inputs, outputs, numbers)
+        return
+    names = " ".join((*inputs, *outputs, *numbers))
+    values = [float(number) for number in numbers.values()]
+    torch.ops.hf_linear_attn.run(kernel, names, [*inputs.values()], [*outputs.values()], values)
+
+
+def _run_operator(kernel: str, names: str, inputs: list[Tensor], outputs: list[Tensor], numbers: list[float]) -> None:
+    named = iter(names.split())
+    groups: list[list[Any]] = [inputs, outputs, [int(number) if number.is_integer() else number for number in numbers]]
+    _run(kernel, *(dict(zip(islice(named, len(group)), group, strict=True)) for group in groups))
+
+
+_LIBRARY = torch.library.Library("hf_linear_attn", "DEF")
+_LIBRARY.define("run(str kernel, str names, Tensor[] inputs, Tensor(a!)[] outputs, float[] numbers) -> ()")
+_LIBRARY.impl("run", _run_operator, "CPU")
+torch.library.register_fake("hf_linear_attn::run", lambda *arguments: None, lib=_LIBRARY)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def output(inputs: Tensors) -> Tensor:
+    """Allocate the output `[B, H, L, e]` of a kernel."""
+    (batch, heads, length, _), value = inputs["query"].shape, inputs["value"]
+    return token_major(batch, heads, length, value.shape[3], value.dtype)
+
+
+def differentiable(kernel: str, inputs: Tensors, numbers: Numbers) -> Tensor:
+    """Return the output of a kernel without a state, with gradients."""
+    tensors = [*inputs.values()]
+    if torch.compiler.is_compiling():  # It does not take a tensor twice, such as a weight of queries and of keys.
+        tensors = [tensor.view_as(tensor) for tensor in tensors]
+    return _Kernel.apply(kernel, tuple(inputs), numbers, *tensors)
+
+
+class _Kernel(torch.autograd.Function):
+    """A kernel with gradients: it saves its inputs, the output, the normalisers and the stabilisers (of the windowed
+    form), and the backward kernel computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: str, names: tuple[str, ...], numbers: Numbers, *tensors: Tensor) -> Tensor:
+        inputs = dict(zip(names, tensors, strict=True))
+        batch, heads, length, _ = inputs["query"].shape
+        saved = {"bidirectional": (), "causal": ("normaliser",), "windowed": ("normaliser", "top")}[kernel]
+        outputs = {"out": output(inputs), **{name: empty(batch, heads, length) for name in saved}}
+        run(kernel, inputs, outputs, numbers)
+        ctx.save_for_backward(*tensors, *outputs.values())
+        ctx.kernel, ctx.names, ctx.numbers = kernel, (*names, *outputs), numbers
+        return outputs["out"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_gradient: Tensor) -> Any:
+        tensors = ctx.saved_tensors  # read once, because recomputed activations are freed by the first access
+        inputs = {**dict(zip(ctx.names, tensors, strict=True)), "out_gradient": out_gradient}
+        gradients: Tensors = {}
+        for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=False):
+            tensor = inputs[name]
+            if name in ("query", "key", "value"):
+                batch, heads, length, size = tensor.shape
+                gradients[name] = token_major(batch, heads, length, size, tensor.dtype)
+            elif name == "mix":
+                gradients[name] = empty(*inputs["query"].shape[:3]).zero_()
+            elif name in ("sink_key", "sink_value"):
+                gradients[name] = empty(*tensor.shape, dtype=tensor.dtype)
+            elif needed:
+                gradients[name] = empty(*tensor.shape)
+        outputs = {f"{name}_gradient": gradient for name, gradient in gradients.items()}
+        run(f"{ctx.kernel}_backward", inputs, outputs, ctx.numbers)
+        if "mix" in gradients:
+            gradients["mix"] = gradients["mix"].sum_to_size(inputs["mix"].shape)
+        of_names = (gradients.get(name) for name in ctx.names[: len(ctx.needs_input_grad) - 3])
+        return None, None, None, *of_names

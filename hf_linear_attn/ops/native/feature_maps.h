@@ -22,22 +22,15 @@ enum Activation : int32_t {
 };
 
 struct Map {
-  int32_t activation;
-  int32_t parts;
-  int32_t width;      // f, numbers in a segment
-  int32_t projected;  // whether there is a W
-  int32_t input;      // d, numbers in a row of x
-  float bias_scale;   // of b
-  float in_scale, alpha, epsilon, factor;
-  const float* weight;                            // [heads or 1, d, padded f]
-  const float* weight_t;                          // its transpose [heads or 1, padded f, padded d]
+  const float *weight, *weight_t;                 // [heads or 1, d, padded f], its transpose [heads or 1, padded f, padded d]
   const float* bias;                              // [heads or 1, padded f] or null
+  const float *cosine, *sine;                     // [batch or 1, L]
+  const float* scales;                            // [batch, heads, L]: log scales of precomputed features; or null
   int64_t weight_head, weight_t_head, bias_head;  // 0: shared by the heads
-  const float* cosine;                            // [batch or 1, L]
-  const float* sine;
-  int64_t angle_batch;
-  const float* scales;  // [batch, heads, L]: log scales of precomputed features; or null
-  int64_t scale_batch, scale_head;
+  int64_t angle_batch, scale_batch, scale_head;
+  int32_t activation, parts;
+  int32_t width, projected, input;  // f, numbers in a segment; whether there is a W; d, numbers in a row of x
+  float in_scale, bias_scale, alpha, epsilon, factor;
 
   bool scaled() const { return scales || activation == EXP_PAIR || activation == POSITIVE || activation == POSITIVE_PAIR; }
   int segment() const { return padded(width); }

@@ -15,48 +15,39 @@ constexpr float FLOOR = 1e-20f;      // of a normaliser; see ops/common.py
 constexpr long SEGMENT = 2048;       // tokens whose state one task adds up
 constexpr float SAFE_RANGE = 15.0f;  // of log scales that one common reference serves
 
+// The arguments of a kernel, as ops/native/binding.py fills them by name; what a kernel does not use is null or zero.
 struct Call {
-  Strided query, key, value, out;  // [B, H | G, L | S, d | e]
-  Strided out_gradient;            // as out
-  Strided query_gradient, key_gradient, value_gradient;
-  const uint8_t* mask;  // [B, S], 1: a token; null: all of them
-  int64_t mask_batch;
-  int64_t batch, heads, groups, length, keys;
-  int32_t size, value_size;  // d, e
-  int32_t dtype, threads;
-  Map query_map, key_map;
-  const float *state, *state_sum, *state_scale;        // [B, G, m, e], [B, G, m], [B, G] or null
-  float *next_state, *next_sum, *next_scale;           // written by the causal form
-  float* normaliser;                                   // [B, H, L]: saved for the backward pass of the causal form; or null
-  float *query_weight_gradient, *query_bias_gradient;  // [B, H, d, padded f], [B, H, padded f] or null
-  float *key_weight_gradient, *key_bias_gradient;      // [B, G, ...]
-  // Windowed forms only: exact weights near, kernelized ones far.
-  const int64_t* skip;        // [B]: the first keys that are no tokens; null: none
-  Strided mix;                // [B, H, L]: exp of the rows' log mixing weights
-  float* top;                 // [B, H, L]: stabilisers, saved for the backward pass; or null
-  float* mix_gradient;        // [B, H, L], of the log mixing weights
-  int64_t offset;             // the key that row 0 is
-  int32_t window, two_sided;  // two_sided: distances below `window` before and after
-  float scaling;
-  // One token of windowed attention: the last `window` keys [B, G, w, d], values, and which are tokens [B, w]; before and
-  // after, which may be the same memory.
-  const void *ring_key, *ring_value;
-  const uint8_t* ring_mask;
+  Strided query, key, value, out;                                                      // [B, H | G, L | S, d | e]
+  Strided out_gradient, query_gradient, key_gradient, value_gradient;                  // as these
+  Strided mix;                                                                         // [B, H, L], see below
+  Strided sink_key, sink_value, sink_key_gradient, sink_value_gradient;                // [B, G, s, d | e], see below
+  Strided decay;                                                                       // [B, G, L, m], see below
+  const uint8_t* mask;                                                                 // [B | 1, S], 1: a token; null: all
+  const float *state, *state_sum, *state_scale;                                        // [B, G, m, e], [B, G, m], [B, G]
+  float *next_state, *next_sum, *next_scale;                                           // of the causal form
+  float *normaliser, *top;                                                             // [B, H, L]: for the backward pass
+  float *query_weight_gradient, *query_bias_gradient;                                  // [B, H, d, padded f], [B, H, padded f]
+  float *key_weight_gradient, *key_bias_gradient;                                      // [B, G, ...]
+  float* mix_gradient;                                                                 // [B, H, L]
+  const float* mix_weight;                                                             // u [H, padded d], see below
+  const int64_t *skip, *sink_position;                                                 // [B], [B, s]
+  const int64_t* count;                                                                // [B]: tokens before this one
+  int64_t* next_count;                                                                 // with this one
+  const void *ring_key, *ring_value;                                                   // [B, G, w, d | e]
+  const uint8_t* ring_mask;                                                            // [B, w]
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
-  // Log mixing weights by formula: `mix` and clip(√τ u·q, ±bound), u [H, padded d] or null. For one token they are
-  // b + clip(√τ u·q, ±bound) - log(1 + n / N), b [H]; null b: `mix` holds them.
-  const float *mix_base, *mix_weight;
-  const int64_t* count;         // [B]: tokens before this one, of which n lie outside
-  int64_t* next_count;          // with this one
-  float mix_bound, saturation;  // N; 0: without the last term
-  // Sinks [B, G, s, d], exact for every row, and their values: those at `position` [B, s], counted in rows. One token of
-  // windowed attention: the first tokens of each row, contiguous; the new one is added to them while there are fewer.
-  Strided sink_key, sink_value, sink_key_gradient, sink_value_gradient;
-  const int64_t* sink_position;
-  int64_t sinks;
-  // Causal form with precomputed features only: log decays [B, G, L, m] of the state, in float32; null data: none.
-  Strided decay;
+  Map query_map, key_map;
+  int64_t mask_batch, batch, heads, groups, length, keys;
+  int64_t offset, sinks;                                                               // the key that row 0 is; s
+  int32_t size, value_size, dtype, threads;                                            // d, e, ...
+  int32_t window, two_sided;                                                           // w; whether also distances > -w
+  float scaling, mix_bound, saturation;                                                // tau, ..., N
+  // Log decays of the causal form with precomputed features, in float32.
+  // Windows: the first `skip` keys are no tokens. Log mixing weights are mix + clip(sqrt(tau) u.q, +-bound), without u
+  // `mix`; for one token less log(1 + n / N), n of its `count` tokens lying outside, without the last term if N is 0.
+  // Sinks are exact for every row: those at `sink_position`, counted in rows. One token: the first ones of each row,
+  // contiguous; the new one is added to them while there are fewer. Its state and ring may lie where the next ones do.
 
   int x_row() const { return padded(size); }
   int e_row() const { return padded(value_size); }

@@ -119,7 +119,8 @@ static int dispatch_causal(const Call& c) {
 }
 
 // One token of windowed attention: the oldest key of the ring moves into S and z unless it is a sink, the new key is
-// appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/window_step.py).
+// appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/windowed.py). A token that
+// the mask drops has an output of zeros, and leaves everything as it is.
 
 // The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one always is one.
 template <typename T>
@@ -146,10 +147,10 @@ static T* add_sink(const Strided& sinks, long b, long g, long count, long max_co
 
 // The mixing weight of head h, for its query x.
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
-  if (!c.mix_base) return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
+  const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
   const int64_t outside = c.count[b] + 1 - c.window - c.sinks;
   const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
-  return std::exp(c.mix_base[h] + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
+  return std::exp(base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }
 
 template <typename T>
@@ -170,6 +171,16 @@ static int windowed_step(const Call& c) {
       const T* ring_value = static_cast<const T*>(c.ring_value) + stream * c.window * e;
       T* new_key = static_cast<T*>(c.next_ring_key) + stream * c.window * c.size;
       T* new_value = static_cast<T*>(c.next_ring_value) + stream * c.window * e;
+      if (c.mask && !*c.mask_of(b)) {
+        const std::vector<float> zeros(e_row);
+        for (long h = g * c.repeats(); h < (g + 1) * c.repeats(); ++h) write_rows<T>(c.out, b, h, 0, 1, e, zeros.data(), e_row);
+        memmove(new_key, ring_key, (size_t)w * c.size * sizeof(T));
+        memmove(new_value, ring_value, (size_t)w * e * sizeof(T));
+        const long numbers = c.num_features();
+        memmove(c.next_state + stream * numbers * e, c.state + stream * numbers * e, numbers * e * sizeof(float));
+        memmove(c.next_sum + stream * numbers, c.state_sum + stream * numbers, numbers * sizeof(float));
+        continue;
+      }
       const long oldest = c.count[b] - w;  // position of the token that leaves the ring
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
@@ -221,9 +232,10 @@ static int windowed_step(const Call& c) {
     // The masks and counts may be overwritten in place: only after all heads of a row of the batch have read them.
 #pragma omp single
     for (long b = 0; b < c.batch; ++b) {
-      memmove(c.next_ring_mask + b * w, c.ring_mask + b * w + 1, w - 1);
-      c.next_ring_mask[b * w + w - 1] = 1;
-      c.next_count[b] = c.count[b] + 1;
+      const int real = !c.mask || *c.mask_of(b);
+      memmove(c.next_ring_mask + b * w, c.ring_mask + b * w + real, w - real);
+      if (real) c.next_ring_mask[b * w + w - 1] = 1;
+      c.next_count[b] = c.count[b] + real;
     }
   });
 }

@@ -55,13 +55,14 @@ struct Stream {
   }
   // Position of a row in the sequence.
   long position_of(long row) const { return backwards ? rows - 1 - row : row; }
-  float mix(const Call& c, long h, long row) const {
+  float log_mix(const Call& c, long h, long row) const {
     return static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head + position_of(row) * c.mix.token];
   }
 };
 
 // What the query x of head h adds to its log mixing weight; root: of the scaling.
 static inline float query_mix(const Call& c, long h, float root, const float* x, int x_row) {
+  if (!c.mix_weight) return 0.0f;
   const float part = dot(x, c.mix_weight + h * x_row, x_row) * root;
   return part < -c.mix_bound ? -c.mix_bound : part > c.mix_bound ? c.mix_bound : part;
 }
@@ -354,15 +355,10 @@ struct FarKeys {
 template <typename T>
 static void read_far_queries(const Call& c, const Stream& s, long h, long start, int count, FeatureBlock& queries) {
   queries.read<T>(c.query, s.b, h, start, count, s.valid() + s.offset, false);
-  float mix[BLOCK] = {};
-  if (c.mix_weight) {
-    const float root = std::sqrt(c.scaling);
-    for (int t = 0; t < count; ++t) mix[t] = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
-    for (int t = 0; t < padded(count); t += LANES) store(mix + t, exp_of(load(mix + t)));
-  }
+  const float root = std::sqrt(c.scaling);
   for (int t = 0; t < count; ++t) {
-    const float rest = s.mix(c, h, start + t);
-    scale_all(queries.features + (long)t * queries.row, queries.row, c.mix_weight ? rest * mix[t] : rest);
+    const float from_query = query_mix(c, h, root, queries.x + (long)t * queries.x_row, queries.x_row);
+    scale_all(queries.features + (long)t * queries.row, queries.row, std::exp(s.log_mix(c, h, start + t) + from_query));
   }
 }
 

@@ -72,7 +72,7 @@ struct FarForm {
     const int m_row = pass.queries.row;
     for (int t = 0; t < count; ++t) {
       float *slope = pass.back.feature_gradient + (long)t * m_row, *feature = pass.queries.features + (long)t * m_row;
-      const float mix = s.mix(c, h, start + t);
+      const float mix = std::exp(s.log_mix(c, h, start + t));
       if (c.mix_gradient)
         c.mix_gradient[(s.b * c.heads + h) * c.length + s.position_of(start + t)] += dot(slope, feature, m_row);
       scale_all(slope, m_row, mix);
