@@ -28,6 +28,7 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ACTIVATIONS = {name: number for number, name in enumerate(PARTS)}
 #: The kernels' number of the "activation" whose inputs are the features themselves.
 PRECOMPUTED = len(ACTIVATIONS)
+_PARTS = (*PARTS.values(), 1)
 
 #: Number of multiply-adds below which one thread is faster than several.
 MIN_THREADED_PRODUCTS = 1 << 20
@@ -95,33 +96,38 @@ NEXT = {
 
 
 def map_arguments(fused: tuple[FusedMap, FusedMap]) -> tuple[Tensors, Numbers]:
-    """Return the tensors and numbers of the maps of queries and keys."""
+    """Return the tensors and numbers of the maps of queries and keys; of one map for both, those of queries."""
     tensors: Tensors = {}
     numbers: Numbers = {}
-    for of, one in zip(("query", "key"), fused, strict=True):
-        factors = one.in_scale, one.bias_scale, one.alpha, one.epsilon, one.factor
-        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[one.activation], *factors), strict=True))
+    shared = fused[1] is fused[0] and not fused[0].requires_grad
+    for of, one in zip(("query",) if shared else ("query", "key"), fused, strict=False):
+        numbers.update(zip(_MAP_NUMBERS[of], (ACTIVATIONS[one.activation], *one[3:8]), strict=True))
         for name, tensor in zip(_MAP_TENSORS[of], (one.weight, one.bias, one.cosine, one.sine), strict=True):
             if tensor is not None:
                 tensors[name] = tensor
     return tensors, numbers
 
 
+@functools.cache
+def _lanes() -> int:
+    return int(library().hla_lanes())
+
+
 @torch.compiler.assume_constant_result
 def lanes() -> int:
     """Return the number of floats in a vector register."""
-    return int(_kernel("lanes")())
+    return _lanes()
 
 
 def pad_columns(tensor: Tensor) -> Tensor:
     """Return a contiguous float32 tensor whose last dimension is padded to whole vectors."""
-    missing = -tensor.shape[-1] % lanes()
+    missing = -tensor.shape[-1] % _lanes()
     if missing:
         return functional.pad(tensor.float(), (0, missing)).contiguous()
     if tensor.dtype != torch.float32 or tensor.is_contiguous():
         return tensor.float().contiguous()
     *one, rows, columns = tensor.shape
-    if one != [1] or rows % lanes() or tensor.stride()[1:] != (1, rows):
+    if one != [1] or rows % _lanes() or tensor.stride()[1:] != (1, rows):
         return tensor.contiguous()
     copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
     library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
@@ -138,40 +144,56 @@ def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[Tensor]) -> Map:
+def _map(of: str, inputs: Tensors, numbers: Numbers, backward: bool, used: list[Any]) -> Map:
     """Return the map of queries or keys; the tensors that it refers to are appended to `used`."""
-    activation, *factors = (numbers.get(name, 1.0) for name in _MAP_NUMBERS[of])
-    weight, bias, cosine, sine = (inputs.get(name) for name in _MAP_TENSORS[of])
-    size, scales = inputs["query"].shape[3], inputs.get(f"{of}_scales")
-    width, transposed = size if weight is None else weight.shape[-1], None
+    activation, *factors = [numbers.get(name, 1.0) for name in _MAP_NUMBERS[of]]
+    weight, bias, cosine, sine = map(inputs.get, _MAP_TENSORS[of])
+    size, scales, transposed = inputs["query"].shape[3], inputs.get(f"{of}_scales"), None
+    width = size if weight is None else weight.shape[-1]
     if weight is not None:
-        weight = pad_columns(weight)
+        weight, bias = pad_columns(weight), None if bias is None else pad_columns(bias)
         transposed = pad_columns(weight.mT) if backward else None
-    bias = bias if bias is None or weight is None else pad_columns(bias)
-    cosine, sine = (None if angles is None else angles.float().contiguous() for angles in (cosine, sine))
-    parts = 1 if activation == PRECOMPUTED else list(PARTS.values())[int(activation)]
+    if cosine is not None and sine is not None:
+        cosine, sine = cosine.float().contiguous(), sine.float().contiguous()
     scales = None if scales is None else scales.contiguous()
-    used += [one for one in (weight, transposed, bias, cosine, sine, scales) if one is not None]
+    tensors = weight, transposed, bias, cosine, sine, scales
+    used.append(tensors)
     return Map(
-        *map(_address, (weight, transposed, bias, cosine, sine, scales)),
-        *map(_first_stride, (weight, transposed, bias, cosine)),
+        *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
+        *[_first_stride(tensor) for tensor in tensors[:4]],
         *((0, 0) if scales is None else scales.stride()[:2]),
-        *(int(activation), parts, width, weight is not None, size),
+        *(int(activation), _PARTS[int(activation)], width, weight is not None, size),
         *factors,
     )
 
 
 def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
     backward = kernel.endswith("backward")
-    used: list[Tensor] = []
-    filled = Arguments(query_map=_map("query", inputs, numbers, backward, used))
-    filled.key_map = _map("key", inputs, numbers, backward, used)
+    used: list[Any] = []  # whatever the arguments refer to
+    query_map = key_map = _map("query", inputs, numbers, backward, used)
+    if "key_activation" in numbers:
+        key_map = _map("key", inputs, numbers, backward, used)
     batch, heads, length, size = inputs["query"].shape
     _, groups, keys, value_size = inputs["value"].shape
+    sink_key = inputs.get("sink_key", outputs.get("sink_key"))
+    products = batch * heads * (length + keys) * key_map.parts * key_map.width * value_size
+    filled = Arguments(
+        query_map=query_map,
+        key_map=key_map,
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        length=length,
+        keys=keys,
+        sinks=0 if sink_key is None else sink_key.shape[2],
+        size=size,
+        value_size=value_size,
+        dtype=DTYPE_NUMBERS[inputs["value"].dtype],
+        threads=torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
+    )
+    if "window" in numbers:
+        for name in _SETTINGS & numbers.keys():
+            setattr(filled, name, numbers[name])
     for name, tensor in inputs.items():
         if name in _HAS_STRIDES:
             tensor = tensor.expand(batch, heads, length) if name == "mix" else readable(tensor)
@@ -186,7 +208,7 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
     parts: Tensors = {}
     for name, tensor in outputs.items():
         if name in _PARAMETER_GRADIENTS:  # of every head of every row of the batch, in whole vectors; added up below
-            columns = tensor.shape[-1] + -tensor.shape[-1] % lanes()
+            columns = tensor.shape[-1] + -tensor.shape[-1] % _lanes()
             count = heads if name.startswith("query") else groups
             tensor = parts[name] = empty(batch, count, *tensor.shape[1:-1], columns).zero_()
         if name in _HAS_STRIDES:
@@ -196,14 +218,6 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
             setattr(filled, name, tensor.data_ptr())
             if name in NEXT:
                 setattr(filled, NEXT[name], tensor.data_ptr())
-    for name in _SETTINGS & numbers.keys():
-        setattr(filled, name, numbers[name])
-    filled.batch, filled.heads, filled.groups, filled.length, filled.keys = batch, heads, groups, length, keys
-    filled.size, filled.value_size, filled.dtype = size, value_size, DTYPE_NUMBERS[inputs["value"].dtype]
-    sink_key = inputs.get("sink_key", outputs.get("sink_key"))
-    filled.sinks = 0 if sink_key is None else sink_key.shape[2]
-    products = batch * heads * (length + keys) * filled.key_map.parts * filled.key_map.width * value_size
-    filled.threads = torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1
     launch(kernel, filled)
     for name, part in parts.items():
         outputs[name].copy_(parameter_gradient(part[..., : outputs[name].shape[-1]], outputs[name]))
