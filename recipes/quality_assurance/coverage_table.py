@@ -48,7 +48,7 @@ WHY = {
     "ops/fla_backend.py": "flash-linear-attention and a GPU are not there",
     "ops/native/binding.py": "no memory left for a kernel",
     "ops/native/build.py": "Windows; a library that does not load; no /proc; a compiler that does not start",
-    "ops/native/backend.py": "a machine where kernels cannot be built; torch.compile; other devices; anomalies",
+    "ops/native/backend.py": "a machine where kernels cannot be built; other devices; anomalies",
 }
 KEYS = {
     "statements": "num_statements",
