@@ -467,3 +467,26 @@ def compiled_table(path: Path = RESULTS / "compiled-decoding.json") -> str:
             lines.append(cells)
         parts.append(markdown_table([model, *titles], lines))
     return "\n\n".join(parts)
+
+
+def quantization_table(path: Path = RESULTS / "quantization.json") -> str:
+    """Size, quality and time of models with int8 weights, beside the same attention in float32."""
+    results = read_json(path)
+    parts = [machine_with_load(results["environment"]) + "."]
+    if any("seconds" in row for row in results["rows"]):
+        parts[0] += (
+            " Processor time of one thread (medians), in brackets times as fast as the same attention in float32."
+        )
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["model"] == model]
+        base = {row["attention"]: row.get("seconds") for row in rows if row["scheme"] == "float32"}
+        kinds = list(rows[0].get("seconds", ()))
+        lines = []
+        for row in rows:
+            cells = [f"`{row['attention']}`, {row['scheme']}", f"{row['megabytes']:.0f}", f"{row['quality']:.2f}"]
+            for kind in kinds:
+                seconds, float32 = row["seconds"][kind]["median"], base[row["attention"]][kind]["median"]
+                cells.append(f"{1e3 * seconds:.0f} ms ({float32 / seconds:.2f}×)")
+            lines.append(cells)
+        parts.append(markdown_table([model, "MB", rows[0]["metric"], *kinds], lines))
+    return "\n\n".join(parts)

@@ -164,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packages": lambda: compare_packages.table(read_json(RESULTS / "packages.json")),
     "packing": result_tables.packing_summary,
     "plan": plan_table,
+    "quantization": result_tables.quantization_table,
     "profile": result_tables.profile_tables,
     "stream": result_tables.stream_table,
 }
