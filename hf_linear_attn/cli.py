@@ -58,6 +58,17 @@ plan.json (or plan.yaml) names the mechanism of each layer, for example
 
 The output folder appears completely or not at all. load_pretrained("out") loads it.""",
     ),
+    "export": Verb(
+        "export:ExportConfig",
+        "export:export",
+        "export a patched checkpoint to ONNX or torch.export, with a free batch and length",
+        ("model", "output"),
+        """\
+hf-linear-attn export out onnx-out
+hf-linear-attn export out pt2-out --format torch
+
+A model that generates becomes two graphs: one for the prompt, one for each token after it.""",
+    ),
     "info": Verb(
         "cli_checkpoints:InfoConfig",
         "cli_checkpoints:info",

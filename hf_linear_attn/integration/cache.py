@@ -53,7 +53,8 @@ class LinearStateLayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.state: State | None = None
-        self.tokens = 0
+        #: As wide as the number of tokens: exported graphs have inputs with sizes, and integers are constants in them.
+        self._counter = torch.empty(0, 0)
         self.record_past = False
         self._expects_update = False
         self._packed = False
@@ -62,6 +63,14 @@ class LinearStateLayer(CacheLayerMixin):
         #: The calls since recording began, each with the state before it.
         self._record: list[AttentionInputs] = []
         self._replay: Replay | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self._counter.shape[1]
+
+    @tokens.setter
+    def tokens(self, count: int) -> None:
+        self._counter = self._counter.new_empty(0, count)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -119,10 +128,10 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self.state is None:
             return None
-        rows = {tensor.shape[0] for tensor in self.state.values()}
-        if rows != {query.shape[0]}:
+        rows = next(tensor.shape[0] for tensor in self.state.values())
+        if rows != query.shape[0]:
             raise ValueError(
-                f"The cache holds the states of {max(rows)} rows, and the input has {query.shape[0]}. Give each row a "
+                f"The cache holds the states of {rows} rows, and the input has {query.shape[0]}. Give each row a "
                 "state: cache.batch_repeat_interleave(n) repeats every one n times, "
                 "cache.batch_select_indices(indices) takes some."
             )
@@ -147,7 +156,7 @@ class LinearStateLayer(CacheLayerMixin):
     get_max_length = get_max_cache_shape
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.tokens + length, 0
 
     def reset(self) -> None:

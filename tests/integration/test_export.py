@@ -1,5 +1,7 @@
 """torch.export of patched models with a free batch and length, and Transformers' exporters."""
 
+import logging
+
 import pytest
 import torch
 from torch.export import Dim
@@ -7,6 +9,12 @@ from torch.export import Dim
 from tests.helpers import BERT, Family, assert_close, every_pair, logits, padded_batch, patched, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_log(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would collect it for minutes
+
 
 SMALL_BERT = Family("bert", False, (), BERT.model_class, num_layers=1)
 SMALL_GPT2 = Family("gpt2", True, (), num_layers=1)

@@ -1,0 +1,118 @@
+"""The verb `export`: a patched checkpoint as an ONNX graph, or as a program of `torch.export`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .utils.arguments import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+#: What the exporters write: the file that says how a folder is loaded.
+RESULT = "export.json"
+
+#: Largest difference from the model's outputs, relative to their largest number.
+TOLERANCE = 1e-4
+
+#: Lengths of the rows of a batch that is traced, and of those that the graph is checked with.
+TRACED_LENGTHS = (9, 23)
+CHECKED_LENGTHS = ((64, 33), (7,), (65, 2, 40))
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options of `export`."""
+
+    model: str = option(help="a folder of a patched checkpoint, or a repository on the Hub", common=True)
+    output: str = option(help="the folder to write", common=True)
+    format: Literal["onnx", "torch"] = option("onnx", "ONNX, or torch.export's .pt2", common=True)
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "float32", "precision of the weights (auto: as saved)", common=True
+    )
+    overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
+
+
+def export(config: ExportConfig) -> None:
+    """Export a patched checkpoint with a free batch and length, to a folder that appears completely or not at all.
+
+    A model that generates becomes two graphs: `prefill`, and `decode` with the states as inputs and outputs. The folder
+    has the tokenizer's files too; `transformers.exporters.base.ExportedModel.from_pretrained(folder)` loads it.
+
+    Raises:
+        ImportError: Packages of the extra `export` are missing.
+        ValueError: The checkpoint is not patched, or the folder must not be replaced.
+        NotImplementedError: An encoder-decoder, or a mechanism that cannot be exported with a free length.
+        RuntimeError: The exported graph computes something else than the model.
+    """
+    from .checkpoints import copy_companions, load_pretrained
+    from .utils.extras import require_packages
+    from .utils.files import atomic_folder, check_output
+
+    check_output(config.output, [RESULT], overwrite=config.overwrite, source=config.model)
+    packages = ("onnx", "onnxscript", "onnxruntime") if config.format == "onnx" else ()
+    require_packages("transformers.exporters", *packages, extra="export", purpose="The export")
+    model = load_pretrained(config.model, dtype=config.dtype).eval()
+    exported, difference = export_model(model, config.format)
+    with atomic_folder(Path(config.output).absolute()) as temporary:
+        exported.save_pretrained(temporary)
+        copy_companions(config.model, temporary, None)
+        check_output(config.output, [RESULT], overwrite=config.overwrite, source=config.model)
+    checked = "" if difference is None else f"; outputs differ from the model's by {difference:.0e} at most"
+    sys.stdout.write(f"Exported to {config.output}: {', '.join(exported.components)}{checked}\n")
+
+
+def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None]:
+    """Return Transformers' `ExportedModel`, and how far an encoder's outputs are from the model's, relatively."""
+    import torch
+    from torch.export import Dim
+    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    from .integration.discovery import longest_input
+
+    exporter, settings = (OnnxExporter(), OnnxConfig) if format == "onnx" else (DynamoExporter(), DynamoConfig)
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(
+            "The export of encoder-decoders is not tested. Use Transformers' exporters, and compare the outputs."
+        )
+    inputs = padded_inputs(model, TRACED_LENGTHS)
+    if model.can_generate():
+        try:
+            return exporter.export_for_generation(model, inputs, settings(dynamic=True)), None
+        except RuntimeError as error:  # which names the graph only
+            raise (error.__cause__ if isinstance(error.__cause__, NotImplementedError) else error) from None
+    sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=longest_input(model) or 1 << 20)}
+    exported = exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes)))
+    worst = 0.0
+    for lengths in CHECKED_LENGTHS:
+        inputs = padded_inputs(model, [min(length, longest_input(model) or length) for length in lengths])
+        real = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            expected, actual = model(**inputs)[0], exported(**inputs)[0].to(model.device)
+        if expected.shape[:2] == real.shape:  # one output a token
+            expected, actual = expected[real], actual[real]
+        worst = max(worst, float((expected - actual).abs().max() / expected.abs().max()))
+    if not worst <= TOLERANCE and model.dtype == torch.float32:
+        raise RuntimeError(
+            f"The exported graph's outputs differ from the model's by {worst:.1e} of the largest, more than rounding. "
+            "Please report it, with the model's config."
+        )
+    return exported, worst
+
+
+def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Tensor]:
+    """Return a batch of rows of these lengths, padded on the left where the model generates."""
+    import torch
+
+    from .integration.positions import synthetic_inputs
+
+    inputs = synthetic_inputs(model, range(5, 5 + min(40, model.config.get_text_config().vocab_size - 5)), max(lengths))
+    inputs = {name: tensor.repeat(len(lengths), 1) for name, tensor in inputs.items()}
+    column, size = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+    real = column >= max(lengths) - size if model.can_generate() else column < size
+    return {**inputs, "attention_mask": real.long().to(model.device)}

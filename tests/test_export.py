@@ -1,0 +1,96 @@
+"""The verb `export`: patched checkpoints as ONNX graphs and as programs of torch.export."""
+
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.exporters.base import ExportedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.cli import main
+from hf_linear_attn.integration.cache import state_layer
+from tests.helpers import assert_close, logits, padded_batch, save_checkpoint, token_ids
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_log(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would collect it for minutes
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def make(architecture, name, **config):
+        plain = save_checkpoint(tmp_path / "plain", architecture, **{"num_hidden_layers": 1, **config})
+        options = ["--options.window_size", "4"] if name == "window" else []
+        assert main(["patch", str(plain), str(tmp_path / "patched"), "--attention", name, *options]) == 0
+        return tmp_path / "patched"
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["hedgehog", pytest.param("window", marks=pytest.mark.slow)])
+def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
+    folder, out = checkpoint("bert", name), tmp_path / "out"
+    assert main(["export", str(folder), str(out)]) == 0
+    assert "outputs differ from the model's by" in capsys.readouterr().out
+    assert {"model.onnx", "export.json", "config.json", "tokenizer.json"} <= {path.name for path in out.iterdir()}
+    model, session = hla.load_pretrained(str(folder)), onnxruntime.InferenceSession(out / "model.onnx")
+    for lengths, padding in (((2,), "left"), ((96, 11, 50), "right"), ((64, 63), "left")):
+        batch = padded_batch([token_ids(1, n, seed=n)[0] for n in lengths], padding)
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        real = batch["attention_mask"].bool()
+        with torch.no_grad():
+            expected = model(**inputs).last_hidden_state
+        (actual, *_) = session.run(None, {key: value.numpy() for key, value in inputs.items()})
+        assert_close(torch.from_numpy(np.array(actual))[real], expected[real])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["torch", "onnx"])
+@pytest.mark.parametrize(("architecture", "name"), [("gpt2", "elu"), ("llama", "window")])
+def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format, tmp_path):
+    folder, out = checkpoint(architecture, name, max_position_embeddings=256), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--format", format]) == 0
+    model, loaded = hla.load_pretrained(str(folder)), ExportedModel.from_pretrained(out)
+    tokens, cache = token_ids(2, 115), DynamicCache(config=model.config)
+    state_layer(cache, 0)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    expected = logits(model, tokens, attention_mask=mask, position_ids=positions)
+    start = 0
+    for stop in (14, *range(15, 116)):
+        inputs = {"input_ids": tokens[:, start:stop], "position_ids": positions[:, start:stop]}
+        runner = loaded.runners["prefill" if start == 0 else "decode"]
+        output = runner(**inputs, attention_mask=mask[:, :stop], past_key_values=cache)
+        cache, start = output.past_key_values, stop
+        assert_close(output.logits[:, -1], expected[:, stop - 1])
+    assert int(cache.get_seq_length()) == 115
+
+
+@pytest.mark.parametrize("package", ["onnxscript", "transformers.exporters"])
+def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert package in error
+    assert "hf-linear-attn[export]" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_exported(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out"
+    folder = checkpoint("gpt2", "gated-delta")
+    assert main(["export", str(folder), str(out), "--format", "torch"]) == 1
+    assert "cannot be exported with a free length" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "plain"), str(out)]) == 1
+    assert "holds no linear attention" in capsys.readouterr().err
+    assert not out.exists()
