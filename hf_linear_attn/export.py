@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from .utils.arguments import option
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 #: What the exporters write: the file that says how a folder is loaded.
@@ -105,7 +104,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     return exported, worst
 
 
-def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Tensor]:
+def padded_inputs(model: PreTrainedModel, lengths: Any) -> dict[str, Any]:
     """Return a batch of rows of these lengths, padded on the left where the model generates."""
     import torch
 
