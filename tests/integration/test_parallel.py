@@ -29,7 +29,7 @@ def run(command: list[str], processes: int, folder: Path) -> None:
                 subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=stream, stderr=stream)
             )
     try:
-        codes = [process.wait(timeout=600) for process in started]
+        codes = [process.wait(timeout=1500) for process in started]
     finally:
         for process in started:
             process.kill()
