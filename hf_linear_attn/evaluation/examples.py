@@ -67,8 +67,10 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
     )
     columns = {}
     for label, model in models.items():
-        found, asked = (normalize(sentence_embeddings(model, batches), dim=-1) for batches in (passages, queries))
-        hits = (asked @ found.T).topk(min(HITS, len(titles)), dim=-1).indices.tolist()
+        documents_embedded, queries_embedded = (
+            normalize(sentence_embeddings(model, batches), dim=-1) for batches in (passages, queries)
+        )
+        hits = (queries_embedded @ documents_embedded.T).topk(min(HITS, len(titles)), dim=-1).indices.tolist()
         columns[label] = [titles[index] for row in hits for index in row]
     ranks = range(1, len(columns[label]) // len(QUERIES) + 1)
     index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")

@@ -115,16 +115,16 @@ class KVState(NamedTuple):
             return KVState.stack(before[:-1], dim), before[-1]
         total = torch.cat([start.total.unsqueeze(dim), self.total], dim)
         if self.log_scale is None or start.log_scale is None:
-            sums = KVState(total.cumsum(dim), None)
+            states = KVState(total.cumsum(dim), None)
         else:  # n² weights, for a graph of one operation whatever n
             scales = torch.cat([start.log_scale.unsqueeze(dim), self.log_scale], dim).movedim(dim, -1)
             seen = earlier(scales)
             top = seen.amax(dim=-1)
             weights = (seen - finite_or_zero(top).unsqueeze(-1)).exp()
             joined = (weights @ total.movedim(dim, -3).flatten(-2)).unflatten(-1, total.shape[-2:])
-            sums = KVState(joined.movedim(-3, dim), top.movedim(-1, dim))
+            states = KVState(joined.movedim(-3, dim), top.movedim(-1, dim))
         count = self.total.shape[dim]
-        return sums.part(slice(0, count), dim), sums.at(-1, dim)
+        return states.part(slice(0, count), dim), states.at(-1, dim)
 
     def part(self, index: slice, dim: int = 0) -> KVState:
         """Return some entries of a dimension."""

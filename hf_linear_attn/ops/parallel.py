@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from .common import KVState, State, compute_dtype, divide, finite_or_zero, mask_tokens, with_ones
 from .fused import KernelizedCall, WindowedCall
 from .kernelized import key_sums, masked_key_features
-from .sinks import Sinks, take_tokens, token_numbers
+from .sinks import Sinks, first_with_number, take_tokens, token_numbers
 from .windowed import accumulate, pad_tokens
 
 
@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
         """Return which processes have an earlier slice, `[n]`."""
         return torch.arange(self.size, device=device) < self.rank
 
-    def gather_sums(self, own: KVState, *others: Tensor) -> tuple[KVState, list[Tensor]]:
+    def gather_states(self, own: KVState, *others: Tensor) -> tuple[KVState, list[Tensor]]:
         """Gather sums over keys, and other tensors `[B, G, …]`, in one message: `[n, B, G, …]` each."""
         tensors = [own.total, *others] if own.log_scale is None else [own.total, own.log_scale.unsqueeze(-1), *others]
         sizes = [tensor[0, 0].numel() for tensor in tensors]
@@ -79,8 +79,8 @@ class _Total(torch.autograd.Function):
         return _Total.apply(gradient, ctx.ranks), None
 
 
-def _sum_of(states: KVState, chosen: Tensor) -> KVState:
-    """Add up those sums `[n, B, G, …]` that are chosen `[n]`. The others keep a gradient, of zeros."""
+def _add_states(states: KVState, chosen: Tensor) -> KVState:
+    """Add up those states `[n, B, G, …]` that are chosen `[n]`. The others keep a gradient, of zeros."""
     total, scales = states
     if scales is None:
         return KVState(torch.einsum("nbgme,n->bgme", total, chosen.to(total.dtype)), None)
@@ -91,23 +91,23 @@ def _sum_of(states: KVState, chosen: Tensor) -> KVState:
 
 def sums_before(call: KernelizedCall, ranks: Ranks) -> State:
     """Return the state before the slice of a causal call: one message of the size of a state."""
-    return _sum_of(ranks.gather_sums(_own_sums(call))[0], ranks.earlier(call.key.device)).state()
+    return _add_states(ranks.gather_states(_own_state(call))[0], ranks.earlier(call.key.device)).state()
 
 
 def sums_of_all(call: KernelizedCall, ranks: Ranks) -> KVState:
     """Return S and z over the keys of all slices: one sum of the size of a state, and the largest log scale."""
-    total, scale = _own_sums(call)
+    total, scale = _own_state(call)
     if scale is None:
         return KVState(ranks.total(total), None)
     top = ranks.gather(scale).amax(dim=0)
     return KVState(ranks.total(total * (scale - finite_or_zero(top)).exp()[..., None, None]), top)
 
 
-def _own_sums(call: KernelizedCall | WindowedCall) -> KVState:
-    sums = key_sums(call)
-    if sums is None:
+def _own_state(call: KernelizedCall | WindowedCall) -> KVState:
+    state = key_sums(call)
+    if state is None:
         raise ValueError("A process has no token of this sequence. Pass each process a slice of at least one token.")
-    return sums
+    return state
 
 
 def counts_of_slices(mask: Tensor | None, key: Tensor, ranks: Ranks) -> Tensor:
@@ -119,7 +119,7 @@ class Edges(NamedTuple):
     """Tokens of all slices that are sent one by one: key `[B, G, k, d]`, value `[B, G, k, e]`.
 
     number `[B, k]`: among the real tokens of the sequence, from 1 on, and 0 for no token; position `[B, k]`: in the
-    sequence; rank `[k]`: of which process. sums `[n, B, G, …]`: over the other tokens of each slice. starts `[n]` and
+    sequence; rank `[k]`: of which process. states `[n, B, G, …]`: over the other tokens of each slice. starts `[n]` and
     counts `[n, B]`: tokens before each slice, real ones of each slice.
     """
 
@@ -128,7 +128,7 @@ class Edges(NamedTuple):
     number: Tensor
     position: Tensor
     rank: Tensor
-    sums: KVState
+    states: KVState
     starts: Tensor
     counts: Tensor
 
@@ -139,9 +139,9 @@ class Edges(NamedTuple):
         real = torch.ones_like(numbers, dtype=torch.bool) if call.mask is None else call.mask.expand(batch, -1)
         twice = (index[:, :, None] == index[:, None, :]).tril(-1).any(dim=-1)
         number = (numbers * real).gather(1, index) * ~twice
-        sums = _own_sums(call.replace(mask=real.scatter(1, index, False)))
+        state = _own_state(call.replace(mask=real.scatter(1, index, False)))
         tokens = (mask_tokens(take_tokens(tensor, index), number > 0) for tensor in (call.key, call.value))
-        others, (key, value) = ranks.gather_sums(sums, *tokens)
+        others, (key, value) = ranks.gather_states(state, *tokens)
         lengths = torch.full_like(numbers[:, :1], length)
         facts = ranks.gather(torch.cat([lengths, numbers[:, -1:], number, index], dim=1))
         lengths, counts, number, index = facts.split([1, 1, index.shape[1], index.shape[1]], dim=2)
@@ -152,9 +152,9 @@ class Edges(NamedTuple):
         number, position = (x.movedim(0, 1).flatten(1) for x in (number, position))
         return Edges(key, value, number, position, rank, others, starts[:, 0, 0], counts.squeeze(2))
 
-    def select(self, among: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return key, value, position and whether it exists of each token with `wanted [B, t]` in `among [B, k]`."""
-        matches = (among.unsqueeze(1) == wanted.unsqueeze(2)) & (self.number > 0).unsqueeze(1)
+    def select(self, among: Tensor, requested: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return key, value, position and whether it exists of each token with `requested [B, t]` in `among [B, k]`."""
+        matches = (among.unsqueeze(1) == requested.unsqueeze(2)) & (self.number > 0).unsqueeze(1)
         real, index = matches.any(dim=-1), matches.to(torch.int8).argmax(dim=-1)
         key, value = (mask_tokens(take_tokens(tensor, index), real) for tensor in (self.key, self.value))
         return key, value, self.position.gather(1, index), real
@@ -163,11 +163,7 @@ class Edges(NamedTuple):
         """Add up the tokens that are chosen `[B, k]`, and the other tokens of the chosen slices `[n]`."""
         features = masked_key_features(call.key_features, self.key, 0, chosen, self.key.dtype)
         own = KVState.of(features, with_ones(mask_tokens(self.value, chosen)), signed=call.signed)
-        return _sum_of(self.sums, slices).plus(own)
-
-
-def _with_number(numbers: Tensor, wanted: Tensor) -> Tensor:
-    return torch.searchsorted(numbers.contiguous(), wanted.clamp_min(1)).clamp(max=numbers.shape[1] - 1)
+        return _add_states(self.states, slices).plus(own)
 
 
 def window_before(call: WindowedCall, ranks: Ranks) -> State:
@@ -179,7 +175,8 @@ def window_before(call: WindowedCall, ranks: Ranks) -> State:
     key, device, sinks = call.key, call.key.device, call.sinks
     numbers = token_numbers(call.mask, len(key), key.shape[2], device)
     first, last = torch.arange(1, sinks + 1, device=device), torch.arange(1 - call.window, 1, device=device)
-    index = _with_number(numbers, torch.cat([first.expand(len(key), -1), numbers[:, -1:] + last], dim=1))
+    requested = torch.cat([first.expand(len(key), -1), numbers[:, -1:] + last], dim=1)
+    index = first_with_number(numbers, requested.clamp_min(1))
     edges, earlier = Edges.of(call, ranks, numbers, index), ranks.earlier(device)
     edges = edges._replace(number=edges.number * earlier[edges.rank])
     count = (edges.counts * earlier.unsqueeze(-1)).sum(dim=0).unsqueeze(-1)
@@ -203,7 +200,8 @@ def windowed_slice(call: WindowedCall, ranks: Ranks) -> Tensor:
     numbers = token_numbers(call.mask, batch, length, device)
     steps, order = torch.arange(border, device=device), torch.arange(1, sinks + 1, device=device).expand(batch, -1)
     borders = torch.cat([steps.clamp(max=length - 1), (length - 1 - steps).clamp_min(0)]).expand(batch, -1)
-    index = torch.cat([_with_number(numbers, torch.cat([order, numbers[:, -1:] + 1 - order], dim=1)), borders], dim=1)
+    requested = torch.cat([order, numbers[:, -1:] + 1 - order], dim=1).clamp_min(1)
+    index = torch.cat([first_with_number(numbers, requested), borders], dim=1)
     edges = Edges.of(call, ranks, numbers, index)
     start, total = edges.starts[ranks.rank] - border, edges.counts.sum(dim=0).unsqueeze(-1)
     ends = torch.cat([torch.minimum(order, total), (total + 1 - order).clamp_min(1)], dim=1)
@@ -246,9 +244,9 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask[:, None, None], float("-inf"))
     top = logits.detach().amax(dim=-1)
-    sums = (logits - finite_or_zero(top).unsqueeze(-1)).exp() @ with_ones(value)
-    gathered, _ = ranks.gather_sums(KVState(sums.flatten(1, 2).unsqueeze(2), top.flatten(1)))
-    total = _sum_of(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
+    total = (logits - finite_or_zero(top).unsqueeze(-1)).exp() @ with_ones(value)
+    gathered, _ = ranks.gather_states(KVState(total.flatten(1, 2).unsqueeze(2), top.flatten(1)))
+    total = _add_states(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
     exact = divide(total[..., :-1], total[..., -1]).view(*query.shape[:3], -1)
     here = here & ~twice.unsqueeze(-1)
     placed = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact

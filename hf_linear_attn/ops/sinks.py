@@ -45,11 +45,11 @@ def token_numbers(mask: Tensor | None, batch: int, length: int, device: torch.de
     return mask.long().cumsum(dim=1).expand(batch, length)
 
 
-def _first_with_number(numbers: Tensor, wanted: Tensor) -> Tensor:
+def first_with_number(numbers: Tensor, requested: Tensor) -> Tensor:
     """Return the index of the token with each number `[B, n]`; any index where there is none."""
     if torch.compiler.is_exporting():  # to formats that have no binary search
-        return (numbers.unsqueeze(1) < wanted.unsqueeze(2)).sum(dim=2).clamp(max=numbers.shape[1] - 1)
-    return torch.searchsorted(numbers.contiguous(), wanted).clamp(max=numbers.shape[1] - 1)
+        return (numbers.unsqueeze(1) < requested.unsqueeze(2)).sum(dim=2).clamp(max=numbers.shape[1] - 1)
+    return torch.searchsorted(numbers.contiguous(), requested).clamp(max=numbers.shape[1] - 1)
 
 
 def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
@@ -66,7 +66,7 @@ def first_tokens(call: WindowedCall) -> tuple[Sinks | None, State]:
         return None, {"count": count}
     order = torch.arange(call.sinks, device=key.device)
     number = order + 1 - before.unsqueeze(1)  # among the new tokens; the state has the earlier ones
-    index = _first_with_number(numbers, number.clamp_min(1))
+    index = first_with_number(numbers, number.clamp_min(1))
     is_new = (number >= 1) & (number <= numbers[:, -1:])
     key, value = (mask_tokens(take_tokens(tensor, index), is_new) for tensor in (key, value))
     if state is not None:
@@ -82,7 +82,7 @@ def end_positions(mask: Tensor | None, sinks: int, batch: int, length: int, devi
     numbers = token_numbers(mask, batch, length, device)
     order = torch.arange(sinks, device=device).expand(batch, -1)
     last = numbers[:, -1:]
-    return _first_with_number(numbers, torch.cat([torch.minimum(order + 1, last), (last - order).clamp_min(1)], dim=1))
+    return first_with_number(numbers, torch.cat([torch.minimum(order + 1, last), (last - order).clamp_min(1)], dim=1))
 
 
 def end_tokens(call: WindowedCall) -> Sinks | None:
