@@ -56,7 +56,9 @@ def test_onnx_graph_of_an_encoder(checkpoint, name, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["torch", "onnx"])
 @pytest.mark.parametrize(("architecture", "name"), [("gpt2", "elu"), ("llama", "window")])
-def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format, tmp_path):
+def test_a_decoder_goes_on_from_its_state(checkpoint, architecture, name, format, tmp_path, caplog):
+    # torch 2.13 reports the class of the example inputs by a warning whose arguments are missing.
+    caplog.set_level("ERROR", logger="torch._export.serde.serialize")
     folder, out = checkpoint(architecture, name, max_position_embeddings=256), tmp_path / "out"
     assert main(["export", str(folder), str(out), "--format", format]) == 0
     model, loaded = hla.load_pretrained(str(folder)), ExportedModel.from_pretrained(out)

@@ -42,7 +42,7 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         for name in names:
             assert f"--{name} " in text
     assert ("(default: window)" in text) is (verb == "convert")
-    assert "--task_type {classification,causal-lm,masked-lm}" in text
+    assert "--task_type {classification,causal-lm,masked-lm,embedding}" in text
     assert "(default: None)" not in text
     assert "(default: 512,2048)" in text
     assert main([verb, "--help"]) == 0
