@@ -22,6 +22,7 @@ from hf_linear_attn.cli import directions
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 
 from ..quality_assurance import compare_packages
+from ..smollm2 import EXACT, VARIANTS, summary_table
 from . import result_tables
 from .former_reports import summarise_report
 from .headline import forward_tables, headline, memory_part
@@ -123,6 +124,13 @@ def _current_wording(text: str) -> str:
     return text.replace(recovery, "distillation (`hf-linear-attn convert`) may recover more")
 
 
+def smollm2_table() -> str:
+    """The committed conversion of SmolLM2: a row for each variant."""
+    results = read_json(RESULTS / "smollm2" / "results.json")
+    table = summary_table({name: results[name] for name in (EXACT, *VARIANTS) if name in results})
+    return markdown_table(list(table.columns), table.astype(str).to_numpy().tolist(), text_columns=None)
+
+
 def architectures_summary() -> str:
     """The outcomes of the test over all model types, in two sentences."""
     results = read_json(RESULTS / "architectures.json")
@@ -166,6 +174,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": plan_table,
     "quantization": result_tables.quantization_table,
     "profile": result_tables.profile_tables,
+    "smollm2": smollm2_table,
     "stream": result_tables.stream_table,
 }
 
