@@ -130,14 +130,7 @@ def evaluate(
 def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examples | None = None) -> Evaluation:
     """Evaluate, write the report to `config.output`, show the summary, and return the `Evaluation`.
 
-    Args:
-        config: The options.
-        console: A rich console; None: stdout.
-        examples: As for `evaluate`.
-
-    Raises:
-        ValueError, OSError: Options, a model or data that cannot be used. Nothing has been measured or written then.
-        ImportError: A package of the extra `demo` is missing; with a task or STS-B, one of `train`.
+    It raises as `evaluate` does, and an ImportError where a package of the extra `demo` is missing.
     """
     require_packages("pandas", "matplotlib", "jinja2", "tabulate", extra="demo", purpose="A report")
     if config.model is None:

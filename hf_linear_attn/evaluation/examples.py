@@ -39,13 +39,7 @@ Models = Mapping[str, PreTrainedModel]
 
 
 def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dict[str, pandas.DataFrame]:
-    """Return tables of examples by their titles.
-
-    Args:
-        exact: The exact model and its tokenizer.
-        models: The exact model and converted ones, by label.
-        documents: Texts: to search in, and to make a long document of.
-    """
+    """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
     if exact.kind == "decoder":
         return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
     return {

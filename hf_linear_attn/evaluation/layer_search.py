@@ -37,10 +37,6 @@ EXACT_DIVERGENCE = 1e-6
 SEARCHES = ("rank", "greedy")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Budgets
-
-
 @dataclass(frozen=True)
 class DamageUnit:
     """A unit of lost quality: `factor · (converted - exact)` of a metric, or `factor · (converted / exact - 1)`."""
@@ -157,10 +153,6 @@ class Budget:
         if self.unit is None:
             return row["speedup"][str(self.length)] >= self.limit
         return informative and row["damage"] is not None and row["damage"] <= self.limit and not row["chance"]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Results
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,5 @@
 """Recall of something said once, far back: by distance and by depth, with synthetic prompts made of tokens.
 
-    recall = measure_recall(model, tokenizer, lengths=(512, 2048), depths=(0.1, 0.5, 0.9))
-    recall.table      # one row per prompt
-    recall.summary()  # share of correct answers by task and length
-
 Decoders answer by generating, greedily. Encoders answer by retrieval: which of many long documents holds a sentence?
 `find_retrieval_heads` shows which heads of an exact decoder look the answer up (Wu et al. 2024, arXiv:2404.15574).
 """
