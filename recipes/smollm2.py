@@ -45,10 +45,11 @@ from hf_linear_attn.evaluation.metrics import measure_perplexity
 from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.evaluation.plots import STYLE, new_figure, png, recall_maps
 from hf_linear_attn.evaluation.speed import measure_decoding
+from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, option, parse_config, to_dict
+from hf_linear_attn.utils.arguments import UsageError, option, parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 
@@ -235,7 +236,7 @@ class Study:
         measured = {name: read_json(path) for name, path in paths.items() if path.exists()}
         write_json(
             self.folder / "results.json",
-            {"config": to_dict(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},
+            {"config": public_options(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},
         )
         atomic_write(self.folder / "loss-by-position.png", loss_plot(measured))
         atomic_write(self.folder / "recall.png", recall_plot(measured))
@@ -246,7 +247,7 @@ class Study:
         ]
         parts = [
             "# A language model converted, and what it still knows of what lies far back",
-            summary_table(measured).to_markdown(index=False),
+            summary_table(measured).to_markdown(index=False, disable_numparse=True),
             "Perplexity is that of held-out text, by its length; recall the share of right answers over all tasks and "
             "depths, by the length of the prompt; the time of a new token is divided by that of the exact model.",
             "![Loss by position](loss-by-position.png)",
@@ -269,16 +270,16 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
     for name, one in measured.items():
         row: dict[str, Any] = {"variant": name}
         for result in one["perplexity"]:
-            row[f"perplexity, {result['context']:,}"] = round(result["perplexity"], 2)
+            row[f"perplexity, {result['context']:,}"] = f"{result['perplexity']:.2f}"
         recall = pd.DataFrame(one["recall"])
         for length, share in recall.groupby("length")["correct"].mean().items():
             row[f"recall, {length:,}"] = f"{100 * share:.0f} %"
         for step in one.get("decoding", ()):
             own, exact = ({item["metric"]: item["value"] for item in step[key]} for key in ("own", EXACT))
-            row[f"token, {step['context']:,}"] = f"{own['seconds'] / exact['seconds']:.2f}"
+            row[f"time of a token, {step['context']:,}"] = f"{own['seconds'] / exact['seconds']:.2f}"
             row[f"cache, {step['context']:,}"] = f"{100 * own['cache_bytes'] / exact['cache_bytes']:.0f} %"
         rows.append(row)
-    return pd.DataFrame(rows).fillna("")
+    return pd.DataFrame(rows).fillna("–")
 
 
 def loss_plot(measured: dict[str, Any]) -> bytes:

@@ -113,7 +113,7 @@ def speed_table(state: dict[str, Any]) -> list[str]:
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
     source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
-    options = {name: _public(value) for name, value in flatten(to_dict(config)).items()}
+    options = public_options(config)
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
     numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
@@ -145,6 +145,11 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         *("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items() if lines),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def public_options(config: TrainingRunConfig) -> dict[str, Any]:
+    """Return all options of a run by their dotted names, of local paths the last part only."""
+    return {name: _public(value) for name, value in flatten(to_dict(config)).items()}
 
 
 def _header(config: TrainingRunConfig, linear: bool) -> str:
