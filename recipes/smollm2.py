@@ -230,7 +230,7 @@ class Study:
     # ---------------------------------------------------------------------------------------------- the report
 
     def report(self) -> None:
-        """Write `report.md`, its pictures and `results.json` from all measurements in the folder."""
+        """Write `report.md`, its pictures and `results.json` from the measurements that the folder has so far."""
         names = [EXACT, *VARIANTS]
         paths = {name: self.folder / "measurements" / f"{name}.json" for name in names}
         measured = {name: read_json(path) for name, path in paths.items() if path.exists()}
@@ -242,7 +242,11 @@ class Study:
         atomic_write(self.folder / "recall.png", recall_plot(measured))
         samples = [
             f"**{prompt}** ...\n\n"
-            + "\n".join(f"- {name}: {' '.join(one['samples'][index].split())}" for name, one in measured.items())
+            + "\n".join(
+                f"- {name}: {' '.join(one['samples'][index].split())}"
+                for name, one in measured.items()
+                if "samples" in one
+            )
             for index, prompt in enumerate(PROMPTS)
         ]
         parts = [
@@ -271,7 +275,7 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
         row: dict[str, Any] = {"variant": name}
         for result in one["perplexity"]:
             row[f"perplexity, {result['context']:,}"] = f"{result['perplexity']:.2f}"
-        recall = pd.DataFrame(one["recall"])
+        recall = pd.DataFrame(one.get("recall", ()), columns=["length", "correct"])
         for length, share in recall.groupby("length")["correct"].mean().items():
             row[f"recall, {length:,}"] = f"{100 * share:.0f} %"
         for step in one.get("decoding", ()):
@@ -301,6 +305,7 @@ def recall_plot(measured: dict[str, Any]) -> bytes:
     tables = {
         name: pd.DataFrame(one["recall"]).pivot_table("correct", ["task", "depth"], "length", sort=False)
         for name, one in measured.items()
+        if "recall" in one
     }
     with matplotlib.rc_context(STYLE):
         return png(recall_maps(tables))
