@@ -71,7 +71,7 @@ _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided")
 
 
 class Arguments(ctypes.Structure):
-    """`hla::Call` of kernelized.h."""
+    """`hla::Call` of kernelized.h; `tensors` are those whose memory it refers to."""
 
     _fields_ = [
         *((name, Strided) for name in _STRIDED),
@@ -82,6 +82,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int32) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("scaling", "mix_bound", "saturation")),
     ]
+    tensors: list[Any]
 
 
 _SETTINGS = frozenset(("offset", "window", "two_sided", "scaling", "mix_bound", "saturation"))
@@ -218,6 +219,7 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
             setattr(filled, name, tensor.data_ptr())
             if name in NEXT:
                 setattr(filled, NEXT[name], tensor.data_ptr())
+    filled.tensors = [used, *outputs.values(), *parts.values()]
     launch(kernel, filled)
     for name, part in parts.items():
         outputs[name].copy_(parameter_gradient(part[..., : outputs[name].shape[-1]], outputs[name]))
