@@ -15,7 +15,7 @@ from .integration.context import CONFIG_FIELD, SUBMODULE, in_memory, is_patched
 from .integration.discovery import self_attention
 from .integration.layers import remove_layers
 from .integration.model_class import PATCHED_NAME, install, uninstall_class
-from .integration.models import base_class, check_model
+from .integration.models import base_class, check_model, check_patched
 from .integration.positions import (
     PositionChange,
     check_max_length,
@@ -107,13 +107,6 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     positions.apply(model)
     uninstall_class(model)
     return model
-
-
-def check_patched(model: PreTrainedModel) -> None:
-    """Raise a TypeError or ValueError unless it is a patched model."""
-    check_model(model)
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
 
 
 def _plan_length(

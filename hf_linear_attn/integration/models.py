@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .context import is_patched
+
 #: Attribute of the class of a patched model: the class that it had before.
 ORIGINAL_CLASS = "_class_before_linear_attention"
 
@@ -32,6 +34,13 @@ def check_model(model: object) -> None:
     else:
         remedy = "Pass a model loaded with from_pretrained()."
     raise TypeError(f"Expected a transformers.PreTrainedModel, got {type(model).__name__}. {remedy}")
+
+
+def check_patched(model: PreTrainedModel) -> None:
+    """Raise a TypeError or ValueError unless it is a patched model."""
+    check_model(model)
+    if not is_patched(model):
+        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
 
 
 def base_class(cls: type) -> type:

@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..utils.files import atomic_write
 from .cache import LinearStateLayer, state_layer
-from .context import CONFIG_FIELD, SUBMODULE, attention_modules, is_patched
-from .models import base_class, check_model
+from .context import CONFIG_FIELD, SUBMODULE, attention_modules
+from .models import base_class, check_patched
 
 FORMAT = "hf_linear_attn state 1"
 
@@ -121,9 +121,7 @@ def _linear_layers(model: PreTrainedModel) -> set[int]:
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
     """Return what identifies a patched model: its class, its linear attention, and checksums of its weights."""
-    check_model(model)
-    if not is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is not patched. Call patch_model(model, name) first.")
+    check_patched(model)
     buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
     return {
         "class": base_class(type(model)).__name__,

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
+from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
-from ..patching import check_model, check_patched
 from ..utils.arguments import check_positive
 from .arguments import AttentionTransferConfig
 from .losses import layer_loss
