@@ -1,7 +1,5 @@
 """`python -m hf_linear_attn` is the command `hf-linear-attn`."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli import main

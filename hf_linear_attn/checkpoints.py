@@ -1,7 +1,5 @@
 """Loading patched checkpoints, and saving them with the files that belong to them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

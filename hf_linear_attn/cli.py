@@ -3,8 +3,6 @@
 Exit codes: 0 done; 1 an expected error, in one line on stderr; 2 wrong usage; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

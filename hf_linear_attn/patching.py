@@ -1,7 +1,5 @@
 """`patch_model` and `unpatch_model`: in place, all or nothing."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping, Sequence

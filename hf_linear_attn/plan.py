@@ -1,7 +1,5 @@
 """`hf-linear-attn plan`: find which layers of a checkpoint to convert, and write a plan file and a report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

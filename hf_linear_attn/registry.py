@@ -5,8 +5,6 @@ mechanism on import is loaded on the first lookup if it declares the entry point
 this package are loaded in the same way, by name: the registry depends on nothing that they define.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass

@@ -4,8 +4,6 @@ What a stream has to decide is the positions: a model was trained on so many, an
 rotary angles mean nothing to it.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Options of several commands: the data that they read (`--data.task`, …), and the lengths that they time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..utils.arguments import check_positive, option

@@ -3,8 +3,6 @@
 `datasets` reads the same formats; its errors do not name the line, and it takes a row with a missing cell for a null.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

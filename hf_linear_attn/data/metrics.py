@@ -9,8 +9,6 @@ Names of the form `hub:PATH[:CONFIG][#KEY]` are modules of the package `evaluate
 A module of the Hub is code, and is fetched on first use: name those only that you trust.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Prompts that ask for something said once, far back: synthetic, seeded, made of the tokens of any tokenizer."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

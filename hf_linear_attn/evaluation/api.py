@@ -1,7 +1,5 @@
 """`evaluate`: quality, speed and memory of a model with linear attention, beside its exact attention."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

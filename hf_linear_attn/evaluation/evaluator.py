@@ -3,8 +3,6 @@
 Every measurement goes through `Records`: what they hold is not measured again.
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness (`lm_eval`) on a decoder, exact or converted. Needs the extra `lm-eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The data of an evaluation, cut into batches: a text, a labelled task, sentence pairs."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, fidelity."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

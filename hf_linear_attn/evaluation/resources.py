@@ -1,7 +1,5 @@
 """What one call needs besides time: floating-point operations, and memory at its peak."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable

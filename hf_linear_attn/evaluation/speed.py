@@ -1,7 +1,5 @@
 """Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a feature map is: the φ of kernelized attention, with the shape and the options that it is built for."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, fields
 from numbers import Real

@@ -1,7 +1,5 @@
 """cosFormer: relu features, reweighted by the distance between query and key."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """DPFP: deterministic parameter-free projection."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """elu(x) + 1: the feature map of the first linear transformers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..ops.fused import FusedMap, FusedMaps

@@ -1,7 +1,5 @@
 """FAVOR: trigonometric orthogonal random features."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """FAVOR+: positive orthogonal random features."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Hedgehog: learned softmax features that mimic the spiky, monotone weights of softmax attention."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

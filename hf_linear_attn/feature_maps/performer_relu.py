@@ -1,7 +1,5 @@
 """Generalised kernels of Performers: a nonlinearity over random projections."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Random rows of feature maps, from generators of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """T2R: one learned layer with relu as the feature map."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

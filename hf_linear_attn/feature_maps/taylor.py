@@ -1,7 +1,5 @@
 """Taylor: the second-order expansion of exp as a feature map."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Efficient attention: softmax over the features of queries, softmax over the sequence of keys."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

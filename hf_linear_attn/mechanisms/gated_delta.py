@@ -1,7 +1,5 @@
 """The gated delta rule: a state that forgets, and that corrects what it holds under a key instead of adding to it."""
 
-from __future__ import annotations
-
 import math
 
 import torch

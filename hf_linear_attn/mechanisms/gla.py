@@ -1,7 +1,5 @@
 """Gated linear attention: a state whose features forget at rates that depend on the data."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

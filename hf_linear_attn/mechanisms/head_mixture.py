@@ -1,7 +1,5 @@
 """Exact attention for some key-value heads of a layer, a linear mechanism for the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby

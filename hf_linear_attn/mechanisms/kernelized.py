@@ -1,7 +1,5 @@
 """Kernelized attention over any feature map."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Linformer: keys and values projected along the sequence to a fixed number of slots. Bidirectional only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A causal relative of Linformer: finished blocks are compressed to a few slots."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, Options, option

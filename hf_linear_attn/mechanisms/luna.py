@@ -1,7 +1,5 @@
 """Luna: attention through a short learned sequence."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, Literal

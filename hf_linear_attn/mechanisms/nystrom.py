@@ -1,7 +1,5 @@
 """Nyström attention: the softmax matrix from landmarks. Bidirectional only."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, Options, constant_parameter, option

@@ -1,7 +1,5 @@
 """Random feature attention: trigonometric features of normalised queries and keys, and a gate in the causal form."""
 
-from __future__ import annotations
-
 import math
 
 import torch

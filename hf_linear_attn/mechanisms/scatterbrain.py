@@ -1,7 +1,5 @@
 """Scatterbrain: exact weights on a sparse support, a kernel estimate everywhere else, one normaliser."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

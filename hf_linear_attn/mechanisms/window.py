@@ -1,7 +1,5 @@
 """Exact softmax in a window, a feature map outside it, one normaliser."""
 
-from __future__ import annotations
-
 from dataclasses import field, replace
 from typing import Any, Literal
 

@@ -9,8 +9,6 @@
 pass the same tests; results differ by rounding. `register_backend` adds more.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ The decoding state consists of the last `capacity` keys and values of every buck
     `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty)
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

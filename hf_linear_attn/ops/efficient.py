@@ -14,8 +14,6 @@ The state holds, with c the running maximum of each feature over the keys so far
     `log_scale` `[B, G, d]`      c; `-inf` before the first key
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

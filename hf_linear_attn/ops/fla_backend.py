@@ -4,8 +4,6 @@ The package receives the features and computes the sums: any feature map without
 stands behind `torch` in the order of `auto`, so that it is used by name only: its speed here was not measured.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from typing import Any

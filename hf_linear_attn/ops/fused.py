@@ -1,7 +1,5 @@
 """One call of attention as every backend receives it, with the feature maps both as functions and as formulas."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

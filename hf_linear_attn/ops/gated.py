@@ -11,8 +11,6 @@ are multiplied by `exp(G_i - G_mid)` and keys by `exp(G_mid - G_j)`, which is sa
 `-MAX_DECAY` there: no exponent leaves ±MAX_DECAY · FEATURE_CHUNK / 2.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -16,8 +16,6 @@ Shapes as in `ops.kernelized`; padding neither decays nor writes. State: `kv [B,
 `level [B, G]` (c).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The checks that keep kernels inside the memory of their tensors, for every backend that has kernels of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ The state of the recurrence is
     `log_scale` `[B, G]`         running maximum of the log scale of the keys (maps that need a stabiliser only)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ Causal (blocks): a finished block of `c` tokens is compressed to `r` slots; a qu
 all finished blocks and the exact tokens up to itself in its own block.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -15,8 +15,6 @@ The state of the causal form is
     `count`        `[B]`            n
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

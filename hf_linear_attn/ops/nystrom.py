@@ -9,8 +9,6 @@ every token: F = A = B is then its exact softmax matrix, F A⁺ B = F, and the p
 query heads for G key-value heads; a mask `[B, S]` is True for tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -5,8 +5,6 @@ bidirectional form they are the first n and the last n tokens of each row, and t
 Padding is not counted.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

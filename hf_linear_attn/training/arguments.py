@@ -1,7 +1,5 @@
 """Configs of the trainers: `transformers.TrainingArguments` with a few fields more."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Callbacks for `transformers.Trainer`: interruption by signals; log, progress and periodic checkpoints of a stage."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Mapping

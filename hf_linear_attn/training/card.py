@@ -1,7 +1,5 @@
 """The model card of a conversion: how to load it, what it cost, with which settings, on which data."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

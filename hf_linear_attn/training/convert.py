@@ -1,7 +1,5 @@
 """Fine-tuning, and conversion of a fine-tuned model to a linear one, from options to a measured checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

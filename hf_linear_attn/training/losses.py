@@ -1,7 +1,5 @@
 """Losses of fine-tuning, distillation and attention transfer, as pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

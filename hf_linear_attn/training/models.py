@@ -1,7 +1,5 @@
 """Models and tokenizers for a task: loaded, checked, with adapters."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Options of the stages are called as in `transformers.TrainingArguments` where they mean the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 

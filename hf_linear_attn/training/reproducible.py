@@ -1,7 +1,5 @@
 """Batches that depend on the seed and the epoch alone, so that a resumed run sees those of the undisturbed one."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib

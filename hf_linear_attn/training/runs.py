@@ -1,7 +1,5 @@
 """A training run: its folder, its finished stages, and the stages of gradient steps by the trainers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ ZeRO-1 and ZeRO-2 shard the latter only. Model and teacher are shards while a st
 copies in the memory of each process between two stages.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Trainers built on `transformers.Trainer`: fine-tuning and distillation."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The model runs with exact attention, so every layer sees the hidden states of th
 gives the losses of all layers. The exact and the linear form share q, k and v: no second model is in memory.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -4,8 +4,6 @@ A config is a frozen dataclass whose fields are made by `option`. Fields that ar
 `max_length` of the section `data` is `--data.max_length` on the command line, and `max_length` under `data:` in YAML.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Versions and hardware, as reports state them, and values in a form that JSON can hold."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

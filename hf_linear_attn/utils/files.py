@@ -1,7 +1,5 @@
 """Atomic writes: a file or folder appears under its name completely or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

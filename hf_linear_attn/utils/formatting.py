@@ -1,7 +1,5 @@
 """Numbers and suggestions as text, the same on the screen, on pages and in plots."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Checkpoints in GGUF files, the format of llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 from typing import Any
 

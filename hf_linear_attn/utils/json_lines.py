@@ -1,7 +1,5 @@
 """Files of JSON lines that several runs append to, and that survive a killed process."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

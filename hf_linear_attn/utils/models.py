@@ -1,7 +1,5 @@
 """Model copies, quiet loading and devices."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

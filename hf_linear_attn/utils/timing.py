@@ -1,7 +1,5 @@
 """Timing of several functions side by side, and what follows from the times: speedups and the crossover length."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The native backend: kernelized attention by compiled C++ kernels, with its gradients."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The kernels' arguments by name, and the operator that runs a kernel inside of a graph of torch.compile."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from itertools import islice

@@ -9,8 +9,6 @@ The libraries leave the functions of OpenMP undefined: they use torch's own runt
 threads. `setup.py` runs this file by its path, without the package: it imports nothing but the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

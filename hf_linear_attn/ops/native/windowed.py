@@ -1,7 +1,5 @@
 """Windowed attention by the compiled kernels: exact weights inside a window, kernelized ones beyond it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
