@@ -41,8 +41,10 @@ def main(architecture: int, size: int, names: list[str]) -> None:
     triton.runtime.driver.set_active(Driver(architecture))
     made: dict[str, int] = {}
 
-    def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
-        compiled = kernel.warmup(*arguments, num_warps=warps, num_stages=attention.STAGES, grid=grid, **constants)
+    def compile_only(
+        kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = attention.STAGES
+    ) -> None:
+        compiled = kernel.warmup(*arguments, num_warps=warps, num_stages=stages, grid=grid)
         assert compiled.metadata.shared <= SHARED_BYTES, (kernel, compiled.metadata.shared)
         made[kernel.fn.__name__] = max(made.get(kernel.fn.__name__, 0), compiled.metadata.shared)
 

@@ -130,9 +130,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = STAGES) -> None:
     """Launch one kernel. All launches go through this function."""
-    kernel[grid](*arguments, num_warps=warps, num_stages=STAGES, **constants)
+    kernel[grid](*arguments, num_warps=warps, num_stages=stages)
 
 
 #: Results of the forward pass: the output, the state, the normalisers, and the sums over all keys.
@@ -231,11 +231,12 @@ def causal(call: KernelizedCall, *, save: bool) -> Forward:
     if scaled:
         after["log_scale"] = torch.empty(batch, groups, device=out.device)
     normaliser = torch.empty(batch, heads, length, device=out.device) if save else None
+    stages = 1 if query.dtype == torch.float32 else STAGES  # Two blocks of float32 loads do not fit either.
     launch(
         kernels.attend_causal, (batch * heads, split.spans, split.tiles), rows(query), rows(key), rows(value),
         rows(out), *mask_bytes(call.mask), states, tops, before.get("kv"), before.get("k_sum"), before.get("log_scale"),
         after["kv"], after["k_sum"], after.get("log_scale"), normaliser, *maps, heads, groups, length, split.span,
-        split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps,
+        split.spans, DENOMINATOR_EPS, split.columns, split.tokens, scaled, warps=split.warps, stages=stages,
     )  # fmt: skip
     return out, after, normaliser, None
 
