@@ -225,38 +225,6 @@ def join_chunks(tensor: Tensor, length: int, dim: int) -> Tensor:
     return joined.narrow(dim, 0, length)
 
 
-class OutputBlocks:
-    """Collects an output `[B, H, L, e]` block by block, written in place where no gradient is recorded.
-
-    Its memory layout is then `[B, L, H, e]`, the order in which a model uses it.
-    """
-
-    def __init__(self, batch: int, heads: int, length: int, width: int, like: Tensor) -> None:
-        self.blocks = [like.new_empty(batch, heads, 0, width)]
-        self.buffer: Tensor | None = None
-        self.filled = 0
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.buffer = token_major(batch, heads, length, width, like.dtype, like.device)
-
-    def add(self, block: Tensor) -> None:
-        """Append the output `[B, H, l, e]` of the next l tokens."""
-        if self.buffer is None:
-            self.blocks.append(block.to(self.blocks[0].dtype))
-        else:
-            self.buffer[:, :, self.filled : self.filled + block.shape[2]] = block
-            self.filled += block.shape[2]
-
-    def add_quotient(self, kv_state: Tensor, *, signed: bool = False) -> None:
-        """Append the weighted means of v from sums `Σ w [v, 1]` `[B, H, l, e + 1]`."""
-        self.add(divide(kv_state[..., :-1], kv_state[..., -1], signed=signed))
-
-    def result(self) -> Tensor:
-        """Return all blocks as one tensor."""
-        if self.buffer is not None:
-            return self.buffer
-        return self.blocks[1] if len(self.blocks) == 2 else torch.cat(self.blocks, dim=2)
-
-
 def exponential(x: Tensor) -> Tensor:
     """Compute e^x. It may overwrite x, to which no one else may hold a reference.
 

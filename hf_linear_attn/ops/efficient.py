@@ -20,14 +20,18 @@ from torch.nn import functional
 
 from .common import (
     DENOMINATOR_EPS,
+    KVState,
     State,
     block_length,
     compute_dtype,
+    divide,
     finite_or_zero,
     group_heads,
     mask_tokens,
     refuse_free_length,
+    split_chunks,
     token_blocks,
+    with_ones,
 )
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
@@ -39,29 +43,11 @@ PIECE = 8
 DENSE_ELEMENTS = 1 << 22
 
 
-def _no_keys(batch: int, groups: int, width: int, value: Tensor) -> State:
-    dtype = compute_dtype(value)
-    return {
-        "kv": value.new_zeros(batch, groups, width, value.shape[-1], dtype=dtype),
-        "k_sum": value.new_zeros(batch, groups, width, dtype=dtype),
-        "log_scale": value.new_full((batch, groups, width), float("-inf"), dtype=dtype),
-    }
-
-
-def _add_keys(state: State, logits: Tensor, value: Tensor) -> State:
-    """Add keys `[B, G, l, d]` (masked: `-inf`) and values `[B, G, l, e]` (masked: 0) to the state.
-
-    The ratio of the sums does not depend on c, so no gradient flows through it.
-    """
-    top = torch.maximum(logits.detach().amax(dim=2), state["log_scale"])
-    base = finite_or_zero(top)
-    weights = torch.exp(logits - base.unsqueeze(2))
-    decay = torch.exp(state["log_scale"] - base)
-    return {
-        "kv": state["kv"] * decay.unsqueeze(-1) + weights.transpose(-1, -2) @ value,
-        "k_sum": state["k_sum"] * decay + weights.sum(dim=2),
-        "log_scale": top,
-    }
+def _no_keys(key: Tensor, value: Tensor) -> KVState:
+    """Return the sums over no key: `[B, G, d, e + 1]`, here with a log scale `[B, G, d]` for every feature."""
+    batch, groups, _, width = key.shape
+    total = value.new_zeros(batch, groups, width, value.shape[-1] + 1, dtype=compute_dtype(value))
+    return KVState(total, torch.full_like(total[..., 0], float("-inf")))
 
 
 def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -72,10 +58,14 @@ def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, ma
     """
     batch, heads, length, width = query.shape
     groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
-    state = _no_keys(batch, groups, width, value)
+    total, top = _no_keys(key, value)
     for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), mask, key, value):
-        state = _add_keys(state, mask_tokens(logits * scale, part, float("-inf")), values)
-    table = state["kv"] / state["k_sum"].clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
+        logits, before = mask_tokens(logits * scale, part, float("-inf")), top
+        top = torch.maximum(logits.detach().amax(dim=2), before)  # cancels in the table, so that it has no gradient
+        base = finite_or_zero(top)
+        weights = torch.exp(logits - base.unsqueeze(2)).transpose(-1, -2)
+        total = total * torch.exp(before - base).unsqueeze(-1) + weights @ with_ones(values)
+    table = divide(total[..., :-1], total[..., -1])
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for _, _, _, (rows,) in token_blocks(block_length(batch, heads, size, length), None, query):
         folded = torch.softmax(rows * scale, dim=-1).reshape(batch, groups, -1, width)
@@ -99,70 +89,59 @@ def causal(
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
-    batch, heads, length, width = query.shape
+    batch, heads, length, _ = query.shape
     refuse_free_length(length, "Causal efficient attention")
-    groups = key.shape[1]
-    state = _no_keys(batch, groups, width, value) if state is None else state
+    sums = _no_keys(key, value) if state is None else KVState.from_state(state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (keys, values) in token_blocks(CHUNK, mask, key, value):
         features = torch.softmax(query[:, :, start:stop].to(keys.dtype) * scale, dim=-1)
         logits = mask_tokens(keys * scale, part, float("-inf"))
-        out, state = _causal_chunk(group_heads(features, groups), logits, values, state)
+        out, sums = _causal_chunk(group_heads(features, key.shape[1]), logits, with_ones(values), sums)
         outputs.append(out.flatten(1, 2).to(value.dtype))
-    return torch.cat(outputs, dim=2), state
+    return torch.cat(outputs, dim=2), sums.state()
 
 
-def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, state: State) -> tuple[Tensor, State]:
-    """One chunk of n tokens: features `[B, G, R, n, d]`, logits `[B, G, n, d]`, value `[B, G, n, e]`.
+def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, before: KVState) -> tuple[Tensor, KVState]:
+    """One chunk of n tokens: features `[B, G, R, n, d]`, logits `[B, G, n, d]`, `[v, 1]` `[B, G, n, e + 1]`.
 
     Row i is relative to its own running maximum c_i. Keys of its piece enter with the explicit `exp(k_j - c_i)`, older
     ones with the sums up to the end of the piece before, relative to the maximum there: both factors are at most 1.
     """
     length = logits.shape[2]
-    size = min(PIECE, length)
-    count = -(-length // size)
-    padding = count * size - length
-    logits = functional.pad(logits, (0, 0, 0, padding), value=float("-inf")).unflatten(2, (count, size))
-    value = functional.pad(value, (0, 0, 0, padding)).unflatten(2, (count, size))
-    features = functional.pad(features, (0, 0, 0, padding)).unflatten(3, (count, size))
-
-    carried = state["log_scale"].unsqueeze(2)  # [B, G, 1, d]
+    logits = split_chunks(logits, PIECE, float("-inf"))
+    value, features = split_chunks(value, PIECE), split_chunks(features, PIECE)
+    assert before.log_scale is not None
     running = logits.detach().flatten(2, 3).cummax(dim=2).values
-    running = torch.maximum(running, carried).unflatten(2, (count, size))
+    running = torch.maximum(running, before.log_scale.unsqueeze(2)).unflatten(2, logits.shape[2:4])
     rows = finite_or_zero(running)
-    prefix, tops = _piece_states(logits, value, running[:, :, :, -1], state)
+    sums, tops = _piece_sums(logits, value, running[:, :, :, -1], before)
 
-    order = torch.arange(size, device=logits.device)
+    order = torch.arange(logits.shape[3], device=logits.device)
     later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [t, s, 1]
     inside = (logits.unsqueeze(3) - rows.unsqueeze(4)).masked_fill(later, float("-inf")).exp()  # [B, G, N, t, s, d]
     past = torch.exp(tops[:, :, :-1, None] - rows)  # [B, G, N, t, d]
-    total = inside.sum(dim=4) + past * prefix["k_sum"][:, :, :-1, None]
+    total = inside.sum(dim=4) + past * sums[:, :, :-1, None, :, -1]
     shares = features / total.clamp_min(DENOMINATOR_EPS).unsqueeze(2)  # [B, G, R, N, t, d]
     weights = torch.einsum("bgrntd,bgntsd->bgrnts", shares, inside)
-    out = weights @ value.unsqueeze(2) + (shares * past.unsqueeze(2)) @ prefix["kv"][:, :, None, :-1]
-    last = {"kv": prefix["kv"][:, :, -1], "k_sum": prefix["k_sum"][:, :, -1], "log_scale": tops[:, :, -1]}
-    after = {name: tensor.clone() for name, tensor in last.items()}  # a view would retain the states of all pieces
-    return out.flatten(3, 4)[:, :, :, :length], after
+    out = weights @ value[..., :-1].unsqueeze(2) + (shares * past.unsqueeze(2)) @ sums[:, :, None, :-1, :, :-1]
+    # A view would retain the sums of all pieces.
+    return out.flatten(3, 4)[:, :, :, :length], KVState(sums[:, :, -1].clone(), tops[:, :, -1].clone())
 
 
-def _piece_states(logits: Tensor, value: Tensor, ends: Tensor, state: State) -> tuple[State, Tensor]:
-    """Compute the states after each of N pieces, continued from `state`.
+def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) -> tuple[Tensor, Tensor]:
+    """Compute the sums before each of N pieces and after the last: `[B, G, N + 1, d, e + 1]`.
 
-    logits `[B, G, N, t, d]`, value `[B, G, N, t, e]`, ends `[B, G, N, d]` (the maximum up to each piece's end) ->
-    `kv [B, G, N + 1, d, e]`, `k_sum [B, G, N + 1, d]` and the maxima `[B, G, N + 1, d]` that they are relative to.
+    logits `[B, G, N, t, d]`, value `[B, G, N, t, e + 1]`, ends `[B, G, N, d]` (the maximum up to each piece's end). The
+    second result are the maxima `[B, G, N + 1, d]` that the sums are relative to.
     """
+    assert before.log_scale is not None
     weights = torch.exp(logits - finite_or_zero(ends).unsqueeze(3))
-    key_value = torch.cat([state["kv"].unsqueeze(2), weights.transpose(-1, -2) @ value], dim=2)
-    key_sum = torch.cat([state["k_sum"].unsqueeze(2), weights.sum(dim=3)], dim=2)
-    tops = torch.cat([state["log_scale"].unsqueeze(2), ends], dim=2)
+    own = torch.cat([before.total.unsqueeze(2), weights.transpose(-1, -2) @ value], dim=2)
+    tops = torch.cat([before.log_scale.unsqueeze(2), ends], dim=2)
     order = torch.arange(tops.shape[2], device=tops.device)
     later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [p, s, 1]
     gap = tops.unsqueeze(2) - finite_or_zero(tops).unsqueeze(3)  # [B, G, p, s, d]
-    decay = gap.masked_fill(later, float("-inf")).exp()
-    return {
-        "kv": torch.einsum("bgpsd,bgsde->bgpde", decay, key_value),
-        "k_sum": torch.einsum("bgpsd,bgsd->bgpd", decay, key_sum),
-    }, tops
+    return torch.einsum("bgpsd,bgsde->bgpde", gap.masked_fill(later, float("-inf")).exp(), own), tops
 
 
 def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) -> Tensor:

@@ -16,7 +16,6 @@ from .common import (
     FeatureFunction,
     Features,
     KVState,
-    OutputBlocks,
     State,
     block_length,
     compute_dtype,
@@ -29,7 +28,7 @@ from .common import (
     with_ones,
 )
 from .fused import GatedCall, GatedKeys, KernelizedCall, WindowedCall
-from .gated import gated_causal
+from .gated import gated_causal, normalise
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
@@ -90,12 +89,12 @@ def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
     query, value, signed = call.query, call.value, call.signed
     batch, heads, length, _ = query.shape
     groups, width = call.key.shape[1], max(call.num_features, value.shape[-1])
-    outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
         features = call.query_features(rows, start).values
         out = features.reshape(batch, groups, -1, features.shape[-1]) @ kv_state.total
-        outputs.add_quotient(out.view(batch, heads, rows.shape[2], -1), signed=signed)
-    return outputs.result()
+        outputs.append(normalise(out.view(batch, heads, rows.shape[2], -1), signed).to(value.dtype))
+    return torch.cat(outputs, dim=2)
 
 
 def _explicit_is_cheaper(length: int, keys: int, features: int, width: int) -> bool:
@@ -166,7 +165,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
         return _explicit(call), None
     kv_state = None if state is None else KVState.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
-    outputs = OutputBlocks(batch, heads, length, value.shape[-1], value)
+    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (columns, values) in token_blocks(step, call.mask, key, value):
         rows = query[:, :, start:stop].to(columns.dtype)
         queries = group_heads(call.query_features(rows, start).values, key.shape[1])
@@ -183,8 +182,8 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
                 if call.return_state or start + now.stop < length:
                     own = KVState.of(chunk_k, chunk_v, signed=signed)
                     kv_state = own if kv_state is None else kv_state.plus(own)
-            outputs.add_quotient(out.view(batch, heads, now.stop - low, -1), signed=signed)
-    return outputs.result(), kv_state.state() if call.return_state and kv_state is not None else None
+            outputs.append(normalise(out.view(batch, heads, now.stop - low, -1), signed).to(value.dtype))
+    return torch.cat(outputs, dim=2), kv_state.state() if call.return_state and kv_state is not None else None
 
 
 def _without_decay(call: KernelizedCall) -> GatedCall:

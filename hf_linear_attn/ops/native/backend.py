@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..common import InPlaceState, OutputBlocks, State, block_length, mask_tokens
+from ..common import InPlaceState, State, block_length, mask_tokens
 from ..fused import AttentionCall, GatedCall, KernelizedCall, Mix, WindowedCall
 from ..kernel_inputs import unsupported_inputs
 from . import binding
@@ -99,7 +99,7 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
     batch, heads, length, _ = call.query.shape
     value_size = call.value.shape[3]
     step = block_length(batch, heads, max(call.num_features, value_size), length)
-    outputs = OutputBlocks(batch, heads, length, value_size, call.value)
+    outputs = [call.value.new_zeros(batch, heads, 0, value_size)]
     state = call.state
     for start in range(0, length, step):
         now = slice(start, min(start + step, length))
@@ -125,8 +125,8 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
         inputs = {"query": query, "key": key, "value": value, "key_scales": log_scale, "decay": decay}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         out, state = _forward(part, inputs, dict.fromkeys(("query_activation", "key_activation"), binding.PRECOMPUTED))
-        outputs.add(out)
-    return outputs.result(), state
+        outputs.append(out)
+    return torch.cat(outputs, dim=2), state
 
 
 def _check_sizes(of: str, features: Tensor, expected: tuple[int, ...]) -> None:
