@@ -16,7 +16,6 @@ The state holds, with c the running maximum of each feature over the keys so far
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .common import (
     DENOMINATOR_EPS,

@@ -1,7 +1,6 @@
 """One call of attention as every backend receives it, with the feature maps both as functions and as formulas."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import FeatureFunction, Features, State, exponential
+from .common import FeatureFunction, Features, State
 
 Activation = Literal[
     "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
@@ -75,30 +74,18 @@ class FusedMap(NamedTuple):
             y = x @ weight.to(x.dtype)
         if self.bias is not None:
             y = torch.add(y, self.bias.to(x.dtype).unsqueeze(-2), alpha=self.bias_scale)
-        if self.activation in ("positive", "positive-pair"):
-            return self._positive(x, y)
-        if self.activation == "exp-pair":
-            top = y.detach().abs().amax(dim=-1, keepdim=True)
-            return Features(torch.cat([(y - top).exp(), (-y - top).exp()], dim=-1), top.squeeze(-1))
+        if self.scaled:
+            y = y if self.activation == "positive" else torch.cat([y, -y], dim=-1)
+            half = 0.0 if self.activation == "exp-pair" else x.square().sum(dim=-1, keepdim=True) / 2
+            # The maximum is a constant of the sum: it is divided out here, and whoever reads log_scale multiplies by it.
+            scale = (y.amax(dim=-1, keepdim=True) - half).detach()
+            return Features((y - (half + scale)).exp() * self.factor, scale.squeeze(-1))
         values = _ACTIVATIONS[self.activation](self, y)
         if self.cosine is None or self.sine is None:
             return Features(values)
         now = slice(start, start + x.shape[2])
         angles = (table[:, now].to(x.dtype)[:, None, :, None] for table in (self.cosine, self.sine))
         return Features(torch.cat([values * angle for angle in angles], dim=-1))
-
-    def _positive(self, x: Tensor, y: Tensor) -> Features:
-        if self.activation == "positive-pair":
-            y = torch.cat([y, -y], dim=-1)
-        half = x.square().sum(dim=-1, keepdim=True) / 2
-        # The maximum is a constant of the sum: it is divided out here and multiplied back by whoever reads log_scale.
-        if torch.is_grad_enabled() and y.requires_grad:
-            exponent = y - half
-            top = exponent.detach().amax(dim=-1, keepdim=True)
-            return Features(exponential(exponent - top) * self.factor, top.squeeze(-1))
-        largest = y.amax(dim=-1, keepdim=True)  # without a gradient half cancels, and the factor moves inside
-        shift = largest - math.log(self.factor)
-        return Features(exponential(y - shift if y is x else y.sub_(shift)), (largest - half).squeeze(-1))
 
     @property
     def scaled(self) -> bool:
@@ -109,18 +96,9 @@ class FusedMap(NamedTuple):
         return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias))
 
 
-def _elu(fused: FusedMap, y: Tensor) -> Tensor:
-    if y.device.type != "cpu" or torch.compiler.is_compiling() or (torch.is_grad_enabled() and y.requires_grad):
-        return functional.elu(y, alpha=fused.alpha) + 1
-    below = exponential(y.clamp(max=0.0))  # the same, in half the time
-    if fused.alpha != 1.0:
-        below = below.mul_(fused.alpha).add_(1.0 - fused.alpha)
-    return below.add_(torch.relu(y))
-
-
 #: Activations without a log scale, before the angles.
 _ACTIVATIONS: dict[str, Callable[[FusedMap, Tensor], Tensor]] = {
-    "elu": _elu,
+    "elu": lambda fused, y: functional.elu(y, alpha=fused.alpha) + 1,
     "relu": lambda fused, y: torch.relu(y) + fused.epsilon,
     "rotated-relu": lambda fused, y: torch.relu(y) + fused.epsilon,
     "softmax-pair": lambda fused, y: torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1),

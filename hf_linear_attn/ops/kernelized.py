@@ -18,7 +18,6 @@ from .common import (
     KVState,
     State,
     block_length,
-    compute_dtype,
     divide,
     finite_or_zero,
     group_heads,
@@ -33,9 +32,6 @@ from .gated import gated_causal, normalise
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
 CHUNK = 64
-
-#: Largest number of keys for which a bidirectional call may compute explicit weights.
-MAX_EXPLICIT_KEYS = 256
 
 
 def masked_key_features(
@@ -63,12 +59,9 @@ def bidirectional(call: KernelizedCall) -> Tensor:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`.
     """
-    value, length = call.value, call.query.shape[2]
-    if not is_free(length) and _explicit_is_cheaper(length, call.key.shape[2], call.num_features, value.shape[-1]):
-        return _explicit(call)
     kv_state = key_sums(call)
     if kv_state is None:  # no keys at all
-        return value.new_zeros(*call.query.shape[:3], value.shape[-1])
+        return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     return attend_to_sums(call, kv_state)
 
 
@@ -97,56 +90,6 @@ def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
     return torch.cat(outputs, dim=2)
 
 
-def _explicit_is_cheaper(length: int, keys: int, features: int, width: int) -> bool:
-    """Whether explicit weights take fewer operations than the state: L·S·(m + e) against (L + S)·m·e."""
-    return 0 < keys <= MAX_EXPLICIT_KEYS and length * keys * (features + width) <= (length + keys) * features * width
-
-
-def _explicit(call: KernelizedCall) -> Tensor:
-    """The outputs of short inputs without a state: all weights `[B, G, R·L, S]` at once.
-
-    At such lengths the number of operations is what costs, not their size.
-    """
-    dtype, signed = compute_dtype(call.query), call.signed
-    batch, heads, length, _ = call.query.shape
-    groups = call.key.shape[1]
-    queries = call.query_features(call.query.to(dtype), 0).values
-    keys = masked_key_features(call.key_features, call.key, 0, call.mask, dtype)
-    values = mask_tokens(call.value.to(dtype), call.mask)
-    if call.causal:
-        weights = _chunk_weights(group_heads(queries, groups), keys, None, signed)[0]
-        weights = weights.view(batch, groups, -1, length)
-    else:
-        features = keys.values
-        if keys.log_scale is not None:
-            top = finite_or_zero((keys.log_scale if signed else keys.log_scale.detach()).amax(dim=-1, keepdim=True))
-            features = features * (keys.log_scale - top).exp().unsqueeze(-1)
-        weights = queries.reshape(batch, groups, -1, queries.shape[-1]) @ features.transpose(-1, -2)
-    out = divide(weights @ values, weights.sum(dim=-1), signed=signed)
-    return out.view(batch, heads, length, -1).to(call.value.dtype)
-
-
-def _chunk_weights(query: Tensor, keys: Features, carried: Tensor | None, signed: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute causal weights within one chunk, relative to the running log scale of each row.
-
-    query `[B, G, R, n, m]`, keys `[B, G, n, …]`, carried `[B, G]` (log scale of the state) ->
-    weights `[B, G, R, n, n]` and the log scale `[B, G, n]` that row i is relative to: the maximum over the state and
-    the keys j <= i. A later key never touches an earlier row.
-    """
-    batch, groups, repeats, length, width = query.shape
-    values, log_scale = keys
-    folded = query.reshape(batch, groups, repeats * length, width)
-    weights = (folded @ values.transpose(-1, -2)).view(batch, groups, repeats, length, length)
-    if log_scale is None:
-        return weights.tril_(), None  # in place, since no gradient reads a product itself
-    running = (log_scale if signed else log_scale.detach()).cummax(dim=-1).values
-    if carried is not None:
-        running = torch.maximum(running, carried.unsqueeze(-1))
-    # For j <= i the exponent is at most 0; the clamp only keeps the entries that tril drops from overflowing.
-    gap = (log_scale.unsqueeze(-2) - finite_or_zero(running).unsqueeze(-1)).clamp(max=0.0)
-    return (weights * gap.exp().unsqueeze(2)).tril_(), running
-
-
 def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | None]:
     """Compute the same sums over `j <= i` only, continued from `call.state`.
 
@@ -161,8 +104,6 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
     if is_free(length):
         out, after = gated_causal(_without_decay(call))
         return out, after if call.return_state else None
-    if state is None and not call.return_state and 0 < length <= 2 * chunk:
-        return _explicit(call), None
     kv_state = None if state is None else KVState.from_state(state)
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
@@ -197,15 +138,27 @@ def _without_decay(call: KernelizedCall) -> GatedCall:
 
 
 def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVState | None, signed: bool) -> Tensor:
-    """Sums `Σ w [v, 1]` of one chunk, of B·H·n rows: the keys before it, and the chunk's own, j <= i."""
+    """Sums `Σ w [v, 1]` `[B·G, R·n, e + 1]` of one chunk: the keys before it, and the chunk's own, j <= i.
+
+    query `[B, G, R, n, m]`, keys and value `[B, G, n, …]`. Row i is relative to the largest log scale of the state and
+    of the keys j <= i: a later key never touches an earlier row.
+    """
     batch, groups, repeats, length, width = query.shape
-    carried = None if kv_state is None else kv_state.log_scale
-    weights, running = _chunk_weights(query, keys, carried, signed)
-    own = torch.bmm(weights.view(batch * groups, repeats * length, length), value.flatten(0, 1))
+    folded = query.reshape(batch, groups, repeats * length, width)
+    weights = (folded @ keys.values.transpose(-1, -2)).view(batch, groups, repeats, length, length)
+    if keys.log_scale is not None:
+        running = (keys.log_scale if signed else keys.log_scale.detach()).cummax(dim=-1).values
+        if kv_state is not None and kv_state.log_scale is not None:
+            carried = kv_state.log_scale.unsqueeze(-1)
+            running = torch.maximum(running, carried)
+            query = query * torch.exp(carried - finite_or_zero(running))[:, :, None, :, None]
+        # For j <= i the exponent is at most 0; the clamp only keeps the entries that tril drops from overflowing.
+        gap = (keys.log_scale.unsqueeze(-2) - finite_or_zero(running).unsqueeze(-1)).clamp(max=0.0)
+        weights = weights * gap.exp().unsqueeze(2)
+    weights = weights.tril_().view(batch * groups, repeats * length, length)  # no gradient reads a product itself
+    own = torch.bmm(weights, value.flatten(0, 1))
     if kv_state is None:
         return own
-    if carried is not None and running is not None:
-        query = query * torch.exp(carried.unsqueeze(-1) - finite_or_zero(running))[:, :, None, :, None]
     return torch.baddbmm(own, query.reshape(batch * groups, repeats * length, width), kv_state.total.flatten(0, 1))
 
 

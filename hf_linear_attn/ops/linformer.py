@@ -118,46 +118,44 @@ def causal_blocks(
     blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
     capacity = blocks * block
     index = torch.where(mask, index, capacity)  # padding goes to one extra position, dropped below
-    keys = _scatter(past["open_key"], mask_tokens(key.to(dtype), mask), index, capacity).unflatten(2, (blocks, block))
-    values = _scatter(past["open_value"], mask_tokens(value.to(dtype), mask), index, capacity).unflatten(
-        2, (blocks, block)
+    keys, values = (
+        _scatter(past[name], mask_tokens(new.to(dtype), mask), index, capacity).unflatten(2, (blocks, block))
+        for name, new in (("open_key", key), ("open_value", value))
     )
-    queries = _scatter(query.new_zeros(batch, heads, 0, width, dtype=dtype), query.to(dtype) * scaling, index, capacity)
-    slot_keys, slot_values = _compress(project_key, keys), _compress(project_value, values)
+    queries = _scatter(query[:, :, :0].to(dtype), query.to(dtype) * scaling, index, capacity)
+    new_slots = _compress(project_key, keys), _compress(project_value, values)
 
-    known = torch.arange(past["slot_key"].shape[2], device=key.device) < past["slot_count"][:, None]
+    before = past["slot_key"].shape[2]
+    known = torch.arange(before, device=key.device) < past["slot_count"][:, None]
+    slot_keys, slot_values = (
+        torch.cat([past[name], new], dim=2) for name, new in zip(("slot_key", "slot_value"), new_slots, strict=True)
+    )
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     outputs = []
     for number in range(blocks):
         rows = queries[:, :, number * block : (number + 1) * block].reshape(batch, groups, -1, width)
-        done_key = torch.cat([past["slot_key"], slot_keys[:, :, : number * slots]], dim=2)
-        done_value = torch.cat([past["slot_value"], slot_values[:, :, : number * slots]], dim=2)
+        done = before + number * slots
         allowed = torch.nn.functional.pad(known, (0, number * slots), value=True)[:, None, None, :]
-        far = (rows @ done_key.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
+        far = (rows @ slot_keys[:, :, :done].transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
         near = (rows @ keys[:, :, number].transpose(-1, -2)).view(batch, groups, -1, block, block)
         near = near.masked_fill(future, float("-inf")).view(batch, groups, -1, block)
         weights = torch.softmax(torch.cat([far, near], dim=-1), dim=-1)
-        out = weights[..., : far.shape[-1]] @ done_value + weights[..., far.shape[-1] :] @ values[:, :, number]
+        out = weights[..., :done] @ slot_values[:, :, :done] + weights[..., done:] @ values[:, :, number]
         outputs.append(out.view(batch, heads, block, -1))
     compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the extra position reads zeros
     out = compact.gather(2, index[:, None, :, None].expand(batch, heads, length, compact.shape[-1])).to(value.dtype)
     if not return_state:
         return out, None
-    counts = past["open_count"] + mask.sum(dim=1)
-    return out, _close_blocks(past, keys, values, slot_keys, slot_values, counts)
+    return out, _close_blocks(past, (keys, values), new_slots, past["open_count"] + mask.sum(dim=1))
 
 
 def _empty_blocks(key: Tensor, value: Tensor, block: int, dtype: torch.dtype) -> State:
-    batch, groups, _, width = key.shape
-    count = torch.zeros(batch, dtype=torch.long, device=key.device)
-    return {
-        "slot_key": key.new_zeros(batch, groups, 0, width, dtype=dtype),
-        "slot_value": value.new_zeros(batch, groups, 0, value.shape[-1], dtype=dtype),
-        "slot_count": count,
-        "open_key": key.new_zeros(batch, groups, block, width, dtype=dtype),
-        "open_value": value.new_zeros(batch, groups, block, value.shape[-1], dtype=dtype),
-        "open_count": count,
-    }
+    count = torch.zeros(key.shape[0], dtype=torch.long, device=key.device)
+    state = {"slot_count": count, "open_count": count}
+    for name, new in (("key", key), ("value", value)):
+        state[f"slot_{name}"] = new[:, :, :0].to(dtype)
+        state[f"open_{name}"] = new.new_zeros(*new.shape[:2], block, new.shape[3], dtype=dtype)
+    return state
 
 
 def _scatter(opened: Tensor, new: Tensor, index: Tensor, capacity: int) -> Tensor:
@@ -172,28 +170,21 @@ def _compress(projection: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _close_blocks(
-    past: State, keys: Tensor, values: Tensor, slot_keys: Tensor, slot_values: Tensor, counts: Tensor
+    past: State, tokens: tuple[Tensor, Tensor], new_slots: tuple[Tensor, Tensor], counts: Tensor
 ) -> State:
     """Move the finished blocks of each row to its slots; rows may have different numbers of tokens."""
-    blocks, block = keys.shape[2], keys.shape[3]
-    slots = slot_keys.shape[2] // blocks
+    blocks, block = tokens[0].shape[2:4]
+    slots, device = new_slots[0].shape[2] // blocks, counts.device
     finished, opened = counts // block, counts % block
     slot_count = past["slot_count"] + finished * slots
     capacity = max(int(slot_count.max()), past["slot_key"].shape[2]) if slot_count.numel() else 0
-    order = torch.arange(blocks * slots, device=keys.device)
+    order = torch.arange(blocks * slots, device=device)
     target = torch.where(order < finished[:, None] * slots, past["slot_count"][:, None] + order, capacity)
     last = finished.clamp(max=blocks - 1)[:, None, None, None, None]
-    inside = torch.arange(block, device=keys.device)[None, None, :, None] < opened[:, None, None, None]
-
-    def open_block(tokens: Tensor) -> Tensor:
-        gathered = tokens.gather(2, last.expand(-1, tokens.shape[1], 1, block, tokens.shape[-1])).squeeze(2)
-        return gathered.masked_fill(~inside, 0.0)
-
-    return {
-        "slot_key": _scatter(past["slot_key"], slot_keys, target, capacity),
-        "slot_value": _scatter(past["slot_value"], slot_values, target, capacity),
-        "slot_count": slot_count,
-        "open_key": open_block(keys),
-        "open_value": open_block(values),
-        "open_count": opened,
-    }
+    inside = torch.arange(block, device=device)[None, None, :, None] < opened[:, None, None, None]
+    after = {"slot_count": slot_count, "open_count": opened}
+    for name, new, slot in zip(("key", "value"), tokens, new_slots, strict=True):
+        last_block = new.gather(2, last.expand(-1, new.shape[1], 1, block, new.shape[-1])).squeeze(2)
+        after[f"open_{name}"] = last_block.masked_fill(~inside, 0.0)
+        after[f"slot_{name}"] = _scatter(past[f"slot_{name}"], slot, target, capacity)
+    return after

@@ -35,7 +35,6 @@ from .common import (
     chunk_order,
     compute_dtype,
     divide,
-    exponential,
     group_heads,
     is_free,
     join_chunks,
@@ -145,7 +144,7 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
     top = top.clamp_min(FLOOR)
     weights = []
     for part in columns:
-        weight = exponential(part.logits - top.unsqueeze(-1))
+        weight = (part.logits - top.unsqueeze(-1)).exp()
         if part.outside is not None and part.keys is not None:
             estimate = (rows.values @ part.keys.values.transpose(-1, -2)) * part.outside
             if rows.log_scale is not None and part.keys.log_scale is not None:
