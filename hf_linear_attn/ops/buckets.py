@@ -38,96 +38,85 @@ class Hashing(NamedTuple):
     def buckets(self) -> int:
         return 2 * self.directions.shape[-1]
 
-    def bucket(self, x: Tensor, round_: int) -> Tensor:
-        """Return the bucket of each vector: `[B, H, L, d] -> [B, H, L]`."""
-        projected = x.to(compute_dtype(x)) @ self.directions[round_].to(compute_dtype(x))
+    def bucket(self, x: Tensor) -> Tensor:
+        """Return the bucket of each vector in each round: `[B, H, L, d] -> [B, H, rounds, L]`."""
+        x = x.to(compute_dtype(x)).unsqueeze(2)
+        projected = x @ self.directions.to(x.dtype)
         return torch.cat([projected, -projected], dim=-1).argmax(dim=-1)
 
 
 class _Pool(NamedTuple):
-    """Stored and new keys of one round of hashing, with their order when sorted by bucket and position."""
+    """Stored and new keys, with their order in each round when sorted by bucket and position."""
 
     key: Tensor  # [B, G, N, d]
     value: Tensor  # [B, G, N, e]
     position: Tensor  # [B, G, N]
-    order: Tensor  # [B, G, N]
-    code: Tensor  # [B, G, N], sorted
+    order: Tensor  # [B, G, rounds, N]
+    code: Tensor  # [B, G, rounds, N], sorted
 
-    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Gather tokens index `[B, G, n, C]` of `[B, G, N, …]`."""
-        flat = index.flatten(2)
-        if tensor.dim() == 3:
-            return tensor.gather(2, flat).view(index.shape)
-        taken = tensor.gather(2, flat.unsqueeze(-1).expand(*flat.shape, tensor.shape[-1]))
-        return taken.view(*index.shape, tensor.shape[-1])
+    def sorted_tokens(self, places: Tensor) -> Tensor:
+        """Return the index of the tokens at some places `[B, G, rounds, …]` in the order of each round."""
+        flat = places.clamp(0, max(self.order.shape[-1] - 1, 0)).flatten(3)
+        return self.order.gather(3, flat).view(places.shape)
 
 
-class _Matches(NamedTuple):
-    """Keys that one round selects for a block of queries: key_index `[B, G, n, C]`, position, and which are valid."""
-
-    key_index: Tensor
-    position: Tensor
-    valid: Tensor
+def _take(tensor: Tensor, index: Tensor) -> Tensor:
+    """Gather tokens index `[B, G, …]` of `[B, G, N, w]`."""
+    taken = tensor.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
+    return taken.view(*index.shape, tensor.shape[-1])
 
 
-def make_pools(
+def make_pool(
     key: Tensor, value: Tensor, mask: Tensor | None, hashing: Hashing, state: State | None
-) -> tuple[Tensor, list[_Pool]]:
+) -> tuple[Tensor, _Pool]:
     """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end.
 
     Returns:
-        The position of each new token among the real ones of its row `[B, L]`, and the pool of each round.
+        The position of each new token among the real ones of its row `[B, L]`, and the pool.
     """
-    positions, pools = token_numbers(mask, key.shape[0], key.shape[2], key.device) - 1, []
+    positions = token_numbers(mask, key.shape[0], key.shape[2], key.device) - 1
+    bucket = hashing.bucket(key)
+    if mask is not None:
+        bucket = bucket.masked_fill(~mask[:, None, None], hashing.buckets)
     if state is not None:
         positions = positions + state["count"].unsqueeze(1)
-    for round_ in range(hashing.directions.shape[0]):
-        keys, values, position = key, value, positions.unsqueeze(1).expand(key.shape[:3])
-        bucket = hashing.bucket(key, round_)
-        if mask is not None:
-            bucket = bucket.masked_fill(~mask.unsqueeze(1), hashing.buckets)
-        if state is not None:
-            stored = state["bucket_ring_place"][:, :, round_]
-            numbers = torch.arange(hashing.buckets, device=key.device).view(1, 1, -1, 1).expand(stored.shape)
-            bucket = torch.cat([numbers.masked_fill(stored < 0, hashing.buckets).flatten(2), bucket], dim=2)
-            position = torch.cat([stored.flatten(2), position], dim=2)
-            keys, values = (
-                torch.cat([state[f"bucket_ring_{name}"][:, :, round_].flatten(2, 3).to(new.dtype), new], dim=2)
-                for name, new in (("key", key), ("value", value))
-            )
-        code, order = (bucket * MAX_POSITION + position.clamp_min(0)).sort(dim=-1)
-        pools.append(_Pool(keys, values, position, order, code))
-    return positions, pools
-
-
-def _select(pool: _Pool, bucket: Tensor, position: Tensor, capacity: int, causal: bool) -> _Matches:
-    """Select the keys that queries take from their buckets: bucket, position `[B, G, n]`."""
-    first = torch.searchsorted(pool.code, bucket * MAX_POSITION)
-    end_causal = torch.searchsorted(pool.code, bucket * MAX_POSITION + position, right=True)
-    if causal:
-        end = end_causal
-        low = torch.maximum(first, end_causal - capacity)
-    else:
-        end = torch.searchsorted(pool.code, (bucket + 1) * MAX_POSITION)
-        low = torch.maximum(first, torch.minimum(end_causal - (capacity + 1) // 2, end - capacity))
-    chosen = low.unsqueeze(-1) + torch.arange(capacity, device=position.device)
-    index = pool.take(pool.order, chosen.clamp(max=pool.order.shape[-1] - 1))
-    return _Matches(index, pool.take(pool.position, index), chosen < end.unsqueeze(-1))
+    position = positions.unsqueeze(1).expand(key.shape[:3])
+    if state is not None:
+        stored, rounds = state["bucket_ring_place"], bucket.shape[2]
+        numbers = torch.arange(hashing.buckets, device=key.device).unsqueeze(-1)
+        own = torch.eye(rounds, dtype=torch.bool, device=key.device)[:, :, None, None]  # each round has its own rings
+        in_ring = torch.where(own & (stored >= 0).unsqueeze(2), numbers, hashing.buckets)
+        bucket = torch.cat([in_ring.flatten(3), bucket], dim=3)
+        position = torch.cat([stored.flatten(2), position], dim=2)
+        key, value = (
+            torch.cat([state[f"bucket_ring_{name}"].flatten(2, 4).to(new.dtype), new], dim=2)
+            for name, new in (("key", key), ("value", value))
+        )
+    code, order = (bucket * MAX_POSITION + position.clamp_min(0).unsqueeze(2)).sort(dim=-1)
+    return positions, _Pool(key, value, position, order, code)
 
 
 def select_keys(
-    pools: list[_Pool], query: Tensor, position: Tensor, hashing: Hashing, window: int, causal: bool
-) -> list[_Matches]:
-    """Select keys in every round for queries `[B, G, n, d]` at positions `[B, G, n]`, each far pair once."""
-    rounds: list[_Matches] = []
-    for round_, pool in enumerate(pools):
-        matches = _select(pool, hashing.bucket(query, round_), position, hashing.capacity, causal)
-        valid = matches.valid & ((position.unsqueeze(-1) - matches.position).abs() >= window)
-        for earlier in rounds:
-            same = (matches.position.unsqueeze(-1) == earlier.position.unsqueeze(-2)) & earlier.valid.unsqueeze(-2)
-            valid = valid & ~same.any(dim=-1)
-        rounds.append(matches._replace(valid=valid))
-    return rounds
+    pool: _Pool, query: Tensor, position: Tensor, hashing: Hashing, window: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Select keys in every round for queries `[B, G, n, d]` at positions `[B, G, n]`, each far pair once.
+
+    Returns:
+        The index of the selected keys `[B, G, n, C]`, and which of them count.
+    """
+    bucket, here, capacity = hashing.bucket(query), position.unsqueeze(2), hashing.capacity
+    first = torch.searchsorted(pool.code, bucket * MAX_POSITION)
+    end = end_causal = torch.searchsorted(pool.code, bucket * MAX_POSITION + here, right=True)
+    low = end_causal - capacity
+    if not causal:
+        end = torch.searchsorted(pool.code, (bucket + 1) * MAX_POSITION)
+        low = torch.minimum(end_causal - (capacity + 1) // 2, end - capacity)
+    places = torch.maximum(first, low).unsqueeze(-1) + torch.arange(capacity, device=position.device)
+    index, valid = (x.movedim(2, 3).flatten(3) for x in (pool.sorted_tokens(places), places < end.unsqueeze(-1)))
+    of_keys = _take(pool.position.unsqueeze(-1), index).squeeze(-1)
+    valid = valid & ((position.unsqueeze(-1) - of_keys).abs() >= window)
+    again = (of_keys.unsqueeze(-1) == of_keys.unsqueeze(-2)) & valid.unsqueeze(-2)
+    return index, valid & ~again.tril(-1).any(dim=-1)
 
 
 def _dot(rows: Tensor, gathered: Tensor) -> Tensor:
@@ -136,28 +125,19 @@ def _dot(rows: Tensor, gathered: Tensor) -> Tensor:
 
 
 def _correct(
-    rows: QueryRows,
-    base: Accumulator,
-    matches: list[_Matches],
-    pools: list[_Pool],
-    key_features: FeatureFunction,
-    dtype: torch.dtype,
+    rows: QueryRows, base: Accumulator, matches: tuple[Tensor, Tensor], pool: _Pool, key_features: FeatureFunction
 ) -> Accumulator:
     """Replace estimates by exact weights: rows `[B, G, n, …]`, base sums `[B, G, n, …]`."""
-    logits, estimates, values = [], [], []
-    for match, pool in zip(matches, pools, strict=True):
-        key = pool.take(pool.key, match.key_index).to(dtype)
-        exact = _dot(rows.query[..., :-1], key)
-        logits.append(exact.masked_fill(~match.valid, float("-inf")))
-        features = key_features(key.flatten(2, 3), 0)
-        estimate = _dot(rows.features.values, features.values.view(*match.key_index.shape, -1))
-        assert features.log_scale is not None
-        assert rows.features.log_scale is not None
-        # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.
-        gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(match.key_index.shape)
-        estimates.append((estimate * gap.clamp(max=0.0).exp()).masked_fill(~match.valid, 0.0))
-        values.append(with_ones(pool.take(pool.value, match.key_index).to(dtype)))
-    logit, estimate, value = torch.cat(logits, dim=-1), torch.cat(estimates, dim=-1), torch.cat(values, dim=3)
+    (index, valid), dtype = matches, rows.query.dtype
+    key, value = _take(pool.key, index).to(dtype), with_ones(_take(pool.value, index).to(dtype))
+    logit = _dot(rows.query[..., :-1], key).masked_fill(~valid, float("-inf"))
+    features = key_features(key.flatten(2, 3), 0)
+    estimate = _dot(rows.features.values, features.values.view(*index.shape, -1))
+    assert features.log_scale is not None
+    assert rows.features.log_scale is not None
+    # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.
+    gap = (rows.features.log_scale - base.log_scale).unsqueeze(-1) + features.log_scale.view(index.shape)
+    estimate = (estimate * gap.clamp(max=0.0).exp()).masked_fill(~valid, 0.0)
     top = torch.maximum(base.log_scale, logit.detach().amax(dim=-1))
     decay = torch.exp(base.log_scale - top).unsqueeze(-1)
     weights = torch.exp(logit - top.unsqueeze(-1)) - estimate * decay
@@ -177,15 +157,14 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     Returns:
         The new accumulator, and the part of the state that belongs to the buckets.
     """
-    mask, state, dtype = call.mask, call.state, compute_dtype(call.query)
+    mask, dtype = call.mask, compute_dtype(call.query)
     batch, heads, length, _ = call.query.shape
     refuse_free_length(length, "Attention with hash buckets")
     groups = call.key.shape[1]
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    positions, pools = make_pools(key, value, mask, hashing, state)
-    after = _store(pools, hashing)
+    positions, pool = make_pool(key, value, mask, hashing, call.state)
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
-    width = len(pools) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
+    width = len(hashing.directions) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
     values, scales = [base.values[:, :, :0]], [base.log_scale[:, :, :0]]
     for start in range(0, length, max(step, 1)):
@@ -196,29 +175,27 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
         rows = QueryRows(grouped.query.flatten(2, 3), features)
         position = positions[:, None, None, now].expand(grouped.query.shape[:-1]).flatten(2)
         hashed = query[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3)
-        matches = select_keys(pools, hashed, position, hashing, call.window, call.causal)
+        matches = select_keys(pool, hashed, position, hashing, call.window, call.causal)
         part = Accumulator(*(x[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3) for x in base))
-        corrected = _correct(rows, part, matches, pools, call.key_features, dtype)
+        corrected = _correct(rows, part, matches, pool, call.key_features)
         values.append(corrected.values.unflatten(2, (heads // groups, -1)).flatten(1, 2))
         scales.append(corrected.log_scale.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), after
+    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), _store(pool, hashing)
 
 
-def _store(pools: list[_Pool], hashing: Hashing) -> State:
+def _store(pool: _Pool, hashing: Hashing) -> State:
     """Return the state: the last `capacity` keys and values of every bucket."""
-    rings: dict[str, list[Tensor]] = {"bucket_ring_key": [], "bucket_ring_value": [], "bucket_ring_place": []}
-    batch, groups = pools[0].key.shape[:2]
-    device = pools[0].key.device
+    device, sizes = pool.key.device, pool.code.shape[:3]
     numbers = torch.arange(hashing.buckets + 1, device=device) * MAX_POSITION
-    for pool in pools:
-        borders = torch.searchsorted(pool.code, numbers.expand(batch, groups, -1).contiguous())
-        chosen = borders[:, :, 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
-        empty = chosen < borders[:, :, :-1].unsqueeze(-1)
-        index = pool.take(pool.order, chosen.clamp(0, max(pool.order.shape[-1] - 1, 0)))
-        rings["bucket_ring_key"].append(pool.take(pool.key, index).masked_fill(empty.unsqueeze(-1), 0.0))
-        rings["bucket_ring_value"].append(pool.take(pool.value, index).masked_fill(empty.unsqueeze(-1), 0.0))
-        rings["bucket_ring_place"].append(pool.take(pool.position, index).masked_fill(empty, -1))
-    return {name: torch.stack(parts, dim=2) for name, parts in rings.items()}
+    borders = torch.searchsorted(pool.code, numbers.expand(*sizes, -1).contiguous())
+    places = borders[..., 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
+    empty = (places < borders[..., :-1].unsqueeze(-1)).unsqueeze(-1)
+    index = pool.sorted_tokens(places)
+    return {
+        "bucket_ring_key": _take(pool.key, index).masked_fill(empty, 0.0),
+        "bucket_ring_value": _take(pool.value, index).masked_fill(empty, 0.0),
+        "bucket_ring_place": _take(pool.position.unsqueeze(-1), index).masked_fill(empty, -1).squeeze(-1),
+    }
 
 
 def bucket_pairs(
@@ -229,12 +206,9 @@ def bucket_pairs(
     groups = key.shape[1]
     dtype = compute_dtype(query)
     query, key = (mask_tokens(x, mask).to(dtype) for x in (query, key))
-    positions, pools = make_pools(key, key, mask, hashing, None)
+    positions, pool = make_pool(key, key, mask, hashing, None)
     position = positions[:, None, None, :].expand(batch, groups, heads // groups, length).flatten(2)
     folded = query.reshape(batch, groups, -1, query.shape[-1])
-    pairs = torch.zeros(batch, groups, folded.shape[2], length, dtype=torch.bool, device=key.device)
-    for match in select_keys(pools, folded, position, hashing, window, causal):
-        pairs |= (
-            torch.zeros_like(pairs, dtype=torch.int8).scatter_add_(3, match.key_index, match.valid.to(torch.int8)) > 0
-        )
-    return pairs.view(batch, heads, length, length)
+    index, valid = select_keys(pool, folded, position, hashing, window, causal)
+    pairs = torch.zeros(batch, groups, folded.shape[2], length, dtype=torch.int8, device=key.device)
+    return (pairs.scatter_add_(3, index, valid.to(torch.int8)) > 0).view(batch, heads, length, length)

@@ -1,6 +1,7 @@
 """One call of attention as every backend receives it, with the feature maps both as functions and as formulas."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -77,9 +78,9 @@ class FusedMap(NamedTuple):
         if self.scaled:
             y = y if self.activation == "positive" else torch.cat([y, -y], dim=-1)
             half = 0.0 if self.activation == "exp-pair" else x.square().sum(dim=-1, keepdim=True) / 2
-            # The maximum is a constant of the sum: it is divided out here, and whoever reads log_scale multiplies by it.
+            # A constant of the sums, which has no gradient: whoever reads log_scale multiplies by it.
             scale = (y.amax(dim=-1, keepdim=True) - half).detach()
-            return Features((y - (half + scale)).exp() * self.factor, scale.squeeze(-1))
+            return Features((y - (half + scale - math.log(self.factor))).exp_(), scale.squeeze(-1))
         values = _ACTIVATIONS[self.activation](self, y)
         if self.cosine is None or self.sine is None:
             return Features(values)

@@ -144,7 +144,7 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
     top = top.clamp_min(FLOOR)
     weights = []
     for part in columns:
-        weight = (part.logits - top.unsqueeze(-1)).exp()
+        weight = (part.logits - top.unsqueeze(-1)).exp_()
         if part.outside is not None and part.keys is not None:
             estimate = (rows.values @ part.keys.values.transpose(-1, -2)) * part.outside
             if rows.log_scale is not None and part.keys.log_scale is not None:
