@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..feature_maps.base import Options
-from ..ops.common import State, compute_dtype
+from ..ops.common import State, compute_dtype, softmax_rows
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 
@@ -70,5 +70,4 @@ def softmax_weights(query: Tensor, key: Tensor, allowed: Tensor, scaling: float)
     dtype = compute_dtype(query)
     keys = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = (query.to(dtype) @ keys.transpose(-1, -2)) * scaling
-    weights = torch.softmax(logits.masked_fill(~allowed, torch.finfo(dtype).min), dim=-1)
-    return weights.masked_fill(~allowed, 0.0)
+    return softmax_rows(logits, allowed)

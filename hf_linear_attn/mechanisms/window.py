@@ -216,13 +216,10 @@ class WindowAttention(HybridAttention):
 
     def _constant_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
-        query, mask, state = inputs.query, inputs.padding, inputs.state
+        query = inputs.query
         log_mix, saturation = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), self.options.saturation
         if saturation is None:
             return log_mix
-        if state is not None and mask is None and query.shape[2] == 1:  # A decoding step takes fewer operations so.
-            outside = (state["count"] + (1 - self._exact_length(True))).clamp_min(0).to(log_mix.dtype)
-            return log_mix - torch.log1p(outside / saturation).view(-1, 1, 1)
         outside = inputs.of_queries(self._count_outside(inputs))
         return log_mix - torch.log1p(outside.unsqueeze(1).to(log_mix.dtype) / saturation)
 

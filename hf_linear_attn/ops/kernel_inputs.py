@@ -45,18 +45,12 @@ def unsupported_inputs(call: AttentionCall, *device_types: str) -> str | None:
 def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:
     """Return which tensor of a map does not match inputs `[B, heads, L, d]`, or its number of features."""
     heads, width = x.shape[1], x.shape[3]
-    if fused.weight is not None:
-        if fused.weight.device != x.device:
+    width = width if fused.weight is None else fused.weight.shape[2]
+    for tensor, sizes in ((fused.weight, (x.shape[3], width)), (fused.bias, (width,))):
+        if tensor is not None and tensor.device != x.device:
             return "the weights of the feature map are on another device"
-        count, rows, width = fused.weight.shape
-        if rows != x.shape[3] or (count != heads and count != 1):
-            return f"the weights of the feature map have the sizes {list(fused.weight.shape)}"
-    if fused.bias is not None:
-        if fused.bias.device != x.device:
-            return "the weights of the feature map are on another device"
-        count, columns = fused.bias.shape
-        if columns != width or (count != heads and count != 1):
-            return f"the weights of the feature map have the sizes {list(fused.bias.shape)}"
+        if tensor is not None and (tensor.shape[1:] != sizes or tensor.shape[0] not in (1, heads)):
+            return f"the weights of the feature map have the sizes {list(tensor.shape)}"
     if fused.activation == "rotated-relu":
         expected = (1, x.shape[2]), (x.shape[0], x.shape[2])
         for angles in (fused.cosine, fused.sine):

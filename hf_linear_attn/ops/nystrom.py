@@ -54,37 +54,6 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     return inverse
 
 
-def _products(rows: Tensor, keys: Tensor) -> Tensor:
-    """`[B, H, n, d] x [B, G, S, d] -> [B, H, n, S]` without repeating the keys."""
-    batch, heads, size, width = rows.shape
-    groups = keys.shape[1]
-    folded = rows.reshape(batch, groups, heads // groups * size, width)
-    return (folded @ keys.transpose(-1, -2)).view(batch, heads, size, keys.shape[2])
-
-
-def _landmark_values(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, landmarks: int, iterations: int, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return landmark keys `[B, G, m, d]`, which of them exist `[B | 1, 1, 1, m]`, and `A⁺ B V` `[B, H, m, x]`.
-
-    query and key are zero at padding; value V `[B | 1, G | 1, S, x]` holds values, or the identity.
-    """
-    heads, groups = query.shape[1], key.shape[1]
-    pooling, lengths = landmark_pooling(key.shape[2], landmarks, mask, key)
-    pooling = pooling.unsqueeze(1)
-    query_means, key_means = (pooling @ query) * scaling, pooling @ key
-    exists = (torch.arange(landmarks, device=key.device) < lengths.unsqueeze(1))[:, None, None, :]
-    few = (lengths <= landmarks)[:, None, None, None]
-    core = softmax_rows(_products(query_means, key_means), exists)
-    core = torch.where(few, torch.eye(landmarks, dtype=core.dtype, device=core.device), core)
-    allowed = None if mask is None else mask[:, None, None, :]
-    right = softmax_rows(_products(query_means, key), allowed)
-    repeats = heads // groups if value.shape[1] == groups else heads
-    value = value.repeat_interleave(repeats, dim=1)
-    solved = iterative_pinv(core, iterations) @ (right @ value)
-    return key_means, exists, torch.where(few, pooling @ value, solved)
-
-
 def nystrom(
     query: Tensor,
     key: Tensor,
@@ -102,19 +71,25 @@ def nystrom(
     Returns:
         The output `[B, H, S, e]` in the dtype of `value`.
     """
-    dtype = compute_dtype(query)
     batch, heads, length, _ = query.shape
-    query, key, masked_value = (mask_tokens(x.to(dtype), mask) for x in (query, key, value))
-    keys, values, allowed = key, masked_value.repeat_interleave(heads // key.shape[1], dim=1), None
+    rows, keys, values = (mask_tokens(x.to(compute_dtype(x)), mask) for x in (query, key, value))
+    rows = rows * scaling
+    keys, values = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (keys, values))
+    allowed = None if mask is None else mask[:, None, None, :]
     if is_free(length) or length > landmarks:
-        keys, allowed, values = _landmark_values(
-            query, key, masked_value, mask, landmarks=landmarks, iterations=iterations, scaling=scaling
-        )
-    elif mask is not None:
-        allowed = mask[:, None, None, :]
+        pooling, lengths = landmark_pooling(length, landmarks, mask, keys)
+        pooling = pooling.unsqueeze(1)
+        row_means, key_means = pooling @ rows, pooling @ keys
+        exists = (torch.arange(landmarks, device=key.device) < lengths.unsqueeze(1))[:, None, None, :]
+        few = (lengths <= landmarks)[:, None, None, None]
+        core = softmax_rows(row_means @ key_means.transpose(-1, -2), exists)
+        core = torch.where(few, torch.eye(landmarks, dtype=core.dtype, device=core.device), core)
+        right = softmax_rows(row_means @ keys.transpose(-1, -2), allowed)
+        values = torch.where(few, pooling @ values, iterative_pinv(core, iterations) @ (right @ values))
+        keys, allowed = key_means, exists
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
-    for _, _, _, (rows,) in token_blocks(block_length(batch, heads, keys.shape[2], length), None, query):
-        outputs.append((softmax_rows(_products(rows * scaling, keys), allowed) @ values).to(value.dtype))
+    for _, _, _, (block,) in token_blocks(block_length(batch, heads, keys.shape[2], length), None, rows):
+        outputs.append((softmax_rows(block @ keys.transpose(-1, -2), allowed) @ values).to(value.dtype))
     return torch.cat(outputs, dim=2)
 
 

@@ -3,8 +3,6 @@
 This module holds the sizes that the kernels support, known without Triton.
 """
 
-from __future__ import annotations
-
 from ..fused import PARTS, KernelizedCall
 
 #: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.

@@ -1,7 +1,5 @@
 """The passes by the Triton kernels: arguments, the division of the work into programs, and the function of autograd."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple

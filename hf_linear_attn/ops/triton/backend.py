@@ -1,7 +1,5 @@
 """The Triton backend: the calls that it supports, after a check of the kernels on this device."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

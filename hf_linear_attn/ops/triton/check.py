@@ -1,7 +1,5 @@
 """The check of the Triton kernels before first use: a small case by the kernels and by torch in float64."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 from collections.abc import Callable
