@@ -1,6 +1,5 @@
 """Exact attention, as a name in the registry: a layer that a mixture leaves to the model's own implementation."""
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
