@@ -17,7 +17,7 @@ from .integration.models import all_configs
 from .integration.positions import EXTENDED_FROM, position_limit
 from .utils.files import atomic_folder, check_output
 from .utils.gguf import split_source
-from .utils.models import hidden_progress_bars
+from .utils.models import hidden_progress_bars, loading_errors
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -120,12 +120,29 @@ def save_checkpoint(
         check_output(output, [CONFIG_NAME], overwrite=overwrite, source=source)
 
 
+def read_config(source: str, revision: str | None = None, **changes: Any) -> Any:
+    """Return the config of a local folder, a repository on the Hub or a GGUF file, with changes of its fields.
+
+    Raises:
+        OSError: There is no such checkpoint, or its config cannot be read.
+    """
+    with loading_errors(f"The model {source!r}"):
+        name, gguf_file = split_source(source)
+        options = {**gguf_file, **changes}
+        return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False, **options)
+
+
+def read_tokenizer(source: str, revision: str | None = None, **remedy: str) -> Any:
+    """Return the tokenizer of a checkpoint; an OSError, with a remedy, if it cannot be loaded."""
+    with loading_errors(f"The tokenizer of {source!r}", **remedy):
+        name, gguf_file = split_source(source)
+        return AutoTokenizer.from_pretrained(name, revision=revision or "main", **gguf_file)
+
+
 def copy_companions(source: str, target: Path, revision: str | None) -> None:
     """Copy tokenizer and processor files, byte for byte, where `save_pretrained` has not written its own."""
-    name, gguf_file = split_source(source)
-    if gguf_file:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **gguf_file)
-        tokenizer.save_pretrained(target)
+    if split_source(source)[1]:
+        read_tokenizer(source, revision).save_pretrained(target)
         return
     folder = Path(source)
     if not folder.is_dir():

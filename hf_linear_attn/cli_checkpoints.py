@@ -83,7 +83,7 @@ def info(config: InfoConfig) -> None:
     """Print what is patched in a checkpoint. Only its config is read; its model is built on the meta device."""
     import torch
 
-    from .checkpoints import _model_class
+    from .checkpoints import _model_class, read_config
     from .config import LinearAttentionConfig
     from .integration.model_class import linear_attention_class
     from .patching import CONFIG_FIELD, patch_report
@@ -120,18 +120,6 @@ def info(config: InfoConfig) -> None:
     sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
 
 
-def read_config(source: str, revision: str | None = None) -> Any:
-    """Return the config of a local folder, a repository on the Hub or a GGUF file; an OSError if there is none."""
-    from transformers import AutoConfig
-
-    from .utils.gguf import split_source
-    from .utils.models import loading_errors
-
-    with loading_errors(f"The model {source!r}"):
-        name, gguf_file = split_source(source)
-        return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False, **gguf_file)
-
-
 def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrainedModel:
     """Return the patched model, loaded with the class that its config names, or with `auto_class`.
 
@@ -140,7 +128,7 @@ def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrain
     import torch
     from safetensors import SafetensorError
 
-    from .checkpoints import _model_class
+    from .checkpoints import _model_class, read_config
     from .patching import CONFIG_FIELD, patch_model
     from .utils.gguf import dequantized, split_source
     from .utils.models import hidden_progress_bars

@@ -108,6 +108,5 @@ def resolve_model(source: str | None) -> tuple[str, str]:
 
 
 def _package_folder(package: str) -> Path | None:
-    """The folder of an installed package."""
     spec = importlib.util.find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent

@@ -37,7 +37,6 @@ class MetricEntry:
 
 
 def _classes_metric(name: str, predictions: np.ndarray, references: np.ndarray, **options: Any) -> float:
-    """A metric of `sklearn.metrics`."""
     from sklearn import metrics
 
     with warnings.catch_warnings():
@@ -100,7 +99,6 @@ def compute_metrics(names: Sequence[str], predictions: Any, references: Any) -> 
 
 
 def _hub_metric(name: str) -> Metric:
-    """A metric module of the package `evaluate`. Raises as `load_metrics`."""
     location, hash_sign, key = name.removeprefix(HUB_PREFIX).partition("#")
     path, colon, config = location.partition(":")
     if not path or (hash_sign and not key) or (colon and not config):

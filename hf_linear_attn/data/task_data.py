@@ -325,7 +325,6 @@ def _encode(
 
 
 def _draw(dataset: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Dataset:
-    """At most `size` rows, drawn by the seed."""
     if size is None or size >= len(dataset):
         return dataset
     drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:size].tolist()

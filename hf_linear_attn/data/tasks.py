@@ -189,7 +189,6 @@ def _add(
     *layouts: FileLayout,
     **options: Any,
 ) -> None:
-    """Register a task of GLUE."""
     name = _task_name(folder)
     TASKS.add(name, Task(name, columns, labels, metrics, layouts, (GLUE_HUB, name), **options))
 

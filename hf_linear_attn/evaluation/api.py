@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoints import read_tokenizer
 from ..data.config import DataConfig
 from ..data.task_data import read_documents
 from ..data.tasks import TASKS
@@ -153,7 +154,6 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
 
 
 def _prepare_all(model: Any, config: EvaluateConfig, tokenizer: Any, text: Text | None) -> list[Evaluator]:
-    """Return an evaluator of the model, and one of the model of each further task."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     first = _prepare(model, config.for_task(None), tokenizer, text)
@@ -174,7 +174,6 @@ def _prepare_all(model: Any, config: EvaluateConfig, tokenizer: Any, text: Text 
 
 
 def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | None) -> Evaluator:
-    """Load one model with its data and what it is compared with."""
     device, task, path = torch_device(config.device), config.data.own_task, config.data.dataset
     loaded = isinstance(source, PreTrainedModel)
     if loaded:
@@ -183,7 +182,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
     else:
         name, kind, model_config = models.describe_source(str(source), task, path)
     name = config.name or name or type(source).__name__
-    tokenizer = tokenizer or models.load_tokenizer(str(getattr(source, "name_or_path", source)))
+    tokenizer = tokenizer or read_tokenizer(str(getattr(source, "name_or_path", source)))
     _check_data(kind, config, name, text)
     groups = models.find_checkpoints(config.converted or (), config.baseline or (), model_config)
     if text is None and kind != "classifier":

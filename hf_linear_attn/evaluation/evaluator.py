@@ -96,7 +96,6 @@ class Evaluator:
                 self._log(f"{group.label}, {Path(folder).name}", results)
 
     def _status(self, label: str, stage: str, done: int = 0, total: int | None = None) -> None:
-        """Show the stage, and which of the models is measured."""
         labels = [EXACT_LABEL, WITHOUT_ATTENTION, *self.settings.attentions, *(group.label for group in self.groups)]
         task = f"{self.task}: " if self.task else ""
         self.progress.status(f"{task}{label} ({labels.index(label) + 1} of {len(labels)}): {stage}", done, total)
@@ -119,7 +118,6 @@ class Evaluator:
         return results
 
     def _measure_mechanism(self, name: str, seed: int) -> None:
-        """Patch a copy, measure, transfer, measure again."""
         entry = ATTENTIONS.get(name)
         trains = entry.learned and self.settings.steps > 0
         options = seed_options(entry, seed)
@@ -179,7 +177,6 @@ class Evaluator:
         return model
 
     def _log(self, label: str, *stages: Mapping[str, Record]) -> None:
-        """Report the scores of a mechanism, before and after its transfer."""
         parts = []
         for score in self.scores:
             numbers = [records[score.measurement].value(score.metric) for records in stages]
@@ -198,12 +195,9 @@ def measure_speed(evaluator: Evaluator) -> None:
     lengths, note = possible_lengths(exact.model, settings.lengths)
     evaluator.notes += [note] if note else []
     sweep = _SpeedSweep(evaluator, exact)
-    sweep.passes(FORWARD, lengths)
-    if settings.backward:
-        sweep.passes(TRAINING, lengths)
-    if exact.kind == "decoder":
-        sweep.passes(PREFILL, lengths, throughput=False)
-        sweep.decoding(lengths)
+    generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
+    for measurement in (FORWARD, *([TRAINING] if settings.backward else []), *generation):
+        sweep.time(measurement, lengths)
 
 
 class _SpeedSweep:
@@ -236,27 +230,25 @@ class _SpeedSweep:
             self.models[group.label] = (group.attention, identity, cache(partial(patched_like, layers, model)))
         self.models[WITHOUT_ATTENTION] = (NO_ATTENTION, {}, cache(lambda: without_attention(model)))
 
-    def passes(self, measurement: str, lengths: Sequence[int], *, throughput: bool = True) -> None:
-        """Time one pass of the whole model, of one sequence, and of several at a few of the lengths.
+    def time(self, measurement: str, lengths: Sequence[int]) -> None:
+        """Time one pass of the whole model, or one more token after each context: of one sequence, and of several.
 
         Operations are counted for one sequence: a batch has so many times as many, and a prefill as many as a forward
-        pass.
+        pass. Several sequences are timed at a few of the lengths, and not in a prefill.
         """
-        measure = partial(measure_passes, **self.common, measurement=measurement, memory=True)
-        single = self._run(measurement, lengths, partial(measure, flops=self.settings.flops and measurement != PREFILL))
-        if throughput:
-            self._throughput(measurement, measure, single)
-
-    def decoding(self, contexts: Sequence[int]) -> None:
-        """Time one more token after each context, of one sequence and of several."""
-        measure = partial(measure_decoding, **{**self.common, "seconds": self.settings.seconds / 4})
-        self._throughput(DECODING, measure, self._run(DECODING, contexts, measure))
-
-    def _throughput(self, measurement: str, measure: Measure, single: Mapping[int, Mapping[str, Record]]) -> None:
-        size = self.settings.throughput_batch_size
-        if size > 1:
-            lengths = lengths_to_show(list(single), self.settings.length)
-            self._run(measurement, lengths, partial(measure, batch_size=size), batch_size=size, single=single)
+        counting: dict[str, Any] = {}
+        if measurement == DECODING:
+            measure = partial(measure_decoding, **{**self.common, "seconds": self.settings.seconds / 4})
+        else:
+            measure = partial(measure_passes, **self.common, measurement=measurement, memory=True)
+            counting["flops"] = self.settings.flops and measurement != PREFILL
+        single, size = (
+            self._run(measurement, lengths, partial(measure, **counting)),
+            self.settings.throughput_batch_size,
+        )
+        if size > 1 and measurement != PREFILL:
+            shown = lengths_to_show(list(single), self.settings.length)
+            self._run(measurement, shown, partial(measure, batch_size=size), batch_size=size, single=single)
 
     def _run(
         self,

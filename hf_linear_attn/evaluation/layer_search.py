@@ -257,7 +257,6 @@ class LayerSearchResult:
         )
 
     def _warnings(self) -> list[str]:
-        """What limits the conclusion."""
         sentences = []
         exact, last = self.references["choice"], self.curve[-1]
         if not self.informative:

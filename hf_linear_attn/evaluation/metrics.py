@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -298,9 +298,7 @@ def classification_metric(
 
     import numpy as np
 
-    @cache
-    def exact_logits(suffix: str) -> Tensor:
-        return classifier_logits(exact, batches[suffix])
+    exact_logits = {suffix: cache(partial(classifier_logits, exact, part)) for suffix, part in batches.items()}
 
     def answer_divergence(reference: Tensor, own: Tensor) -> float:
         if regression:
@@ -312,7 +310,7 @@ def classification_metric(
         values: Values = []
         rows = 0
         for suffix, part in batches.items():
-            reference = exact_logits(suffix)
+            reference = exact_logits[suffix]()
             own = reference if model is exact else classifier_logits(model, part, on_batch)
             labels = torch.cat([batch["labels"] for batch in part]).numpy()
             predictions = (own.squeeze(-1) if regression else own.argmax(dim=-1)).numpy()
@@ -383,9 +381,7 @@ def embedding_metric(
 ) -> QualityMetric:
     """Return the metric that compares mean-pooled embeddings of passages with those of the exact model."""
 
-    @cache
-    def exact_embeddings() -> Tensor:
-        return sentence_embeddings(exact, batches)
+    exact_embeddings = cache(partial(sentence_embeddings, exact, batches))
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         reference = exact_embeddings()

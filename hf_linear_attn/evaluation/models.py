@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..checkpoints import load_pretrained
+from ..checkpoints import load_pretrained, read_config
 from ..data.files import TEXT_FORMATS, file_suffix
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import EXACT
@@ -138,9 +138,7 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
         OSError: It cannot be loaded.
         ValueError: It is patched already, or an encoder-decoder.
     """
-    with loading_errors(f"The model {source!r}"):
-        folder, gguf_file = split_source(source)
-        config = AutoConfig.from_pretrained(folder, **gguf_file)
+    config = read_config(source)
     if getattr(config, CONFIG_FIELD, None) is not None:
         raise ValueError(f"{source!r} is patched already. Give the model as it was before.")
     name = Path(source).resolve().name if Path(source).exists() else source
@@ -149,13 +147,6 @@ def describe_source(source: str, task: str | None, dataset: str | None = None) -
     if task is not None or (has_head and has_labels):
         return name, "classifier", config
     return name, "decoder" if is_decoder(config) else "encoder", config
-
-
-def load_tokenizer(source: str) -> Any:
-    """Return the tokenizer of a model. Raises an OSError if it cannot be loaded."""
-    with loading_errors(f"The tokenizer of {source!r}"):
-        folder, gguf_file = split_source(source)
-        return AutoTokenizer.from_pretrained(folder, **gguf_file)
 
 
 def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") -> PreTrainedModel:

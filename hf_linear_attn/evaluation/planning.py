@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..checkpoints import save_checkpoint
+from ..checkpoints import read_tokenizer, save_checkpoint
 from ..data.task_data import read_documents
 from ..data.text import Text, cut_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
@@ -30,7 +30,7 @@ from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearchResult, search_layers
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
-from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, load_tokenizer, seed_options
+from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
 from .recall import recall_metric
@@ -106,7 +106,7 @@ class _Run:
     def __init__(self, config: PlanConfig, budget: Budget) -> None:
         self.config = config
         name, kind, _ = describe_source(config.model, config.data.task, config.data.dataset)
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = read_tokenizer(config.model)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = torch_device(config.device)
@@ -257,7 +257,6 @@ def split_halves(documents: Sequence[str]) -> tuple[Sequence[str], Sequence[str]
 
 
 def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progress: ConsoleProgress) -> None:
-    """Write the plan, the report and the plot, and show the table and the findings."""
     plot = draw_curve(result, facts["model"]["name"])
     embedded, plan = base64.b64encode(plot).decode(), json.dumps(result.plan, indent=1, ensure_ascii=False)
     template = page_template("layer_search.html")

@@ -171,7 +171,6 @@ def _quality(evaluation: Evaluation) -> Any:
 
 
 def _fidelity(evaluation: Evaluation) -> Any:
-    """A map of the output error: mechanisms by layers."""
     rows = evaluation.select("fidelity", "output_error", before=False)
     table = rows.pivot_table("value", "label", "layer").reindex(evaluation.mechanisms).dropna()
     figure, axes = new_figure(0.36 * len(table) + 1.6)
@@ -255,7 +254,6 @@ def _logarithmic(axes: Any, values: Sequence[float], unit: Callable[[float], str
 
 
 def _style(evaluation: Evaluation, label: str) -> dict[str, Any]:
-    """Colour and marker of a row, the same in every plot."""
     index = evaluation.labels.index(label) - 1
     own = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.5}
     return REFERENCES.get(label, own)

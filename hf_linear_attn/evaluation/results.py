@@ -290,7 +290,6 @@ class Evaluation:
         return Conclusion(label, f"{', '.join(parts + [one.text() for one in comparisons])}.", worthwhile)
 
     def _quality_of_short_inputs(self) -> bool:
-        """Whether quality was measured on inputs that are much shorter than the timed ones."""
         return self.length is not None and self.longest_quality_input() < SHORT_SHARE * self.length
 
     def longest_quality_input(self) -> int:
@@ -392,7 +391,6 @@ class Evaluation:
         return cls(records.to_frame(info["records"]), info, records)
 
     def _repr_html_(self) -> str:
-        """Show the summary in a notebook."""
         return self.summary().to_html()
 
 

@@ -2,9 +2,10 @@
 
 import gc
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -92,7 +93,6 @@ def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[li
 
 
 def _accepted(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
-    """Return the options that the model's forward pass knows."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in options.items() if name in known}
 
@@ -210,29 +210,21 @@ def measure_decoding(
     for cache in caches.values():
         cache.batch_repeat_interleave(batch_size)
     sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
-    steps = {name: _decoding_step(models[name], caches[name], tokens[0], batch_size, length) for name in models}
     device = models[baseline].device
+    ids = torch.full((batch_size, 1), tokens[0], device=device)
+
+    def decode(model: PreTrainedModel, cache: DynamicCache, positions: Iterator[int]) -> None:
+        extra = position_inputs(model, 1, next(positions))
+        extra = {name: row.expand(batch_size, -1) for name, row in extra.items()}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+
+    steps = {name: partial(decode, model, caches[name], count(length)) for name, model in models.items()}
     options: dict[str, Any] = {"repeat": False, "warmup": 3, "min_rounds": 8, "max_rounds": 40}
     timings = time_interleaved(steps, baseline=baseline, seconds=seconds, device=device, **options)
     return {
         name: [*timing_values(timing, batch_size), value("cache_bytes", sizes[name], unit="bytes")]
         for name, timing in timings.items()
     }
-
-
-def _decoding_step(
-    model: PreTrainedModel, cache: DynamicCache, token: int, batch_size: int, context: int
-) -> Callable[[], None]:
-    ids = torch.full((batch_size, 1), token, device=model.device)
-    position = context
-
-    def step() -> None:
-        nonlocal position
-        extra = {name: row.expand(batch_size, -1) for name, row in position_inputs(model, 1, position).items()}
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
-        position += 1
-
-    return step
 
 
 def reason_to_skip(

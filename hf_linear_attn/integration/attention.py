@@ -62,7 +62,6 @@ def linear_attention_forward(
 
 
 def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
-    """Run the mechanism of a layer, or its exact attention."""
     mechanism: Any = getattr(call.module, SUBMODULE, None)
     if mechanism is None or call.context.runs_exactly:
         return run_exact(call, mechanism)
@@ -158,7 +157,6 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
 
 
 def _check_slice(call: InterfaceCall, boundaries: Tensor | None) -> None:
-    """Raise where a layer cannot compute its slice of a sequence that is split over processes."""
     reasons = {
         "a cache": forward_context.take_cache_layer() is not None,
         "packed documents": boundaries is not None,

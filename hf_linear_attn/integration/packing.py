@@ -194,7 +194,6 @@ def _end_run(module: nn.Module, output: Any) -> None:
 
 
 def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[str, Any]) -> None:
-    """Raise where documents could not be separated."""
     kind = type(module).__name__
     if "position_ids" in context.arguments and inputs.get("position_ids") is None:
         raise ValueError(
@@ -277,7 +276,6 @@ class Documents:
         self.groups = [self._group(numbers) for numbers in _group_by_length(self.lengths)]
 
     def _group(self, numbers: list[int]) -> Group:
-        """Make one batch of the documents with these numbers."""
         device = self._tokens.device
         starts = torch.tensor([self._starts[number] for number in numbers], device=device)
         lengths = torch.tensor([self.lengths[number] for number in numbers], device=device)
@@ -318,7 +316,6 @@ def _checked_edges(edges: list[int], shape: tuple[int, int]) -> list[int]:
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Return the numbers of the documents in groups of similar length, the longest first."""
     groups: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

@@ -113,7 +113,6 @@ def load_state(model: PreTrainedModel, path: str | Path) -> DynamicCache:
 
 
 def _linear_layers(model: PreTrainedModel) -> set[int]:
-    """Return the indices in a cache of the linear layers."""
     return {int(module.layer_idx) for module in attention_modules(model)}  # type: ignore[arg-type]
 
 

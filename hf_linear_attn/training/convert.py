@@ -196,7 +196,6 @@ def _teacher(run: Run) -> PreTrainedModel:
 
 @torch.no_grad()
 def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
-    """Give every row the exact model's embedding as its labels."""
     teacher.eval()
 
     def embed(rows: dict[str, Any]) -> dict[str, Any]:
@@ -293,7 +292,6 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
 
 
 def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
-    """Return what the results and the card say of the model and its data."""
     data, report = run.data, patch_report(model) if is_patched(model) else None
     limit, lengths = exact_length(model), row_lengths(data.train)
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}

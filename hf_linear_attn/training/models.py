@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, GPT2Tokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
-from ..checkpoints import load_pretrained
+from ..checkpoints import load_pretrained, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
@@ -21,7 +21,7 @@ from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model
 from ..utils.extras import require_packages
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import loading_errors, quiet_transformers
+from ..utils.models import quiet_transformers
 from .options import DistillConfig, TrainingRunConfig
 
 
@@ -33,9 +33,7 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
             "There is no model: give MODEL, a local folder or a repository on the Hub. A model_type needs a tokenizer: "
             "give tokenizer, a folder or a repository, or train_tokenizer, a size."
         )
-    with loading_errors(f"The tokenizer of {source!r}", "Give another one with --tokenizer."):
-        name, arguments = split_source(source)
-        return AutoTokenizer.from_pretrained(name, revision=config.revision or "main", **arguments)
+    return read_tokenizer(source, config.revision, remedy="Give another one with --tokenizer.")
 
 
 def train_tokenizer(texts: Iterable[str], size: int, max_length: int) -> Any:
@@ -89,9 +87,9 @@ def load_model(
     model_config = _model_config(config, changes)
     if config.from_config or config.model_type is not None:
         return _checked(auto.from_config(model_config), data, config), []
-    name, hub = _source(config)
-    data.check_labels(AutoConfig.from_pretrained(name, **hub), repr(name))
-    arguments = {**hub, "dtype": torch.float32, "config": model_config}
+    name, gguf_file = split_source(str(config.model))
+    data.check_labels(read_config(str(config.model), config.revision), repr(name))
+    arguments = {**gguf_file, "revision": config.revision or "main", "dtype": torch.float32, "config": model_config}
     with quiet_transformers():
         if getattr(model_config, CONFIG_FIELD, None) is not None:
             return _checked(load_pretrained(name, auto, **arguments), data, config), []
@@ -117,14 +115,7 @@ def _check_pooling(path: Path) -> None:
             raise ValueError(f"{str(path)!r} has the pooling {mode!r}; embedding needs the mean.")
 
 
-def _source(config: TrainingRunConfig) -> tuple[str, dict[str, Any]]:
-    """The name of what is loaded, and its revision and GGUF file as arguments of `from_pretrained`."""
-    name, arguments = split_source(str(config.model))
-    return name, {"revision": config.revision or "main", **arguments}
-
-
 def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
-    """The config of the model or of its type, with changes and with `config_overrides`."""
     overrides = config.config_overrides
     if config.model_type is not None:
         if config.model is not None:
@@ -133,9 +124,7 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
         _check_overrides(AutoConfig.for_model(config.model_type), overrides)
         return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
-    name, hub = _source(config)
-    with loading_errors(f"The model {name!r}"):
-        model_config = AutoConfig.from_pretrained(name, **hub, **{**changes, **overrides})
+    model_config = read_config(str(config.model), config.revision, **{**changes, **overrides})
     _check_overrides(model_config, overrides)
     return model_config
 

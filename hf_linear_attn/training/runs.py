@@ -102,7 +102,6 @@ class Run:
                 self._stage_arguments(stage)
 
     def _check_folder(self) -> None:
-        """Raise an error rather than mix two runs in one folder."""
         config, path = self.config, self.folder / CONFIG_FILE
         choice = {"overwrite": config.overwrite, "resume": config.resume}
         check_output(self.folder, [CONFIG_FILE], **choice, source=config.model, option="output")
@@ -237,7 +236,6 @@ class Run:
         return config_class(**{"logging_steps": 10, "logging_first_step": True, **values, **section.arguments})
 
     def _common_arguments(self, folder: Path) -> dict[str, Any]:
-        """Training arguments of all stages."""
         config = self.config
         section = config.train if hasattr(config, "train") else config.distill
         batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size

@@ -490,7 +490,6 @@ class DistillationTrainer(FinetuningTrainer):
 
 
 def _is_learned(name: str) -> bool:
-    """Whether a parameter of this name belongs to a mechanism."""
     return f".{SUBMODULE}." in f".{name}"
 
 

@@ -304,7 +304,6 @@ def _file_values(
 
 
 def _nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Values by dotted name as nested dicts; later ones override."""
     nested: dict[str, Any] = {}
     for name, value in values:
         *sections, key = name.split(".")

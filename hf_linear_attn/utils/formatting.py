@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 
 #: Characters that old terminals lack, and what is shown instead.
 ASCII = str.maketrans({"★": "*", "→": "->", "×": "x", "•": "-", "≤": "<=", "–": "-", "µ": "u", "±": "+-", "…": "..."})
@@ -18,25 +19,18 @@ def fixed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
-def format_seconds(value: float) -> str:
-    """Format seconds in the unit that fits: `1.2 s`, `35 ms`, `80 µs`."""
-    return _with_unit(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
-
-
-def format_bytes(value: float) -> str:
-    """Format bytes in powers of 1000: `640 B`, `12 kB`, `3.1 MB`."""
-    return _with_unit(value, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
-
-
-def format_flops(value: float) -> str:
-    """Format floating-point operations in powers of 1000: `640 FLOP`, `12.3 MFLOP`, `3.1 GFLOP`, `1.2 TFLOP`."""
-    return _with_unit(value, {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3, "FLOP": 1.0})
-
-
-def _with_unit(value: float, units: dict[str, float]) -> str:
+def _with_unit(units: dict[str, float], value: float) -> str:
     """Three digits, in the first unit that the value reaches, or else in the last one."""
     unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
     return f"{value / units[unit]:.3g} {unit}"
+
+
+#: Seconds as text: `1.2 s`, `35 ms`, `80 µs`.
+format_seconds = partial(_with_unit, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
+#: Bytes as text, in powers of 1000: `640 B`, `12 kB`, `3.1 MB`.
+format_bytes = partial(_with_unit, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+#: Floating-point operations as text, in powers of 1000: `640 FLOP`, `12.3 MFLOP`, `3.1 GFLOP`, `1.2 TFLOP`.
+format_flops = partial(_with_unit, {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3, "FLOP": 1.0})
 
 
 def format_rate(value: float) -> str:

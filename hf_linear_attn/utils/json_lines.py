@@ -68,7 +68,6 @@ def _remove_incomplete_line(file: BinaryIO) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Lock a file against other processes until it is closed, on systems that have such locks."""
     with suppress(ImportError):
         import fcntl
 
