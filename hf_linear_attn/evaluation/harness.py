@@ -1,14 +1,11 @@
 """Tasks of lm-evaluation-harness (`lm_eval`) on a decoder, exact or converted. Needs the extra `lm-eval`."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..checkpoints import load_pretrained
 from ..patching import CONFIG_FIELD
-from ..utils.environment import json_safe
 from ..utils.extras import require_packages
 
 
@@ -39,43 +36,3 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
             "lm_eval needs a tokenizer with an end-of-sequence token: give it with the model, and set its eos_token."
         )
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-
-
-def run_harness(
-    model: PreTrainedModel | str,
-    tasks: Sequence[str],
-    *,
-    tokenizer: Any = None,
-    folder: str | Path | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int = 8,
-) -> dict[str, Any]:
-    """Run tasks, and return the metrics of each: `{"arc_easy": {"acc": 0.41, "acc_stderr": 0.01, …}, …}`.
-
-    Args:
-        model, tokenizer, batch_size: As for `harness_model`.
-        tasks: Names of tasks.
-        folder: YAML files of your own tasks; only these are then known. None: the harness's, with data of the Hub.
-        limit: The largest number of documents of each task.
-        num_fewshot: Examples before each question (None: as the task says).
-
-    Raises:
-        ImportError, ValueError, OSError: As `harness_model`; a task is unknown.
-    """
-    wrapped = harness_model(model, tokenizer, batch_size=batch_size)
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
-    unknown = [name for name in tasks if name not in manager.all_tasks]
-    if unknown or not tasks:
-        known = ", ".join(sorted(manager.all_tasks)[:20])
-        raise ValueError(f"Unknown tasks {', '.join(unknown) or '(none given)'}. Known: {known}, …")
-    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "bootstrap_iters": 0, "log_samples": False}
-    output = lm_eval.simple_evaluate(wrapped, tasks=list(tasks), task_manager=manager, **options)
-    # "acc,none" is "acc" without a filter, and of no interest are texts such as the task's alias.
-    return {
-        task: json_safe({name.removesuffix(",none"): one for name, one in values.items() if not isinstance(one, str)})
-        for task, values in (output or {"results": {}})["results"].items()
-    }
