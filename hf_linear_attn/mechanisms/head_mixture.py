@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -65,8 +64,6 @@ class HeadMixture(LinearAttention):
         self.distribution = mechanism.distribution
         self.separable_queries = mechanism.separable_queries
         self.transfer_lr = mechanism.transfer_lr
-        #: Runs of neighbouring key-value heads that are treated alike: whether they are exact, and how many.
-        self._runs = [(exact, len(list(run))) for exact, run in groupby(range(groups), key=chosen.__contains__)]
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
@@ -88,8 +85,6 @@ class HeadMixture(LinearAttention):
                 mask = torch.cat([before, mask], dim=1)
             key = torch.cat([state["exact_key"], key], dim=2)
             value = torch.cat([state["exact_value"], value], dim=2)
-        elif inputs.return_state:
-            key, value = key.clone(), value.clone()  # A view would keep the memory of the other heads.
         after = {"exact_key": key, "exact_value": value}
         if mask is not None:
             after["exact_mask"] = mask
@@ -135,10 +130,10 @@ class HeadMixture(LinearAttention):
     def _split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Split `[B, H | G, L, x]` into the heads of the mechanism and the exact ones."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for (exact, _), part in zip(self._runs, tensor.split(self._sizes(tensor.shape[1]), dim=1), strict=True):
-            parts[exact].append(part)
-        linear, chosen = (run[0] if len(run) == 1 else torch.cat(run, dim=1) for run in parts)
-        return linear, chosen
+        for index, heads in enumerate(tensor.chunk(self.shape.num_key_value_heads, dim=1)):
+            parts[index in self.exact_heads].append(heads)
+        linear, exact = (torch.cat(part, dim=1) for part in parts)
+        return linear, exact
 
     def _split_inputs(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
         """Return the inputs of the mechanism's heads and those of the exact ones."""
@@ -156,14 +151,6 @@ class HeadMixture(LinearAttention):
 
     def _join(self, linear: Tensor, exact: Tensor) -> Tensor:
         """Put the heads `[B, H, L, x]` of the mechanism and the exact ones into their places."""
-        sizes = self._sizes(linear.shape[1] + exact.shape[1])
-        kinds = [kind for kind, _ in self._runs]
-        parts = {
-            kind: iter(tensor.split([size for size, own in zip(sizes, kinds, strict=True) if own is kind], dim=1))
-            for kind, tensor in ((False, linear), (True, exact))
-        }
-        return torch.cat([next(parts[kind]) for kind in kinds], dim=1)
-
-    def _sizes(self, heads: int) -> list[int]:
-        """Return the sizes of the runs, in query heads or in key-value heads, given the number of all."""
-        return [count * heads // self.shape.num_key_value_heads for _, count in self._runs]
+        count, groups = len(self.exact_heads), self.shape.num_key_value_heads
+        parts = iter(linear.chunk(groups - count, dim=1)), iter(exact.chunk(count, dim=1))
+        return torch.cat([next(parts[index in self.exact_heads]) for index in range(groups)], dim=1)

@@ -203,8 +203,7 @@ class WindowAttention(HybridAttention):
         if inputs.state is not None and inputs.query.shape[2] == 1:
             base = self.log_mix.view(1, -1, 1)
             return Mix(lambda: self._log_mix(inputs), base, self.mix_weight, MIX_BOUND, self.options.saturation)
-        constant = self._constant_mix(inputs)
-        return Mix(lambda: constant + self._query_mix(inputs), constant, self.mix_weight, MIX_BOUND)
+        return Mix(lambda: self._log_mix(inputs), self._constant_mix(inputs), self.mix_weight, MIX_BOUND)
 
     def _log_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return the log mixing weight g of each row, `[B, H, L]`.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import FeatureFunction, Features, State, compute_dtype, mask_tokens, refuse_free_length, with_ones
+from .common import FeatureFunction, State, compute_dtype, mask_tokens, refuse_free_length, with_ones
 from .fused import WindowedCall
 from .sinks import token_numbers
 from .windowed import Accumulator, QueryRows, make_query_rows
@@ -170,9 +170,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     for start in range(0, length, max(step, 1)):
         now = slice(start, min(start + max(step, 1), length))
         grouped = make_query_rows(query[:, :, now], call.query_features, start, groups, call.scaling, zero_mix)
-        phi, log_scale = grouped.features
-        features = Features(phi.flatten(2, 3), None if log_scale is None else log_scale.flatten(2, 3))
-        rows = QueryRows(grouped.query.flatten(2, 3), features)
+        rows = QueryRows(grouped.query.flatten(2, 3), grouped.features.apply(lambda x: x.flatten(2, 3)))
         position = positions[:, None, None, now].expand(grouped.query.shape[:-1]).flatten(2)
         hashed = query[:, :, now].unflatten(1, (groups, -1)).flatten(2, 3)
         matches = select_keys(pool, hashed, position, hashing, call.window, call.causal)

@@ -56,9 +56,9 @@ class Features(NamedTuple):
     values: Tensor
     log_scale: Tensor | None = None
 
-    def at(self, index: slice) -> Features:
-        """Return the features of part of the first dimension."""
-        return Features(self.values[index], None if self.log_scale is None else self.log_scale[index])
+    def apply(self, function: Callable[[Tensor], Tensor]) -> Features:
+        """Apply a function of the leading dimensions to both tensors."""
+        return Features(function(self.values), None if self.log_scale is None else function(self.log_scale))
 
 
 class KVState(NamedTuple):

@@ -58,6 +58,7 @@ def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, ma
     batch, heads, length, width = query.shape
     groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
     total, top = _no_keys(key, value)
+    assert top is not None
     for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), mask, key, value):
         logits, before = mask_tokens(logits * scale, part, float("-inf")), top
         top = torch.maximum(logits.detach().amax(dim=2), before)  # cancels in the table, so that it has no gradient

@@ -86,10 +86,8 @@ def make_query_rows(
     block = query.to(compute_dtype(query))
     values, log_scale = query_features(block, start)
     values = values * log_mix.to(block.dtype).exp().unsqueeze(-1)
-    return QueryRows(
-        group_heads(functional.pad(block * scaling, (0, 1), value=1.0), groups),
-        Features(group_heads(values, groups), None if log_scale is None else log_scale.unflatten(1, (groups, -1))),
-    )
+    features = Features(values, log_scale).apply(lambda x: x.unflatten(1, (groups, -1)))
+    return QueryRows(group_heads(with_ones(block * scaling), groups), features)
 
 
 def pad_tokens(tensor: Tensor, before: int, after: int) -> Tensor:
@@ -227,7 +225,7 @@ class _Blocks(NamedTuple):
         now = slice(shift, shift + rows.query.shape[0])
         logits = rows.query @ self.key[now].transpose(-1, -2)
         logits = logits if part.bias is None else logits + part.bias
-        return Columns(logits, None if part.outside is None else self.features.at(now), part.outside)
+        return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
 
 
 class _Part(NamedTuple):
@@ -309,8 +307,7 @@ def _block_rows(rows: QueryRows, count: int, size: int) -> QueryRows:
     def split(tensor: Tensor) -> Tensor:
         return split_blocks(tensor, size, count, 3).flatten(3, 4)
 
-    scale = rows.features.log_scale
-    return QueryRows(split(rows.query), Features(split(rows.features.values), None if scale is None else split(scale)))
+    return QueryRows(split(rows.query), rows.features.apply(split))
 
 
 def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall) -> tuple[Columns, Tensor]:

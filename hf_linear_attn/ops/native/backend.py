@@ -104,26 +104,22 @@ def _run_features(call: KernelizedCall | GatedCall) -> tuple[Tensor, State | Non
     for start in range(0, length, step):
         now = slice(start, min(start + step, length))
         mask = None if call.mask is None else call.mask[:, now]
-        rows, columns = call.query[:, :, now].float(), mask_tokens(call.key[:, :, now].float(), mask)
-        decay = None
-        if isinstance(call, GatedCall):
-            rows = mask_tokens(rows, mask)
-            values, decay, log_scale = call.key_features(columns, start)
-        else:
-            values, log_scale = call.key_features(columns, start)
-        query = call.query_features(rows, start).values  # a log scale would cancel
-        key, value = values, call.value[:, :, now]
-        size = call.num_features
-        _check_sizes("queries", query, (batch, heads, value.shape[2], size))
-        _check_sizes("keys", key, (*value.shape[:3], size))
-        if state is not None and (log_scale is None) != ("log_scale" not in state):
+        rows, columns = (x[:, :, now].float() for x in (call.query, call.key))
+        rows = mask_tokens(rows, mask) if isinstance(call, GatedCall) else rows
+        keys = call.key_features(mask_tokens(columns, mask), start)
+        query, key, value = call.query_features(rows, start).values, keys.values, call.value[:, :, now]
+        _check_sizes("queries", query, (batch, heads, value.shape[2], call.num_features))
+        _check_sizes("keys", key, (*value.shape[:3], call.num_features))
+        if state is not None and (keys.log_scale is None) != ("log_scale" not in state):
             raise ValueError(
                 "The state belongs to another feature map: only one of the two has a log scale. Start without a state."
             )
         part = call.replace(mask=mask, state=state, return_state=call.return_state or now.stop < length)
-        decay = None if decay is None else decay.expand_as(key)
-        inputs = {"query": query, "key": key, "value": value, "key_scales": log_scale, "decay": decay}
-        inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        inputs = {"query": query, "key": key, "value": value}
+        if keys.log_scale is not None:
+            inputs["key_scales"] = keys.log_scale
+        if isinstance(call, GatedCall):
+            inputs["decay"] = keys.log_decay.expand_as(key)
         out, state = _forward(part, inputs, dict.fromkeys(("query_activation", "key_activation"), binding.PRECOMPUTED))
         outputs.append(out)
     return torch.cat(outputs, dim=2), state

@@ -190,9 +190,8 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
         dtype=DTYPE_NUMBERS[inputs["value"].dtype],
         threads=torch.get_num_threads() if products > MIN_THREADED_PRODUCTS else 1,
     )
-    if "window" in numbers:
-        for name in _SETTINGS & numbers.keys():
-            setattr(filled, name, numbers[name])
+    for name in _SETTINGS & numbers.keys():
+        setattr(filled, name, numbers[name])
     for name, tensor in inputs.items():
         if name in _HAS_STRIDES:
             tensor = tensor.expand(batch, heads, length) if name == "mix" else readable(tensor)

@@ -79,16 +79,16 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
     if query.shape[2] != 1 or call.value.shape[3] % binding.lanes():
         return False
     batch, groups, _, size = call.key.shape
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "ring_mask": ((batch, window), torch.bool),
-        "count": ((batch,), torch.int64),
-    }
-    for names, count in ((("ring_key", "ring_value"), window), (_SINKS, call.sinks)):
+    expected: dict[str, tuple[int, ...]] = {"ring_mask": (batch, window), "count": (batch,)}
+    for prefix, count in (("ring", window), ("sink", call.sinks)):
         if count:
-            widths = (size, call.value.shape[3])
-            shapes = [((batch, groups, count, width), query.dtype) for width in widths]
-            expected |= dict(zip(names, shapes, strict=True))
-    return all(name in state and (state[name].shape, state[name].dtype) == form for name, form in expected.items())
+            expected[f"{prefix}_key"] = batch, groups, count, size
+            expected[f"{prefix}_value"] = batch, groups, count, call.value.shape[3]
+    dtypes = {"ring_mask": torch.bool, "count": torch.int64}
+    return all(
+        name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, query.dtype)
+        for name, shape in expected.items()
+    )
 
 
 def _step(call: WindowedCall, state: State, inputs: Tensors, numbers: Numbers) -> tuple[Tensor, State]:
