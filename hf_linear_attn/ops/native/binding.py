@@ -120,17 +120,8 @@ def lanes() -> int:
 
 def pad_columns(tensor: Tensor) -> Tensor:
     """Return a contiguous float32 tensor whose last dimension is padded to whole vectors."""
-    missing = -tensor.shape[-1] % _lanes()
-    if missing:
-        return functional.pad(tensor.float(), (0, missing)).contiguous()
-    if tensor.dtype != torch.float32 or tensor.is_contiguous():
-        return tensor.float().contiguous()
-    *one, rows, columns = tensor.shape
-    if one != [1] or rows % _lanes() or tensor.stride()[1:] != (1, rows):
-        return tensor.contiguous()
-    copy = empty(*tensor.shape)  # ten times as fast as torch does: every decoding step needs one
-    library().hla_transpose(tensor.data_ptr(), copy.data_ptr(), columns, rows)
-    return copy
+    tensor, missing = tensor.float(), -tensor.shape[-1] % _lanes()
+    return (functional.pad(tensor, (0, missing)) if missing else tensor).contiguous()
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -92,12 +92,9 @@ def library() -> ctypes.CDLL:
         logger.info("Compiling the native CPU kernels into %s (once, a few seconds).", path)
         compile_kernels(path, MACHINE_FLAGS if name == "native" else [_instruction_sets()[name][0]], _openmp())
     try:
-        loaded = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load ({error}); remove it") from error
-    loaded.hla_transpose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    loaded.hla_transpose.restype = None
-    return loaded
 
 
 def library_path() -> tuple[str, Path]:

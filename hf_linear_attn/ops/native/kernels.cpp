@@ -25,10 +25,6 @@ enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 extern "C" {
 
 int hla_lanes() { return hla::LANES; }
-// out [columns, rows] = in [rows, columns] (contiguous), for whole blocks of LANES.
-void hla_transpose(const float* in, float* out, int64_t rows, int64_t columns) {
-  hla::transpose((int)rows, (int)columns, in, columns, out, rows);
-}
 int64_t hla_call_bytes() { return sizeof(hla::Call); }
 int hla_bidirectional(const hla::Call* call) { DISPATCH(bidirectional, call) }
 int hla_causal(const hla::Call* call) { DISPATCH(dispatch_causal, call) }
