@@ -12,11 +12,6 @@ using Bytes = std::vector<char>;
 struct Region {
   uint64_t address, bytes;
 };
-struct Transpose {
-  const float* in;
-  float* out;
-  int64_t rows, columns;
-};
 
 template <int (*FUNCTION)(const hla::Call*)>
 static int64_t call(const void* argument) {
@@ -24,17 +19,11 @@ static int64_t call(const void* argument) {
 }
 static int64_t lanes(const void*) { return hla_lanes(); }
 static int64_t call_bytes(const void*) { return hla_call_bytes(); }
-static int64_t transpose(const void* argument) {
-  const Transpose& t = *static_cast<const Transpose*>(argument);
-  hla_transpose(t.in, t.out, t.rows, t.columns);
-  return 0;
-}
 
 // In the order of FUNCTIONS in emulated_kernels.py.
 static int64_t (*const functions[])(const void*) = {
     lanes,
     call_bytes,
-    transpose,
     call<hla_bidirectional>,
     call<hla_causal>,
     call<hla_bidirectional_backward>,

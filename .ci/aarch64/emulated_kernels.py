@@ -18,7 +18,6 @@ from hf_linear_attn.ops.native import backend, binding, build
 FUNCTIONS = (
     "lanes",
     "call_bytes",
-    "transpose",
     "bidirectional",
     "causal",
     "bidirectional_backward",
@@ -59,13 +58,6 @@ class EmulatedKernels:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         function = FUNCTIONS.index(name.removeprefix("hla_"))
-        if name == "hla_transpose":
-            return lambda source, target, rows, columns: self.call(
-                function,
-                struct.pack("4q", source, target, rows, columns),
-                {source: rows * columns * 4, target: rows * columns * 4},
-                [0, 8],
-            )
         return lambda *argument: self.call_with_structure(function, *(reference._obj for reference in argument))
 
     def call_with_structure(self, function: int, argument: Any = None) -> int:
@@ -93,7 +85,7 @@ class EmulatedKernels:
             raise RuntimeError(f"the driver stopped in {FUNCTIONS[function]} with status {self.driver.wait()}")
         for address, count in regions.items():
             ctypes.memmove(address, target.read(count), count)
-        self.calls += function > FUNCTIONS.index("transpose")
+        self.calls += function > FUNCTIONS.index("call_bytes")
         return int(struct.unpack("q", answer)[0])
 
 
