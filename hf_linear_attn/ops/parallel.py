@@ -31,6 +31,11 @@ class Ranks(NamedTuple):
         gathered: Tensor = _Gather.apply(tensor, self)
         return gathered
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all processes, with a gradient."""
+        total: Tensor = _Total.apply(tensor, self)
+        return total
+
     def earlier(self, device: torch.device) -> Tensor:
         """Return which processes have an earlier slice, `[n]`."""
         return torch.arange(self.size, device=device) < self.rank
@@ -61,10 +66,22 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-def _add_states(states: KVState, chosen: Tensor | None = None) -> KVState:
-    """Add up those states `[n, B, G, …]` that are chosen `[n]` (None: all). The others keep a gradient, of zeros."""
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(gradient, ctx.ranks), None
+
+
+def _add_states(states: KVState, chosen: Tensor) -> KVState:
+    """Add up those states `[n, B, G, …]` that are chosen `[n]`. The others keep a gradient, of zeros."""
     total, scales = states
-    chosen = total.new_ones(len(total), dtype=torch.bool) if chosen is None else chosen
     if scales is None:
         return KVState(torch.einsum("nbgme,n->bgme", total, chosen.to(total.dtype)), None)
     scales = scales.masked_fill(~chosen[:, None, None], float("-inf"))
@@ -78,8 +95,12 @@ def sums_before(call: KernelizedCall, ranks: Ranks) -> State:
 
 
 def sums_of_all(call: KernelizedCall, ranks: Ranks) -> KVState:
-    """Return S and z over the keys of all slices: one message of the size of a state."""
-    return _add_states(ranks.gather_states(_own_state(call))[0])
+    """Return S and z over the keys of all slices: one sum of the size of a state, and the largest log scale."""
+    total, scale = _own_state(call)
+    if scale is None:
+        return KVState(ranks.total(total), None)
+    top = ranks.gather(scale).amax(dim=0)
+    return KVState(ranks.total(total * (scale - finite_or_zero(top)).exp()[..., None, None]), top)
 
 
 def _own_state(call: KernelizedCall | WindowedCall) -> KVState:
@@ -218,14 +239,14 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     twice = (position[:, :, None] == position[:, None, :]).tril(-1).any(dim=-1)
     here = position.unsqueeze(-1) == torch.arange(length, device=key.device)  # [B, s, L]
     query = take_tokens(mask_tokens(call.query.to(key.dtype), call.mask), position.clamp(0, length - 1))
-    query = ranks.gather(mask_tokens(query, here.any(dim=-1))).sum(dim=0)
+    query = ranks.total(mask_tokens(query, here.any(dim=-1)))
     logits = query.reshape(batch, groups, -1, key.shape[3]) @ key.transpose(-1, -2) * call.scaling
     if call.mask is not None:
         logits = logits.masked_fill(~call.mask[:, None, None], float("-inf"))
     top = logits.detach().amax(dim=-1)
     total = (logits - finite_or_zero(top).unsqueeze(-1)).exp() @ with_ones(value)
     gathered, _ = ranks.gather_states(KVState(total.flatten(1, 2).unsqueeze(2), top.flatten(1)))
-    total = _add_states(gathered).total.squeeze(2)
+    total = _add_states(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
     exact = divide(total[..., :-1], total[..., -1]).view(*query.shape[:3], -1)
     here = here & ~twice.unsqueeze(-1)
     placed = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact

@@ -91,7 +91,7 @@ static inline float to_float(Float16 x) { return (float)x; }
 static inline void from_float(float x, Float16& to) { to = (Float16)x; }
 #endif
 
-// One row of numbers, converted.
+// One row of numbers, converted. Bfloat16 goes by whole vectors where the processor converts them.
 template <typename T>
 static inline void read_row(const T* in, int size, float* out) {
   for (int j = 0; j < size; ++j) out[j] = to_float(in[j]);
@@ -100,6 +100,25 @@ template <typename T>
 static inline void write_row(const float* in, int size, T* out) {
   for (int j = 0; j < size; ++j) from_float(in[j], out[j]);
 }
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+template <>
+inline void read_row(const BFloat16* in, int size, float* out) {
+  int j = 0;
+  for (; j + LANES <= size; j += LANES) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + j));
+    store(out + j, (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  for (; j < size; ++j) out[j] = to_float(in[j]);
+}
+template <>
+inline void write_row(const float* in, int size, BFloat16* out) {
+  int j = 0;
+  for (; j + LANES <= size; j += LANES)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + j), (__m256i)_mm512_cvtneps_pbh((__m512)load(in + j)));
+  for (; j < size; ++j) from_float(in[j], out[j]);
+}
+#endif
+
 // In a model's tensors a head's next token is kilobytes away, where the processor does not look ahead by itself.
 constexpr long AHEAD = 12;
 template <bool WRITE, typename T>
