@@ -443,30 +443,48 @@ def profile_tables(path: Path = RESULTS / "profile.json") -> str:
     return "\n\n".join([*parts, markdown_table(titles, steps)])
 
 
-def compiled_table(path: Path = RESULTS / "compiled-decoding.json") -> str:
-    """The time of a token, eager and compiled, beside eager exact attention with its growing cache."""
+def compiled_table(path: Path = RESULTS / "compiled.json") -> str:
+    """Eager and compiled time of a forward pass and of a token, exact and linear."""
     results = read_json(path)
-    contexts = results["settings"]["contexts"]
-    seconds = {
-        (row["model"], row["attention"], row["compiled"], row["context"]): row["median"] for row in results["rows"]
-    }
-    titles = [f"{mode} after {context:,} tokens" for context in contexts for mode in ("eager", "compiled")]
-    parts = [
-        f"{machine_with_load(results['environment'])}; milliseconds per token, in brackets times as fast as eager "
-        "exact attention."
+    length = results["settings"]["length"]
+    titles = {"forward": f"forward pass of {length:,} tokens", "token": f"a token after {length:,}"}
+    rows = {(row["model"], row["dtype"], row["attention"], row["work"]): row for row in results["rows"]}
+    lines = []
+    for model, dtype, attention in dict.fromkeys(key[:3] for key in rows):
+        cells = [model, dtype, f"`{attention}`"]
+        for work in titles:
+            row = rows.get((model, dtype, attention, work))
+            cells += ["", "", ""] if row is None else [
+                f"{1e3 * row['eager']['median']:.1f}",
+                f"{1e3 * row['compiled']['median']:.1f}",
+                f"{row['speedup']['median']:.2f}×",
+            ]  # fmt: skip
+        lines.append(cells)
+    parts = ("eager, ms", "compiled, ms", "eager / compiled")
+    columns = [f"{title}, {part}" for title in titles.values() for part in parts]
+    table = markdown_table(["model", "dtype", "attention", *columns], lines, text_columns=3)
+    return f"{machine_with_load(results['environment'])}; medians.\n\n{table}"
+
+
+def onnx_table(path: Path = RESULTS / "onnx.json") -> str:
+    """Processor time and peak memory of an encoder under ONNX Runtime, by length."""
+    results = read_json(path)
+    rows = {(row["length"], row["attention"]): row for row in results["rows"]}
+    lengths, attentions = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
+    titles = [f"{name}, {unit}" for unit in ("s", "MB") for name in (_code(name) for name in attentions)]
+    lines = [
+        [
+            f"{length:,}",
+            *(f"{rows[length, name]['seconds']:.2f}" for name in attentions),
+            *(f"{rows[length, name]['megabytes']:,.0f}" for name in attentions),
+        ]
+        for length in lengths
     ]
-    for model in dict.fromkeys(row["model"] for row in results["rows"]):
-        lines = []
-        for attention in dict.fromkeys(row["attention"] for row in results["rows"]):
-            cells = [f"`{attention}`"]
-            for context in contexts:
-                exact = seconds[model, "sdpa", False, context]
-                for compiled in (False, True):
-                    value = seconds[model, attention, compiled, context]
-                    cells.append(f"{1e3 * value:.2f} ({exact / value:.2f}×)")
-            lines.append(cells)
-        parts.append(markdown_table([model, *titles], lines))
-    return "\n\n".join(parts)
+    return f"{machine_with_load(results['environment'])}.\n\n{markdown_table(['tokens', *titles], lines)}"
+
+
+def _code(name: str) -> str:
+    return name if name == "exact" else f"`{name}`"
 
 
 def quantization_table(path: Path = RESULTS / "quantization.json") -> str:

@@ -22,7 +22,7 @@ from hf_linear_attn.cli import directions
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 
 from ..quality_assurance import compare_packages
-from ..smollm2 import EXACT, VARIANTS, summary_table
+from ..smollm2 import CONTROL, EXACT, VARIANTS, summary_table
 from . import result_tables
 from .former_reports import summarise_report
 from .headline import forward_tables, headline, memory_part
@@ -125,9 +125,15 @@ def _current_wording(text: str) -> str:
 
 
 def smollm2_table() -> str:
-    """The committed conversion of SmolLM2: a row for each variant, what it is at 2,048 and at 8,192 tokens."""
-    results = read_json(RESULTS / "smollm2" / "results.json")
-    table = summary_table({name: results[name] for name in (EXACT, *VARIANTS) if name in results})
+    """The committed conversions of SmolLM2: a row for each variant, what it is at 2,048 and at 8,192 tokens."""
+    measured: dict[str, Any] = {}
+    for folder, kind in (("smollm2-untrained", "untrained"), ("smollm2", "trained")):
+        results = read_json(RESULTS / folder / "results.json")
+        window = results["config"]["options.window_size"]
+        for name in (EXACT, *VARIANTS):
+            label = name if name in (EXACT, CONTROL) else f"{name}, windows of {window}, {kind}"
+            measured |= {label: results[name]} if name in results else {}
+    table = summary_table(measured)
     table = table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]]
     return markdown_table(list(table.columns), table.astype(str).to_numpy().tolist(), text_columns=None)
 
@@ -170,6 +176,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "long-all": result_tables.long_tables,
     "mechanisms": mechanisms_table,
     "memory": lambda: benchmark_part(memory_part, "benchmark-memory.json"),
+    "onnx": result_tables.onnx_table,
     "packages": lambda: compare_packages.table(read_json(RESULTS / "packages.json")),
     "packing": result_tables.packing_summary,
     "plan": plan_table,
