@@ -1,5 +1,7 @@
 """The attention function: one for every architecture that goes through Transformers' attention interface."""
 
+from __future__ import annotations
+
 import logging
 from contextlib import nullcontext
 from dataclasses import replace

@@ -8,6 +8,8 @@ The attention module calls `cache.update(k, v)` and then the attention function.
 values unchanged and leaves the layer in `forward_context`, where the attention function takes it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
