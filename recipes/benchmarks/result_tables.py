@@ -449,6 +449,7 @@ def compiled_table(path: Path = RESULTS / "compiled.json") -> str:
     length = results["settings"]["length"]
     titles = {"forward": f"forward pass of {length:,} tokens", "token": f"a token after {length:,}"}
     rows = {(row["model"], row["dtype"], row["attention"], row["work"]): row for row in results["rows"]}
+    titles = {work: title for work, title in titles.items() if any(key[3] == work for key in rows)}
     lines = []
     for model, dtype, attention in dict.fromkeys(key[:3] for key in rows):
         cells = [model, dtype, f"`{attention}`"]
