@@ -4,8 +4,9 @@
     python recipes/smollm2.py --data.dataset TRAIN.txt --test_text TEST.txt --output out
 
 A probe finds the key-value heads that look things up. They stay exact (`exact_share` of all), every other head becomes
-`window`, and attention transfer and distillation train the result. Then each variant is measured beside the exact
-model: perplexity and loss by position, recall by length and depth, time and cache of a new token, greedy samples.
+`window`, and distillation trains the result (after attention transfer, if `--transfer.max_steps` is not 0). Then each
+variant is measured beside the exact model: perplexity and loss by position, recall by length and depth, time and cache
+of a new token, greedy samples.
 
 `--variants` names what is trained with the same steps; `mixture` is the conversion itself, the others are controls:
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+# torch and transformers are imported inside of functions: the memory of the process that runs a graph is measured.
+
 ATTENTIONS = ("exact", "hedgehog", "window")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 RESULTS = Path(__file__).resolve().parents[1] / "results"

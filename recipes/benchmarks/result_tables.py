@@ -472,7 +472,8 @@ def onnx_table(path: Path = RESULTS / "onnx.json") -> str:
     results = read_json(path)
     rows = {(row["length"], row["attention"]): row for row in results["rows"]}
     lengths, attentions = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
-    titles = [f"{name}, {unit}" for unit in ("s", "MB") for name in (_code(name) for name in attentions)]
+    labels = [name if name == "exact" else f"`{name}`" for name in attentions]
+    titles = [f"{label}, {unit}" for unit in ("s", "MB") for label in labels]
     lines = [
         [
             f"{length:,}",
@@ -482,10 +483,6 @@ def onnx_table(path: Path = RESULTS / "onnx.json") -> str:
         for length in lengths
     ]
     return f"{machine_with_load(results['environment'])}.\n\n{markdown_table(['tokens', *titles], lines)}"
-
-
-def _code(name: str) -> str:
-    return name if name == "exact" else f"`{name}`"
 
 
 def quantization_table(path: Path = RESULTS / "quantization.json") -> str:
