@@ -1,5 +1,6 @@
 """The attention function: one for every architecture that goes through Transformers' attention interface."""
 
+# Needed: with evaluated annotations here, compiled generation with a static cache gives other tokens (torch 2.13).
 from __future__ import annotations
 
 import logging
