@@ -344,7 +344,8 @@ def main(argv: list[str] | None = None) -> int:
                 rows = run(family, attention, folder, "generation" if arguments.generation else "")
                 control = control or {row["test"]: row for row in rows}
                 rows = [classified(row, control) for row in rows]
-                runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": rows})
+                listed = [row for row in rows if row["outcome"] != "passed"]
+                runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": listed})
                 sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
     if arguments.generation:
         report = with_generation(before or {}, runs, arguments.generation)
@@ -385,7 +386,7 @@ def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.N
 
 
 def packed(report: dict[str, Any]) -> str:
-    """JSON with one test a line."""
+    """JSON with one test that did not pass a line."""
     text = json.dumps(report, ensure_ascii=False, indent=1)
     return re.sub(r"\{\n\s+\"test\"[^}]*\}", lambda match: " ".join(match[0].split()), text) + "\n"
 

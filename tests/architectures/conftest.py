@@ -38,10 +38,29 @@ class TableWriter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self.rows += [value for name, value in report.user_properties if name == "architecture"]
+            self.rows += [thinned(value) for name, value in report.user_properties if name == "architecture"]
 
     def pytest_sessionfinish(self) -> None:
         write_table(self.rows, self.path)
+
+
+def thinned(row: Row) -> Row:
+    """The row with its checks by outcome: the number of those that passed, and the names of the others."""
+    checks: dict[str, list[str]] = {}
+    for name, check in row["checks"].items():
+        checks.setdefault(check.partition(":")[0], []).append(name)
+    row = {**row, "passed": len(checks.pop("passed", ())), "checks": checks}
+    left_out = ("", [], {}), ("level", "parameters", "seconds")
+    return {name: value for name, value in row.items() if value not in left_out[0] and name not in left_out[1]}
+
+
+def merged(rows: list[Row]) -> list[Row]:
+    """The rows with the mechanisms as a list: those of a case that differ in nothing else are one row."""
+    results: dict[str, Row] = {}
+    for row in rows:
+        key = json.dumps({**row, "attention": None})
+        results.setdefault(key, {**row, "attention": []})["attention"].append(row["attention"])
+    return list(results.values())
 
 
 def write_table(rows: list[Row], path: Path) -> None:
@@ -49,7 +68,8 @@ def write_table(rows: list[Row], path: Path) -> None:
     counts: dict[str, Counter[str]] = {row["attention"]: Counter(dict.fromkeys(OUTCOMES, 0)) for row in rows}
     for row in rows:
         counts[row["attention"]][row["outcome"]] += 1
-    table = {"format_version": 1, "made": utc_now(), "environment": environment(), "counts": counts, "results": rows}
+    results = merged(rows)
+    table = {"format_version": 1, "made": utc_now(), "environment": environment(), "counts": counts, "results": results}
     text = json.dumps(table, ensure_ascii=False, allow_nan=False)
     # One result a line: changes from one version to the next are readable.
     text = text.replace('"results": [{', '"results": [\n{').replace('}, {"case"', '},\n{"case"')
@@ -70,7 +90,7 @@ def markdown(table: dict[str, Any], json_name: str) -> str:
         *_table(["mechanism", *OUTCOMES], count_rows),
     ]
     first = next(iter(table["counts"]), None)
-    rows = [row for row in table["results"] if row["attention"] == first]
+    rows = [row for row in table["results"] if first in row["attention"]]
     for outcome, title in TITLES.items():
         lines += _by_message([row for row in rows if row["outcome"] == outcome], title)
     works = [row for row in rows if row["outcome"] == "works"]
@@ -90,24 +110,24 @@ def _by_message(rows: list[Row], title: str) -> list[str]:
 
 def short_message(row: Row) -> str:
     """The detail of a row without the names of its class and layers, so that equal messages can be counted."""
-    text = re.sub(r"^refused: ", "", row["detail"])
+    text = re.sub(r"^refused: ", "", row.get("detail", ""))
     text = re.sub(r"^Layer \d+ \([^)]*\) ", "A layer ", text)
     text = re.sub(r"^\w+ \(model type '[^']*'\) ", "The model ", text)
     text = re.sub(r"Nothing to patch in \w+ \(.*", "Nothing to patch: every layer is exact by its own type.", text)
-    text = text.replace(row["class_name"], "The model") if row["class_name"] else text
+    text = text.replace(row["class_name"], "The model") if "class_name" in row else text
     return re.sub(r"\d[\d,]*", "N", text)
 
 
 def _layers(row: Row) -> str:
-    text = ", ".join(f"{number} {_escape(kind)}" for kind, number in row["layers"].items())
-    return text + (" (left out by name)" if row["left_out"] else "")
+    text = ", ".join(f"{number} {_escape(kind)}" for kind, number in row.get("layers", {}).items())
+    return text + (" (left out by name)" if "left_out" in row else "")
 
 
 def _checks(row: Row) -> str:
     """How many checks passed, and by name those that were refused or that the exact model does not pass either."""
-    text = f"{sum(check == 'passed' for check in row['checks'].values())} passed"
+    text = f"{row['passed']} passed"
     for outcome, title in (("refused", "refused"), ("n/a", "not applicable")):
-        names = [name for name, check in row["checks"].items() if check.startswith(outcome)]
+        names = row.get("checks", {}).get(outcome)
         text += f"; {title}: {', '.join(names)}" if names else ""
     return text
 

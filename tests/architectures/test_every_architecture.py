@@ -40,7 +40,7 @@ def saved_outcomes() -> dict[str, str]:
     table = json.loads(SAVED.read_text(encoding="utf-8"))
     if table["environment"]["versions"]["transformers"] != transformers.__version__:
         return {}
-    return {row["case"]: row["outcome"] for row in table["results"] if row["attention"] == MECHANISMS[0]}
+    return {row["case"]: row["outcome"] for row in table["results"] if MECHANISMS[0] in row["attention"]}
 
 
 SAVED_OUTCOMES = saved_outcomes()
