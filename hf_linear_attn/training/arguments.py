@@ -11,8 +11,8 @@ from .options import (
     DistillConfig,
     StageConfig,
     TransferConfig,
+    check_attention_loss,
     check_loss_weights,
-    check_transfer_options,
 )
 
 
@@ -64,11 +64,9 @@ class AttentionTransferConfig(FinetuningConfig):
     learning_rate: float | None = _as_in(TransferConfig, "learning_rate")  # type: ignore[assignment]
     max_steps: int = _as_in(TransferConfig, "max_steps")
     loss: AttentionLoss = _as_in(TransferConfig, "loss")  # noqa: RUF009
-    branch_first: float = _as_in(TransferConfig, "branch_first")
-    window_dropout: float = _as_in(TransferConfig, "window_dropout")
     patience: int | None = _as_in(TransferConfig, "patience")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("", self, "learning_rate", "max_steps", "patience")
-        check_transfer_options("", self)
+        check_attention_loss("", self)

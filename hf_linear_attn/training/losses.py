@@ -146,7 +146,7 @@ def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_
 # Attention transfer
 
 
-def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None, *, branch_only: bool = False) -> Tensor:
+def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> Tensor:
     """Return `KL(p_i ‖ w_i) = Σ_j p_ij log(p_ij / w_ij)`, averaged over heads and queries i.
 
     p are the exact attention weights, w those that the mechanism implies (Zhang et al. 2024, arXiv:2402.04347).
@@ -157,7 +157,6 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None, *, b
     Args:
         call: A call of a layer's attention, with exact outputs.
         rows: `[B, H, L]`, true for the queries i that count; None for those that are real tokens.
-        branch_only: Whether to return the loss of a hybrid's linear branch only.
     """
     with torch.no_grad():
         exact = call.exact_weights()
@@ -171,8 +170,7 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None, *, b
         mass = target.sum(dim=-1, keepdim=True)
         target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
     # A query without keys outside the window has nothing to match: its row of the target is zero, and so is its loss.
-    branch_loss = _mean_divergence(target, branch_weights, rows)
-    return branch_loss if branch_only else branch_loss + _mean_divergence(exact, call.linear_weights(), rows)
+    return _mean_divergence(target, branch_weights, rows) + _mean_divergence(exact, call.linear_weights(), rows)
 
 
 def attention_outputs_loss(call: AttentionCall) -> Tensor:
@@ -191,9 +189,7 @@ def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
     return per_row.sum() / rows.sum().clamp_min(1)
 
 
-def layer_loss(
-    call: AttentionCall, kind: str, *, backward: bool, branch_only: bool = False, seed: int | None = None
-) -> Tensor:
+def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | None = None) -> Tensor:
     """Return the loss of one layer's attention, without a gradient; optionally add the gradients of the learned parts.
 
     Args:
@@ -219,7 +215,7 @@ def layer_loss(
         for start, stop, factor in ranges:
             index = slice(row, row + size)
             block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
-            loss = partial(attention_weights_loss, block, rows, branch_only=branch_only)
+            loss = partial(attention_weights_loss, block, rows)
             total = total + _evaluate(loss, backward, factor * rows.sum() / count)
     return total
 

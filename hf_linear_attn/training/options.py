@@ -14,12 +14,8 @@ TaskType = Literal["classification", "causal-lm", "masked-lm", "embedding"]
 AttentionLoss = Literal["auto", "weights", "outputs"]
 
 
-def check_transfer_options(section: str, config: Any) -> None:
-    """Raise a ValueError for an unknown loss of an attention transfer, or a share of its steps outside [0, 1)."""
-    for name in ("branch_first", "window_dropout"):
-        value = getattr(config, name, 0.0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise ValueError(f"{section}{name} must lie in [0, 1), got {value!r}.")
+def check_attention_loss(section: str, config: Any) -> None:
+    """Raise a ValueError for an unknown loss of an attention transfer."""
     losses = get_args(AttentionLoss)
     if config.loss not in losses:
         raise ValueError(f"{section}loss must be one of {', '.join(map(repr, losses))}, got {config.loss!r}.")
@@ -94,8 +90,6 @@ class TransferConfig:
         None, "peak learning rate (default: what suits the mechanism, 1e-2 for feature maps)"
     )
     loss: AttentionLoss = option("auto", "what to match: attention weights, outputs, or whichever suits the mechanism")
-    branch_first: float = option(0.0, "share of the steps, at first, that train only a hybrid's linear branch")
-    window_dropout: float = option(0.0, "share of the later steps that do so again")
     eval_steps: int = option(50, "steps between evaluations on held-out rows")
     patience: int | None = option(None, "stop after this number of evaluations without a better one")
     arguments: dict[str, Any] = option(
@@ -105,7 +99,7 @@ class TransferConfig:
     def __post_init__(self) -> None:
         check_positive("transfer.", self, "per_device_train_batch_size", "learning_rate", "eval_steps", "patience")
         check_not_negative("transfer.", self, "max_steps")
-        check_transfer_options("transfer.", self)
+        check_attention_loss("transfer.", self)
 
 
 @dataclass(frozen=True)

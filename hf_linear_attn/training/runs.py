@@ -113,7 +113,8 @@ class Run:
         if changed:
             changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
             raise ValueError(
-                f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones."
+                f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones, with "
+                "the same version of hf-linear-attn."
             )
 
     def prepare_folder(self) -> None:

@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..mechanisms.base import LinearAttention
 from ..utils.arguments import check_positive
 from .arguments import AttentionTransferConfig
 from .losses import layer_loss
-from .options import check_transfer_options
+from .options import check_attention_loss
 from .sharding import meta_copy, reshard, shard_frozen_model
 from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss
 
@@ -114,7 +114,7 @@ def transfer_attention(
     """
     options = SimpleNamespace(steps=steps, lr=lr, evaluate_every=evaluate_every, loss=loss)
     check_positive("", options, "steps", "lr", "evaluate_every")
-    check_transfer_options("", options)
+    check_attention_loss("", options)
     objective = AttentionTransferLoss(model, loss)
     # In several processes each has batches of its own, and all must take the same steps.
     beyond = 0 if torch.distributed.is_initialized() else exact_length(model)
@@ -163,16 +163,14 @@ def transfer_attention(
 class AttentionTransferLoss:
     """The losses of all layers of a patched model, from one forward pass with exact attention.
 
-    In the `branch_steps` (from 1) a hybrid's linear branch is trained alone. A model that is sharded must be called as
-    a whole (`whole_model`), with its head. `tokens` counts the real tokens seen so far.
+    A model that is sharded must be called as a whole (`whole_model`), with its head. `tokens` counts the real tokens
+    seen so far.
 
     Raises:
         ValueError: The model is not patched, or none of its mechanisms has anything to learn.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, kind: str = "auto", branch_steps: Collection[int] = (), whole_model: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, kind: str = "auto", whole_model: bool = False) -> None:
         check_patched(model)
         mechanisms: list[Any] = [module.linear_attention for module in attention_modules(model)]
         #: The mechanisms with learned parts.
@@ -184,7 +182,6 @@ class AttentionTransferLoss:
             )
         self.model = model
         self.kind = kind
-        self.branch_steps = branch_steps
         self.tokens = 0
         # The head and its logits over a vocabulary are of no use here.
         self.backbone = model if whole_model or model.config.is_encoder_decoder else model.base_model
@@ -246,14 +243,13 @@ class AttentionTransferLoss:
         }
         if "use_cache" in self._arguments:
             inputs["use_cache"] = False
-        branch_only = step in self.branch_steps
 
         def observe(call: AttentionCall) -> None:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.
             seed = (step or 0) * MAX_LAYERS + len(losses)
             training = step is not None
             with torch.autocast(call.query.device.type, enabled=False):  # half precision is for the model
-                losses.append(layer_loss(call, self.kind, backward=training, branch_only=branch_only, seed=seed))
+                losses.append(layer_loss(call, self.kind, backward=training, seed=seed))
 
         with observe_attention(self.model, observe), torch.no_grad():
             self.backbone(**inputs)
@@ -268,14 +264,6 @@ def transfer_lr_factor(step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
-
-
-def branch_steps(steps: int, first: float, dropout: float) -> frozenset[int]:
-    """Return the steps, from 1, in which a hybrid trains its linear branch alone, by the shares of both kinds."""
-    beginning = round(first * steps)
-    generator = torch.Generator().manual_seed(steps)
-    dropped = (torch.rand(steps, generator=generator) < dropout).tolist()
-    return frozenset(step for step in range(1, steps + 1) if step <= beginning or dropped[step - 1])
 
 
 def _average(tensor: Tensor) -> Tensor:
@@ -364,10 +352,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
         check_model(model)
         super().__init__(model, args, **kwargs)
         config = self.args
-        steps = branch_steps(config.max_steps, config.branch_first, config.window_dropout)
         self._shards: bool = self._is_sharded()
-        objective = AttentionTransferLoss(self.model, config.loss, steps, whole_model=self._shards)
-        self.objective: AttentionTransferLoss = objective
+        self.objective = AttentionTransferLoss(self.model, config.loss, whole_model=self._shards)
         # From here on the trainer sees to the shards itself.
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         self._best_parameters: dict[str, Tensor] = {}

@@ -437,7 +437,6 @@ def test_a_model_without_learned_parts_is_refused(tmp_path: Path) -> None:
         (DistillationConfig, {"temperature": 0.0}, "temperature must be positive"),
         (DistillationConfig, {"hidden_weight": -1.0}, "hidden_weight must not be negative, got -1.0"),
         (DistillationConfig, {"hidden_weight": 0, "logits_weight": 0, "task_weight": 0}, "no loss to minimise"),
-        (AttentionTransferConfig, {"branch_first": 1.0}, r"branch_first must lie in \[0, 1\)"),
         (AttentionTransferConfig, {"loss": "mse"}, "loss must be one of"),
         (AttentionTransferConfig, {"max_steps": 0}, "max_steps must be positive"),
         (AttentionTransferConfig, {"patience": 0}, "patience must be positive"),

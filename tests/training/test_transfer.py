@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.training import losses
-from hf_linear_attn.training.arguments import AttentionTransferConfig
-from hf_linear_attn.training.losses import attention_weights_loss
-from hf_linear_attn.training.transfer import AttentionTransferLoss, branch_steps, transfer_attention
+from hf_linear_attn.training.transfer import AttentionTransferLoss, transfer_attention
 from tests.helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
 
 LENGTHS = (17, 9, 13)
@@ -162,42 +159,6 @@ def test_the_best_step_is_retained() -> None:
     assert done.best_step == min(scores, key=lambda step: scores[step])
     again = float(AttentionTransferLoss(model)(batch(1)).mean())
     assert again == pytest.approx(scores[done.best_step], rel=1e-5)
-
-
-def test_the_branch_can_go_first_and_again() -> None:
-    model = model_of("window", GPT2)
-    calls: list[bool] = []
-
-    def watched(call: AttentionCall, rows: Any = None, *, branch_only: bool = False) -> torch.Tensor:
-        calls.append(branch_only)
-        return attention_weights_loss(call, rows, branch_only=branch_only)
-
-    objective = AttentionTransferLoss(model, branch_steps=branch_steps(10, 0.4, 0.0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "attention_weights_loss", watched)
-        for step in range(1, 11):
-            objective(batch(), step)
-    layers = 2
-    assert calls == [True] * (4 * layers) + [False] * (6 * layers)
-    assert branch_steps(10, 0.0, 0.0) == frozenset()
-    dropped = branch_steps(1000, 0.0, 0.25)
-    assert 200 < len(dropped) < 300
-    assert dropped == branch_steps(1000, 0.0, 0.25)
-
-
-def test_the_branch_loss_leaves_the_mixture_by_itself() -> None:
-    model = model_of("window", GPT2)
-    AttentionTransferLoss(model, branch_steps=frozenset({1}))(batch(), step=1)
-    for module in attention_modules(model):
-        assert module.linear_attention.log_mix.grad is None
-        assert any(value.grad is not None for value in module.linear_attention.feature_map.parameters())
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, True, "half"])
-@pytest.mark.parametrize("name", ["branch_first", "window_dropout"])
-def test_bad_shares_are_named(name: str, share: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must lie in \[0, 1\)"):
-        AttentionTransferConfig(output_dir=str(tmp_path), use_cpu=True, **{name: share})
 
 
 def test_an_unknown_loss_is_named() -> None:
