@@ -68,8 +68,7 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     config = kwargs.get("config")
     if config is None:
-        with loading_errors(f"The model {path_or_repo!r}"):
-            config = AutoConfig.from_pretrained(path_or_repo, trust_remote_code=False, **hub_arguments)
+        config = read_config(path_or_repo, **hub_arguments)
     saved = getattr(config, CONFIG_FIELD, None)
     if saved is None:
         raise ValueError(

@@ -65,9 +65,7 @@ def encode_pairs(
                 raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
         return {**encoded, DROPPED: dropped}
 
-    _reset(tokenizer)
-    selected = dataset.select_columns([*columns, *([] if label is None else [label])])
-    encoded = _map(selected, encode, list(columns))
+    encoded = _map(dataset, tokenizer, encode, list(columns), [] if label is None else [label])
     if label is not None and label != "labels":
         encoded = encoded.rename_column(label, "labels")
     dropped = encoded[DROPPED][:]
@@ -93,8 +91,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
         encoded = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)
         return {"input_ids": [[*ids, *ending] if ids else [] for ids in encoded["input_ids"]]}
 
-    _reset(tokenizer)
-    encoded = _map(dataset.select_columns([text_column]), encode, [text_column])
+    encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
     count = len(tokens) // block_length
@@ -105,13 +102,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into passages of at most `max_length` tokens with the tokenizer's special tokens.
-
-    Args:
-        dataset: One split.
-        tokenizer: The tokenizer.
-        text_column: The column.
-        max_length: Tokens of a passage, with special tokens.
+    """Cut a text column into passages of at most `max_length` tokens, the tokenizer's special tokens included.
 
     Raises:
         ValueError: A text that the tokenizer cannot read.
@@ -120,8 +111,7 @@ def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_leng
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
 
-    _reset(tokenizer)
-    encoded = _map(dataset.select_columns([text_column]), encode, [text_column])
+    encoded = _map(dataset, tokenizer, encode, [text_column])
     return Encoded(encoded, sum(row_lengths(encoded)))
 
 
@@ -159,14 +149,19 @@ def _reset(tokenizer: Any) -> None:
     tokenizer("", verbose=False)
 
 
-def _map(dataset: Dataset, function: Callable[..., Any], remove: list[str]) -> Dataset:
+def _map(
+    dataset: Dataset, tokenizer: Any, function: Callable[..., Any], columns: list[str], kept: Sequence[str] = ()
+) -> Dataset:
+    """The data set with what the function makes of the columns in place of all but the kept ones."""
+    _reset(tokenizer)
+    dataset = dataset.select_columns([*columns, *kept])
     folders = [Path(file["filename"]).parent for file in dataset.cache_files]
     return dataset.map(
         function,
         batched=True,
         batch_size=BATCH_SIZE,
         with_indices=True,
-        remove_columns=remove,
+        remove_columns=columns,
         keep_in_memory=not folders or not all(os.access(folder, os.W_OK) for folder in folders),
         desc="Encoding",
     )

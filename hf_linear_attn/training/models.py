@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,18 @@ def _check_pooling(path: Path) -> None:
 
 
 def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
-    overrides = config.config_overrides
+    read = partial(read_config, str(config.model), config.revision)
     if config.model_type is not None:
         if config.model is not None:
             raise ValueError(f"Give model_type (now {config.model_type!r}) or MODEL (now {config.model!r}), not both.")
         if config.model_type not in CONFIG_MAPPING:
             raise ValueError(f"model_type {config.model_type!r} is unknown to Transformers. Use one such as 'gpt2'.")
-        _check_overrides(AutoConfig.for_model(config.model_type), overrides)
-        return AutoConfig.for_model(config.model_type, **{**changes, **overrides})
-    model_config = read_config(str(config.model), config.revision, **{**changes, **overrides})
-    _check_overrides(model_config, overrides)
+        read = partial(AutoConfig.for_model, config.model_type)
+    model_config = read(**{**changes, **config.config_overrides})
+    known = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
+    for name in config.config_overrides:
+        if name not in known:
+            raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")
     return model_config
 
 
@@ -196,10 +199,3 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
             f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
         )
     return model
-
-
-def _check_overrides(model_config: Any, overrides: dict[str, Any]) -> None:
-    known = {*type(model_config)().to_dict(), *getattr(type(model_config), "attribute_map", {})}
-    for name in overrides:
-        if name not in known:
-            raise ValueError(f"config_overrides: the config of {model_config.model_type!r} has no field {name!r}.")

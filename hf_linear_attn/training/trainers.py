@@ -113,7 +113,10 @@ class FinetuningTrainer(Trainer):
             _disable_dropout(self.model)
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
         if not training:
-            self._add_evaluation_loss(self._predictions(outputs, inputs), labels)
+            predictions = self._predictions(outputs, inputs)
+            rows = row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
+            losses, counts = self.accelerator.gather_for_metrics(rows)
+            self._evaluation_totals.append(torch.stack([losses.double().sum(), counts.sum().double()]).cpu())
         loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
         if num_items_in_batch is None:
             total: Any = count_targets(labels, self._loss_shifts_labels).sum()
@@ -170,12 +173,6 @@ class FinetuningTrainer(Trainer):
             self._loss_parts.clear()
         self._last_logged_step = self.state.global_step
         super().log(logs, start_time)
-
-    @torch.no_grad()
-    def _add_evaluation_loss(self, logits: Tensor, labels: Tensor) -> None:
-        losses, counts = row_losses(logits, labels, self._loss_shifts_labels, self._task_loss)
-        losses, counts = self.accelerator.gather_for_metrics((losses, counts))
-        self._evaluation_totals.append(torch.stack([losses.double().sum(), counts.sum().double()]).cpu())
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.

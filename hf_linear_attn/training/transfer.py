@@ -353,7 +353,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         super().__init__(model, args, **kwargs)
         config = self.args
         self._shards: bool = self._is_sharded()
-        self.objective = AttentionTransferLoss(self.model, config.loss, whole_model=self._shards)
+        self.objective: AttentionTransferLoss = AttentionTransferLoss(self.model, config.loss, whole_model=self._shards)
         # From here on the trainer sees to the shards itself.
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         self._best_parameters: dict[str, Tensor] = {}

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from functools import reduce
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType
@@ -198,7 +197,7 @@ def parse_config(
         ValueError: The config refuses its values.
         SystemExit: The help or the config was printed.
     """
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
     options = _options(config_class)
     if "-h" in arguments or "--help" in arguments:
@@ -214,8 +213,11 @@ def parse_config(
     for name, entry in options.items():
         if entry.default is MISSING and name not in dict(values):
             raise UsageError(f"{name.upper() if name in positionals else f'--{name}'} is missing. See --help.")
+    nested = Namespace()
+    for name, value in values:
+        nested[name] = value
     try:
-        namespace = parser.parse_object(_nested(values))
+        namespace = parser.parse_object(nested.as_dict())
     except argparse.ArgumentError as error:
         match = re.search(r'key "([\w.]+)":.*(?:Got|Given) value: (.*)', str(error), re.DOTALL)
         if match is None or match[1] not in options:
@@ -301,15 +303,6 @@ def _file_values(
         if value is None and not entry.optional:
             raise UsageError(f"{file}: {name} must be {entry.names[1]}, got null.")
         yield name, _mapping(name, value) if entry.kind is dict and value is not None else value
-
-
-def _nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, value in values:
-        *sections, key = name.split(".")
-        section = reduce(lambda inner, part: inner.setdefault(part, {}), sections, nested)
-        section[key] = dict(value) if isinstance(value, dict) else value
-    return nested
 
 
 def exit_code(command: Callable[[], int], *, traceback: bool = False, config_class: type | None = None) -> int:

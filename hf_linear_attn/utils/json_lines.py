@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .files import atomic_write
 
@@ -46,8 +46,15 @@ class JsonLinesFile:
         content = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
-            _lock(file)
-            _remove_incomplete_line(file)
+            with suppress(ImportError):
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            if file.read() not in (b"", b"\n"):  # an incomplete last line
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -57,18 +64,3 @@ class JsonLinesFile:
         rows = [row for row in self.read() if not condition(row)]
         if self.path.exists():
             atomic_write(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _remove_incomplete_line(file: BinaryIO) -> None:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 1, 0))
-    if file.read() not in (b"", b"\n"):
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _lock(file: BinaryIO) -> None:
-    with suppress(ImportError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
