@@ -1,6 +1,6 @@
 """The attention function: one for every architecture that goes through Transformers' attention interface."""
 
-# Needed: with evaluated annotations here, compiled generation with a static cache gives other tokens (torch 2.13).
+# Needed: torch.compile breaks the graph where a function is defined with annotations that are evaluated (torch 2.13).
 from __future__ import annotations
 
 import logging

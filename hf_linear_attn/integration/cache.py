@@ -98,7 +98,7 @@ class LinearStateLayer(CacheLayerMixin):
         self._expects_update = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        forward_context.cache_layer = self
+        forward_context.cache_layers.append(self)
         return key_states, value_states
 
     def advance(self, state: State | None, inputs: AttentionInputs, replay: Replay, in_graph: bool = False) -> None:

@@ -94,15 +94,14 @@ class ForwardContext(threading.local):
         #: The models around patched layers that are running, the innermost last. The mask function, which gets neither
         #: the model nor its position ids, reads the boundaries of a packed batch here.
         self.runs: list[ModelRun] = []
-        #: The state layer whose `update` an attention module has just called: it does not pass it to the attention.
-        self.cache_layer: CacheLayerMixin | None = None
+        #: The state layer whose `update` an attention module has just called (it does not pass it to the attention), if
+        #: any. A list that is changed in place: where a compiled graph breaks, Dynamo forgets what was assigned to an
+        #: attribute of a `threading.local` (torch 2.13), and the attention would run without its state.
+        self.cache_layers: list[CacheLayerMixin] = []
 
     def take_cache_layer(self) -> Any:
         """Return the state layer of the present attention call and forget it; None if the call uses no cache."""
-        layer = self.cache_layer
-        if layer is not None:
-            self.cache_layer = None
-        return layer
+        return self.cache_layers.pop() if self.cache_layers else None
 
     def packed_run(self) -> ModelRun | None:
         """Return the innermost running model if it runs on a packed batch."""

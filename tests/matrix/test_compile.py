@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, DynamicCache
 
 from tests.helpers import LLAMA, Family, assert_close, every_pair, logits, padded_batch, patched, token_ids
 
@@ -54,6 +54,24 @@ def test_compiled_generation(name):
     model.forward = torch.compile(model.forward, backend=counter)
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
     assert 2 <= counter.frame_count <= 4
+
+
+def test_a_graph_that_breaks_inside_of_the_attention_keeps_the_state(monkeypatch):
+    model = patched("elu", GPT2)
+    mechanism = next(module for name, module in model.named_modules() if name.endswith("linear_attention"))
+    forward = mechanism.forward
+
+    def broken(inputs):
+        torch._dynamo.graph_break()
+        return forward(inputs)
+
+    monkeypatch.setattr(mechanism, "forward", broken)
+    ids, expected = token_ids(1, 9), logits(model, token_ids(1, 9))
+    compiled, cache, outputs = torch.compile(model, backend="aot_eager"), DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for part in ids.split([6, 1, 1, 1], dim=1):
+            outputs.append(compiled(part, past_key_values=cache).logits)
+    assert_close(torch.cat(outputs, 1), expected)
 
 
 @pytest.mark.parametrize("family", [BERT, pytest.param(GPT2, marks=pytest.mark.slow)], ids=str)
