@@ -1,8 +1,8 @@
 """Which layers of a model to convert, chosen by measuring models with more and more linear layers.
 
-`search_layers` takes the exact model, a patched copy of it whose learned parts are trained, and one quality metric on
-two data sets: the first chooses the layers, the second verifies the choice. The result has a table with one row for
-each number of converted layers, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
+`LayerSearch` has the exact model, a patched copy of it whose learned parts are trained, and one quality metric on two
+data sets: the first chooses the layers, the second verifies the choice. The result has a table with one row for each
+number of converted layers, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -95,11 +95,6 @@ MODEL_KINDS = {
 }
 
 _NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
-_SPEEDUP = rf"{_NUMBER}[x×]\s*{_LENGTH}"
-
-
-def _tokens(match: re.Match[str]) -> int:
-    return int(re.sub(r"[,_]", "", match["length"])) * (1024 if match["kilo"] else 1)
 
 
 @dataclass(frozen=True)
@@ -119,20 +114,19 @@ class Budget:
             ValueError: The text is no budget, or a speedup of 1 or less, or at fewer than 16 tokens.
         """
         text = text.strip()
-        for unit in DAMAGE_UNITS.values():
-            match = re.fullmatch(_NUMBER + unit.pattern, text, re.IGNORECASE)
-            if match and unit.name == "recall":
-                return cls(text, 100 - float(match["limit"]), unit, _tokens(match))
-            if match:
-                return cls(text, float(match["limit"]), unit)
-        match = re.fullmatch(_SPEEDUP, text, re.IGNORECASE)
-        if match is None:
-            examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
-            raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {examples} or '2x at 4096'.")
-        length = _tokens(match)
-        if float(match["limit"]) <= 1 or length < 16:
-            raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
-        return cls(text, float(match["limit"]), None, length)
+        units = {unit.pattern: unit for unit in DAMAGE_UNITS.values()}
+        for pattern, unit in {**units, rf"[x×]\s*{_LENGTH}": None}.items():
+            match = re.fullmatch(_NUMBER + pattern, text, re.IGNORECASE)
+            if match is None:
+                continue
+            parts = match.groupdict()
+            limit = float(parts["limit"])
+            length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
+            if unit is None and (limit <= 1 or length < 16):
+                raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
+            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None)
+        examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
+        raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {examples} or '2x at 4096'.")
 
     def unit_of(self, measurement: str) -> DamageUnit:
         """Return the unit in which damage is shown.
@@ -204,9 +198,7 @@ class LayerSearchResult:
             star = " ★" if row["count"] == self.chosen["count"] else ""
             rows[f"{row['count']} of {self.num_layers}{star}"] = {
                 "adds layer": "–" if row["added"] is None else str(row["added"]),
-                self.score["divergence"]: format_divergence(row["divergence"]),
-                self.score["title"]: self.format_score(row["score"]),
-                "damage": self.unit.format(row["damage"]) if row["count"] else "–",
+                **self._quality_cells(row),
                 **{f"speed at {int(length):,}": f"{value:.2f}×" for length, value in row["speedup"].items()},
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
@@ -215,14 +207,15 @@ class LayerSearchResult:
         """Return `single_layers` as text."""
         import pandas as pd
 
-        rows = {
-            f"{row['index']} {row['name']}": {
-                self.score["divergence"]: format_divergence(row["divergence"]),
-                "damage": self.unit.format(row["damage"]),
-            }
-            for row in self.single_layers
-        }
+        rows = {f"{row['index']} {row['name']}": self._quality_cells(row) for row in self.single_layers}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
+
+    def _quality_cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        return {
+            self.score["divergence"]: format_divergence(row["divergence"]),
+            self.score["title"]: self.format_score(row["score"]),
+            "damage": self.unit.format(row["damage"]) if row.get("count") != 0 else "–",
+        }
 
     def format_score(self, score: float | None) -> str:
         """Return a score with the digits of its metric."""
@@ -230,31 +223,26 @@ class LayerSearchResult:
 
     def summary(self) -> list[str]:
         """Return the findings as sentences, the most important first."""
-        sentences = [self._conclusion(), *self._warnings()]
+        sentences = [f"The budget {self.budget.text!r} {self._verdict()}.", *self._warnings()]
         speedup = {int(length): value for length, value in self.chosen["speedup"].items()}
         if len(speedup) > (self.budget.unit is None):
             change = crossover(list(speedup), list(speedup.values()))
             sentences.append(f"One pass of the planned model is faster than {self.baseline} from {change} tokens on.")
         return sentences
 
-    def _conclusion(self) -> str:
-        budget, layers = f"The budget {self.budget.text!r}", ", ".join(map(str, self.layers))
-        plan = f"{len(self.layers)} of {self.num_layers} layers as {self.attention} (layers {layers})"
+    def _verdict(self) -> str:
+        if self.budget.unit is not None and not self.informative:
+            return "cannot be judged on this data"
+        plan = f"{len(self.layers)} of {self.num_layers} layers as {self.attention}"
+        plan += f" (layers {', '.join(map(str, self.layers))})"
         choice, verification = (self.unit.format(row["damage"]) for row in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
         if self.budget.unit is None:
             speedups = [row["speedup"][str(self.budget.length)] for row in (self.chosen, self.verified)]
             costs = "{:.2f}×, timed again {:.2f}×; ".format(*speedups) + costs
-        elif not self.informative:
-            return f"{budget} cannot be judged on this data."
-        if self.met:
-            return f"{budget} is met by {plan}: {costs}."
         if self.within_budget:
-            return f"{budget} is not confirmed: {plan} gives {costs}. Give a smaller budget, or more data."
-        return (
-            f"{budget} cannot be reached: the nearest is {plan}, {costs}. More transfer steps, another mechanism, or "
-            "training all weights (`hf-linear-attn convert`) may help."
-        )
+            return f"{'is met by' if self.met else 'is not confirmed for'} {plan}: {costs}"
+        return f"cannot be reached: the nearest is {plan}, {costs}"
 
     def _warnings(self) -> list[str]:
         sentences = []
@@ -262,29 +250,23 @@ class LayerSearchResult:
         if not self.informative:
             scores = [self.format_score(values["score"]) for values in self.references.values()]
             sentences.append(
-                f"The exact model is not clearly better there than the model without attention ({self.score['title']} "
-                "{} against {}, and {} against {} on the data of the verification), so the score says nothing about "
-                "attention. Give more data, or data that the model was made for.".format(*scores)
+                "The score says nothing about attention: the exact model is not clearly better there than the model "
+                f"without attention ({self.score['title']} "
+                "{} against {}, and {} against {} on the data of the verification).".format(*scores)
             )
-        counts = [str(row["count"]) for row in self.curve if row["chance"]]
+        counts = ", ".join(str(row["count"]) for row in self.curve if row["chance"])
         if counts:
-            sentences.append(
-                f"With {', '.join(counts)} linear layers the model scores better than the exact one although its "
-                "outputs differ largely: that is chance, and does not count as a success."
-            )
+            change = "the score is better although the outputs differ largely"
+            sentences.append(f"With {counts} linear layers {change}: that is chance.")
         longest = int(exact.get("longest_input") or 0)
+        inputs = f"inputs of at most {longest:,} tokens"
         if last["divergence"] is not None and abs(last["divergence"]) < EXACT_DIVERGENCE:
-            sentences.append(
-                f"The linear layers compute exact attention on these inputs, which have at most {longest:,} tokens. "
-                "Give longer ones, or a smaller window or block, to learn what it costs to be linear."
-            )
+            sentences.append(f"The linear layers compute exact attention on these {inputs}.")
         elif longest and 2 * longest < max(map(int, last["speedup"]), default=0):
-            sentences.append(f"Quality is that of inputs of at most {longest:,} tokens; longer ones were only timed.")
+            sentences.append(f"Quality is that of {inputs}; longer ones were only timed.")
         if exact.get("rows"):
-            sentences.append(
-                f"The choice rests on {exact['rows']:,} examples, each {100 / exact['rows']:.2f} points: a difference "
-                "of a few is chance."
-            )
+            points = f"{100 / exact['rows']:.2f} points"
+            sentences.append(f"The choice rests on {exact['rows']:,} examples of {points} each: a few are chance.")
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
@@ -309,62 +291,6 @@ def format_divergence(value: float | None) -> str:
 # The search
 
 
-def search_layers(
-    model: PreTrainedModel,
-    patched: PreTrainedModel,
-    choice: QualityMetric,
-    verification: QualityMetric,
-    *,
-    budget: str | Budget,
-    search: str = "rank",
-    lengths: Sequence[int] = (),
-    tokens: Sequence[int] = (0,),
-    seconds: float = 2.0,
-    timed: PreTrainedModel | None = None,
-    records: Records | None = None,
-    conditions: Conditions | None = None,
-    progress: Progress | None = None,
-) -> LayerSearchResult:
-    """Find the layers to convert under a budget of quality (the most layers) or of speed (the fewest layers).
-
-    The layers are ordered by the divergence that they cause. Every model on the path from exact to linear is measured
-    as a whole, since the damages of single layers do not add up, and the chosen one is verified on other data. A model
-    that scores better than the exact one although it diverges largely is never within a budget of quality; and none is
-    unless the exact model is clearly better than the model without attention (see `metrics.assess`).
-
-    Args:
-        model: The exact model.
-        patched: A copy with the mechanism in every layer that may be converted, its learned parts trained.
-        choice: The metric on the data that the layers are chosen with.
-        verification: The same metric on other data.
-        budget: `"1% perplexity"`, `"0.05 nats"`, `"0.5 points"`, `"0.02 cosine"`, or a speedup: `"2x at 4096"`.
-        search: `"rank"` measures each layer by itself; `"greedy"` measures the remaining layers again after each.
-        lengths: Lengths to time, in tokens; that of the budget is added.
-        tokens: Token ids to time with.
-        seconds: Time spent on each timing.
-        timed: The copy that is timed, where another one is needed for long inputs. None means `patched`.
-        records: Where measurements are stored, and where a stopped search is resumed from. None means in memory.
-        conditions: What the measurements depend on, in `records`.
-        progress: Told what is being done.
-
-    Raises:
-        ValueError: The budget cannot be read or does not fit the metric, or the search is unknown.
-    """
-    budget = Budget.parse(budget) if isinstance(budget, str) else budget
-    budget.unit_of(choice.measurement)
-    if search not in SEARCHES:
-        raise ValueError(f"search must be one of {', '.join(SEARCHES)}, got {search!r}.")
-    if records is None:
-        records = Records()
-        records.start_run("search_layers", {}, {})
-    conditions = conditions or Conditions(type(model).__name__, "", "", "")
-    models = (model.eval(), patched.eval(), (timed or patched).eval())
-    metrics = {"choice": choice, "verification": verification}
-    run = _LayerSearch(*models, metrics, budget, tokens, seconds, records, conditions, progress or Progress())
-    timed_lengths = {*lengths, budget.length} if budget.unit is None else {*lengths}
-    return run.search(search == "greedy", sorted(length for length in timed_lengths if length))
-
-
 def order_layers(
     layers: Sequence[int], divergence: Callable[[Sequence[int]], float | None], *, greedy: bool
 ) -> list[int]:
@@ -386,30 +312,63 @@ def order_layers(
 
 
 @dataclass
-class _LayerSearch:
-    """The measurements of one search."""
+class LayerSearch:
+    """The search for the layers to convert under a budget of quality (the most layers) or of speed (the fewest layers).
+
+    The layers are ordered by the divergence that they cause. Every model on the path from exact to linear is measured
+    as a whole, since the damages of single layers do not add up, and the chosen one is verified on other data. A model
+    that scores better than the exact one although it diverges largely is never within a budget of quality; and none is
+    unless the exact model is clearly better than the model without attention (see `metrics.assess`).
+
+    Attributes:
+        exact: The exact model.
+        patched: A copy with the mechanism in every layer that may be converted, its learned parts trained.
+        timed: The copy that is timed, which is another one where long inputs need it.
+        metrics: The metric on the data that the layers are chosen with, `choice`, and on other data, `verification`.
+        budget: What may be lost, or the speedup to reach.
+        records: Where measurements are stored, and where a stopped search is resumed from.
+        conditions: What the measurements depend on, in `records`.
+        search: `"rank"` measures each layer by itself; `"greedy"` measures the remaining layers again after each.
+        lengths: Lengths to time, in tokens; that of a budget of speed is added.
+        tokens: Token ids to time with.
+        seconds: Time spent on each timing.
+        progress: Told what is being done.
+
+    Raises:
+        ValueError: The budget does not fit the metric, or the search is unknown.
+    """
 
     exact: PreTrainedModel
     patched: PreTrainedModel
     timed: PreTrainedModel
-    metrics: dict[str, QualityMetric]
+    metrics: Mapping[str, QualityMetric]
     budget: Budget
-    tokens: Sequence[int]
-    seconds: float
     records: Records
     conditions: Conditions
-    progress: Progress
+    search: str = "rank"
+    lengths: Sequence[int] = ()
+    tokens: Sequence[int] = (0,)
+    seconds: float = 2.0
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         metric = self.metrics["choice"]
         assert metric.score is not None
         self.score, self.unit = metric.score, self.budget.unit_of(metric.measurement)
+        if self.search not in SEARCHES:
+            raise ValueError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}.")
+        for model in (self.exact, self.patched, self.timed):
+            model.eval()
         self.baseline = str(self.exact.config._attn_implementation)
         self.names = [layer.name for layer in self_attention(self.patched)]
         self.references: dict[str, dict[str, Any]] = {}
         self.measured: set[str] = set()
 
-    def search(self, greedy: bool, lengths: Sequence[int]) -> LayerSearchResult:
+    def run(self) -> LayerSearchResult:
+        """Measure, choose and verify."""
+        greedy = self.search == "greedy"
+        budget_length = self.budget.length if self.budget.unit is None else None
+        lengths = sorted({*self.lengths, *filter(None, [budget_length])})
         candidates = sorted(int(index) for index in getattr(self.patched.config, CONFIG_FIELD)["layers"])
         count = len(candidates)
         self.total = count * (count + 1) // 2 if greedy else 2 * count - 1
@@ -436,10 +395,9 @@ class _LayerSearch:
         chosen, within_budget = self.choose(curve[1:], informative)
         self.progress.status("verification", 0, 1)
         verified: dict[str, Any] = {**self.quality("verification", chosen["layers"]), "speedup": {}}
-        if self.budget.unit is None:
-            assert self.budget.length is not None
-            again = self.time("verification", chosen["layers"], self.budget.length, 3 * self.seconds)
-            verified["speedup"][str(self.budget.length)] = again
+        if budget_length is not None:
+            again = self.time("verification", chosen["layers"], budget_length, 3 * self.seconds)
+            verified["speedup"][str(budget_length)] = again
         patched = {index: patch_report(self.patched).layers[index] for index in candidates}
         divergence = MODEL_KINDS[self.unit.measurement][1]
         return LayerSearchResult(
@@ -463,16 +421,18 @@ class _LayerSearch:
             references=self.references,
         )
 
-    def record(self, data: str, layers: str, measure: Callable[[], Values], measurement: str, **parts: Any) -> Record:
+    def record(
+        self, data: str, layers: str, measure: Callable[[], Values], measurement: str, settings: Any, **parts: Any
+    ) -> Record:
         """Measure, or read what is known. `layers` are the linear ones as text, `exact` or `none`."""
-        settings = {**self.conditions.settings, **parts.pop("settings"), "data_set": data, "layers": layers}
+        settings = {**self.conditions.settings, **settings, "data_set": data, "layers": layers}
         conditions = replace(self.conditions, measurement=measurement, settings=settings, **parts)
         return self.records.measure(conditions, measure, label=layers)
 
     def measure(self, data: str, layers: str, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
         metric = self.metrics[data]
-        record = self.record(data, layers, lambda: metric(model), metric.measurement, settings=metric.settings)
+        record = self.record(data, layers, lambda: metric(model), metric.measurement, metric.settings)
         values = {row["metric"]: row["value"] for row in record.values if row.get("position") is None}
         errors = {row["metric"]: row.get("stderr") for row in record.values}
         return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
@@ -513,8 +473,9 @@ class _LayerSearch:
             with exact_attention(self.timed, {*range(len(self.names))} - {*layers}):
                 return measure_passes(models, self.tokens, length, baseline=self.baseline, seconds=seconds)["linear"]
 
-        parts: dict[str, Any] = {"length": length, "batch_size": 1, "settings": {"seconds": seconds}}
-        return self.record(data, ",".join(map(str, layers)), measure, FORWARD, **parts).values[0]["speedup"]
+        name, settings = ",".join(map(str, layers)), {"seconds": seconds}
+        record = self.record(data, name, measure, FORWARD, settings, length=length, batch_size=1)
+        return record.values[0]["speedup"]
 
     def choose(self, rows: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
         """Choose a row of the curve; where none is within the budget, the nearest one, with False."""

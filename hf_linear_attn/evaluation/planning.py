@@ -28,7 +28,7 @@ from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
-from .layer_search import Budget, LayerSearchResult, search_layers
+from .layer_search import Budget, LayerSearch, LayerSearchResult
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
@@ -79,20 +79,21 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         facts = {**environment(run.exact.model.device), **data, "model": model, "resumed": resumed}
         records.start_run("hf-linear-attn plan", facts["settings"], environment(run.exact.model.device))
         facts["transfer"] = run.transfer(records, progress)
-        result = search_layers(
-            run.exact.model,
-            run.patched,
-            *run.metrics,
+        search = LayerSearch(
+            exact=run.exact.model,
+            patched=run.patched,
+            timed=run.timed,
+            metrics=dict(zip(HALVES, run.metrics, strict=True)),
             budget=budget,
+            records=records,
+            conditions=conditions,
             search=config.search,
             lengths=run.lengths,
             tokens=run.inputs.tokens,
             seconds=run.settings.seconds,
-            timed=run.timed,
-            records=records,
-            conditions=conditions,
             progress=progress,
         )
+        result = search.run()
         facts["seconds"] = time.perf_counter() - started
         _write(result, json_safe(facts), folder, progress)
         if config.save_model is not None:

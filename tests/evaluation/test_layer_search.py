@@ -11,15 +11,14 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation import metrics as quality_metrics
 from hf_linear_attn.evaluation.layer_search import (
     DAMAGE_UNITS,
     Budget,
+    LayerSearch,
     LayerSearchResult,
     format_divergence,
     order_layers,
-    search_layers,
 )
 from hf_linear_attn.evaluation.metrics import PERPLEXITY, measure_perplexity, perplexity_metric
 from hf_linear_attn.evaluation.records import Conditions, Records
@@ -182,6 +181,17 @@ def models() -> tuple[Any, Any]:
     return exact, hla.patch_model(shared_copy(exact), "elu")
 
 
+def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, budget: str, **more: Any) -> Any:
+    """The result of a search, in memory unless `records` are given."""
+    metrics = {"choice": choice, "verification": verification}
+    if "records" not in more:
+        more["records"] = Records()
+        more["records"].start_run("test", {}, {})
+    conditions = more.pop("conditions", Conditions("gpt2", "", "", ""))
+    parsed = Budget.parse(budget)
+    return LayerSearch(exact, linear, linear, metrics, parsed, conditions=conditions, **more).run()
+
+
 @pytest.fixture
 def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that searches with stub metrics, which learn from the search what they measure."""
@@ -191,16 +201,16 @@ def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> LayerSearchResult:
         divergences = more.pop("divergences", None)
         metrics = StubMetric(losses, divergences), StubMetric(verification or losses, divergences)
-        original = layer_search._LayerSearch.measure
+        original = LayerSearch.measure
 
         def measure(self: Any, data: str, layers: str, model: Any) -> Any:
             self.metrics[data].layers = layers
             return original(self, data, layers, model)
 
-        monkeypatch.setattr(layer_search._LayerSearch, "measure", measure)
+        monkeypatch.setattr(LayerSearch, "measure", measure)
         result = search_layers(*models, *metrics, budget=budget, **more)
         run.calls = [metric.calls for metric in metrics]  # type: ignore[attr-defined]
-        monkeypatch.setattr(layer_search._LayerSearch, "measure", original)
+        monkeypatch.setattr(LayerSearch, "measure", original)
         return result
 
     return run
@@ -259,7 +269,7 @@ def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
 def test_a_mechanism_that_computes_exact_attention_is_named_with_the_length_of_the_inputs(search: Any) -> None:
     losses = {**dict.fromkeys(LOSSES, 1.0), "none": 3.0}
     sentences = search("0.2 nats", losses).summary()
-    assert any("exact attention on these inputs, which have at most 30 tokens" in sentence for sentence in sentences)
+    assert any("exact attention on these inputs of at most 30 tokens" in sentence for sentence in sentences)
     sentences = search("0.2 nats", lengths=(64,), seconds=0.001).summary()
     assert "Quality is that of inputs of at most 30 tokens; longer ones were only timed." in sentences
 
