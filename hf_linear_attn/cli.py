@@ -152,8 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suggestion = near_matches(name, VERBS) or f" Verbs: {', '.join(VERBS)}."
         sys.stderr.write(f"error: unknown {kind} {name!r}.{suggestion}\n")
         return 2
-    config_class = _resolve(VERBS[name].config)
-    return exit_code(lambda: run_verb(name, rest), traceback="--traceback" in rest, config_class=config_class)
+
+    def run() -> int:
+        config = parse_verb(name, rest)  # first: the help must not load the verb's module, which imports torch
+        result = _resolve(VERBS[name].function)(config)
+        return result if isinstance(result, int) else 0
+
+    return exit_code(run, traceback="--traceback" in rest, config_class=_resolve(VERBS[name].config))
 
 
 def parse_verb(name: str, arguments: Sequence[str]) -> Any:
@@ -167,13 +172,6 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
         examples=f"examples:\n{textwrap.indent(verb.examples, '  ')}" if verb.examples else "",
         positionals=verb.positionals,
     )
-
-
-def run_verb(name: str, arguments: Sequence[str]) -> int:
-    """Read the config of a verb from its arguments, run it, and return the exit code. Errors as `parse_config`."""
-    config = parse_verb(name, arguments)  # first: the help must not load the verb's module, which imports torch
-    result = _resolve(VERBS[name].function)(config)
-    return result if isinstance(result, int) else 0
 
 
 def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:
@@ -209,10 +207,6 @@ examples:
 def _resolve(path: str) -> Any:
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(f".{module}", __package__), attribute)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# list and env
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..data.text import Text, text_of
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..patching import patch_model
-from ..registry import ATTENTIONS, list_attentions
+from ..registry import ATTENTIONS
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
@@ -37,14 +37,11 @@ from .inputs import sentence_pair_metric, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .progress import ConsoleProgress, Progress
 from .recall import recall_metric
-from .records import LEARNED_FOLDER, RECORDS_FILE, Records
+from .records import RECORDS_FILE, RESULTS, Records
 from .results import Evaluation
 
 Examples = Callable[[Evaluator], Mapping[str, Any]]
 """Data frames by title, from the exact and the converted models of an evaluator."""
-
-#: A folder with one of these holds a result of `evaluate`.
-RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 
 def evaluate(
@@ -100,7 +97,6 @@ def evaluate(
         config = replace(config, data=replace(config.data, dataset=str(data)))
     elif data is not None:
         text = text_of(list(data), "the given documents")
-    list_attentions()
     for name in config.attention or ():
         models.check_mechanism(name)
     for entry in config.data.task or ():
@@ -149,10 +145,6 @@ def run_evaluate(config: EvaluateConfig, *, console: Any = None, examples: Examp
     return evaluation
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Preparation
-
-
 def _prepare_all(model: Any, config: EvaluateConfig, tokenizer: Any, text: Text | None) -> list[Evaluator]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -194,25 +186,23 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
     settings = resolve_settings(config, kind, longest_input(model), models.dtype_name(model), table=table)
     metrics: list[QualityMetric] = []
     if kind == "classifier":
-        names = ("folder", "metrics", "max_eval_samples", "text_columns", "label_column")
-        chosen: dict[str, Any] = {name: getattr(config.data, name) for name in names}
-        chosen["task" if task else "dataset"] = task or path
-        inputs = task_inputs(DataConfig(**chosen), tokenizer, model.config, settings)
+        options = {**vars(config.data), "task": task}
+        del options["sts"]
+        inputs = task_inputs(DataConfig(**options), tokenizer, model.config, settings)
+        options = {"regression": inputs.regression, "task": title}
+        options["settings"] = {"data": inputs.hash, **inputs.facts["held_out"]}
+        metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
     else:
         assert text is not None
         inputs = text_inputs(text, tokenizer, settings)
-    measured = {"data": inputs.hash, **inputs.facts["held_out"]}
-    if kind == "classifier":
-        options: dict[str, Any] = {"regression": inputs.regression, "task": title, "settings": measured}
-        metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
-    elif kind == "decoder":
+    if kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
         metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, exact=model, **windows))
-    elif config.data.sts is not None:
+    if config.data.sts is not None:
         metrics.append(sentence_pair_metric(config.data.sts, tokenizer, settings, config.data.max_eval_samples))
         inputs.facts["sentence_pairs"] = f"STS-B validation, {Path(config.data.sts).name}"
     if kind == "encoder":
-        metrics.append(embedding_metric(model, inputs.test, measured))
+        metrics.append(embedding_metric(model, inputs.test, {"data": inputs.hash, **inputs.facts["held_out"]}))
     if config.recall_lengths:
         metrics.append(recall_metric(model, tokenizer, config.recall_lengths, seed=config.seed))
     exact = models.ExactModel.of(model, tokenizer, kind, name)
@@ -233,10 +223,6 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
         raise ValueError(f"recall_lengths are for decoders and for encoders without a head; {name!r} is a classifier.")
     if kind != "decoder" and (config.context or config.stride):
         raise ValueError("context and stride are those of a perplexity, and this is no causal language model.")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The run
 
 
 def _run(

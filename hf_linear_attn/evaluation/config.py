@@ -23,22 +23,6 @@ THROUGHPUT_BATCH_SIZE = 8
 #: In place of a text file: the documentation that comes with Python.
 PYTHON_DOCUMENTATION = "python-documentation"
 
-#: The smallest value of each integer option, by its name.
-MINIMUM = {
-    "steps": 0,
-    "length": 16,
-    "lengths": 16,
-    "context": 2,
-    "recall_lengths": 32,
-    "stride": 1,
-    "sequence_length": 16,
-    "max_eval_samples": 2,
-    "batch_size": 1,
-    "threads": 1,
-    "seed": 0,
-    "seeds": 0,
-}
-
 
 @dataclass(frozen=True)
 class EvaluationData:
@@ -72,7 +56,7 @@ class EvaluationData:
     def __post_init__(self) -> None:
         if isinstance(self.task, str):
             raise TypeError(f"data.task must be a tuple of names, got {self.task!r}.")
-        _check_values("data.", self)
+        _check_values("data.", self, max_eval_samples=2)
         entries = [split_task(entry) for entry in self.task or ()]
         names, own = [name for name, _ in entries], [name for name, folder in entries if folder is None]
         alternative = f"Give it, or data.task with a folder (--data.task {self.own_task}=FOLDER): MODEL is"
@@ -124,7 +108,7 @@ class SpeedConfig:
     seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)")
 
     def __post_init__(self) -> None:
-        _check_values("speed.", self)
+        _check_values("speed.", self, lengths=16, batch_size=1)
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"speed.dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
         if self.seconds is not None and not self.seconds > 0:
@@ -183,7 +167,8 @@ class EvaluateConfig:
     seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs")
 
     def __post_init__(self) -> None:
-        _check_values("", self)
+        sizes = {"length": 16, "recall_lengths": 32, "context": 2, "stride": 1, "sequence_length": 16}
+        _check_values("", self, **sizes, threads=1, steps=0, seeds=0, seed=0)
         if self.context is not None and self.stride is not None and self.stride >= self.context:
             raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
         if self.context is not None and self.stride is None and self.context < 4:
@@ -230,8 +215,8 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> Evaluate
     return replace(config, **changes)
 
 
-def _check_values(section: str, config: Any) -> None:
-    """Raise a ValueError for an empty list, an entry twice, and a number below its minimum."""
+def _check_values(section: str, config: Any, **minimums: int) -> None:
+    """Raise a ValueError for an empty list, an entry twice, and whole numbers that are none or below their minimum."""
     for item in fields(config):
         name, value = f"{section}{item.name}", getattr(config, item.name)
         entries = value if isinstance(value, tuple) else (value,)
@@ -239,15 +224,10 @@ def _check_values(section: str, config: Any) -> None:
             raise ValueError(f"{name} is empty: give at least one entry, or leave it out.")
         if len(set(entries)) < len(entries):
             raise ValueError(f"{name} has an entry twice: {', '.join(map(str, entries))}.")
-        minimum = MINIMUM.get(item.name)
+        minimum = minimums.get(item.name)
         for entry in entries:
-            whole = isinstance(entry, int) and not isinstance(entry, bool)
-            if minimum is not None and entry is not None and not (whole and entry >= minimum):
+            if minimum is not None and entry is not None and not (type(entry) is int and entry >= minimum):
                 raise ValueError(f"{name} must be a whole number of at least {minimum}, got {entry!r}.")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# How much is measured
 
 
 @dataclass(frozen=True)

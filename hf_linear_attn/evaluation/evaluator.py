@@ -185,10 +185,6 @@ class Evaluator:
         self.progress.log(f"{label}: {', '.join(parts)}")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Speed
-
-
 def measure_speed(evaluator: Evaluator) -> None:
     """Measure speed, memory and operations of one model with each mechanism at every length, side by side."""
     settings, exact = evaluator.settings, evaluator.exact.cast(evaluator.settings.dtype)
@@ -210,7 +206,7 @@ class _SpeedSweep:
     def __init__(self, evaluator: Evaluator, exact: ExactModel) -> None:
         self.evaluator, self.exact, self.settings = evaluator, exact, evaluator.settings
         model, tokens = exact.model, evaluator.inputs.tokens
-        self.common: dict[str, Any] = {"tokens": tokens, "baseline": EXACT_LABEL, "seconds": self.settings.seconds}
+        self.common: dict[str, Any] = {"tokens": tokens, "baseline": EXACT_LABEL}
         self.models: dict[str, tuple[str, dict[str, Any], Loader]] = {}  # label -> mechanism, its options, the model
         self.models[EXACT_LABEL] = (EXACT, {"implementation": exact.implementation}, lambda: model)
         sized = partial(timing_options, limit=longest_input(model), longest=max(self.settings.lengths))
@@ -236,16 +232,14 @@ class _SpeedSweep:
         Operations are counted for one sequence: a batch has so many times as many, and a prefill as many as a forward
         pass. Several sequences are timed at a few of the lengths, and not in a prefill.
         """
-        counting: dict[str, Any] = {}
+        seconds, size = self.settings.seconds, self.settings.throughput_batch_size
+        flops: dict[str, Any] = {}
         if measurement == DECODING:
-            measure = partial(measure_decoding, **{**self.common, "seconds": self.settings.seconds / 4})
+            measure = partial(measure_decoding, **self.common, seconds=seconds / 4)
         else:
-            measure = partial(measure_passes, **self.common, measurement=measurement, memory=True)
-            counting["flops"] = self.settings.flops and measurement != PREFILL
-        single, size = (
-            self._run(measurement, lengths, partial(measure, **counting)),
-            self.settings.throughput_batch_size,
-        )
+            measure = partial(measure_passes, **self.common, seconds=seconds, measurement=measurement, memory=True)
+            flops["flops"] = self.settings.flops and measurement != PREFILL
+        single = self._run(measurement, lengths, partial(measure, **flops))
         if size > 1 and measurement != PREFILL:
             shown = lengths_to_show(list(single), self.settings.length)
             self._run(measurement, shown, partial(measure, batch_size=size), batch_size=size, single=single)
@@ -263,7 +257,9 @@ class _SpeedSweep:
         done: dict[int, dict[str, Record]] = {}
         records, device = self.evaluator.records, self.exact.model.device
         name = measurement + (f" with {batch_size} sequences" if batch_size > 1 else "")
-        labels = [label for label in self.models if measurement != DECODING or label != WITHOUT_ATTENTION]
+        models = {**self.models}
+        if measurement == DECODING:
+            del models[WITHOUT_ATTENTION]
         # The time of exact attention grows with the square, and its memory too where all weights are in memory.
         quadratic = [(EXACT_LABEL, "seconds")]
         quadratic += [(EXACT_LABEL, "peak_memory")] if self.exact.implementation == "eager" else []
@@ -271,19 +267,18 @@ class _SpeedSweep:
             parts = {"length": length, "batch_size": batch_size}
             conditions = {
                 label: self.exact.conditions(attention, measurement, **parts, options=options)
-                for label, (attention, options, _) in self.models.items()
-                if label in labels
+                for label, (attention, options, _) in models.items()
             }
-            missing = [label for label in labels if records.known(conditions[label], label) is None]
+            missing = [label for label, one in conditions.items() if records.known(one, label) is None]
             if missing:
                 last = max(done, default=length)
                 rows, growth = (single[length], batch_size) if single else (done.get(last, {}), length / last)
                 reason = reason_to_skip(rows, growth, self.settings.seconds, device, () if single else quadratic)
                 if not reason:
                     self.evaluator.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
-                    beside = [label for label in labels if label in (*missing, EXACT_LABEL, WITHOUT_ATTENTION)]
+                    beside = [label for label in models if label in (*missing, EXACT_LABEL, WITHOUT_ATTENTION)]
                     try:
-                        results = measure({label: self.models[label][2]() for label in beside}, length=length)
+                        results = measure({label: models[label][2]() for label in beside}, length=length)
                     except torch.cuda.OutOfMemoryError:
                         torch.cuda.empty_cache()
                         reason = "the device has no more memory"
@@ -294,8 +289,7 @@ class _SpeedSweep:
                 group = secrets.token_hex(4)
                 for label, values in results.items():
                     records.add(conditions[label], values, label=label, group=group)
-            latest = {label: records.latest(one) for label, one in conditions.items()}
-            done[length] = {label: record for label, record in latest.items() if record is not None}
+            done[length] = {label: record for label, one in conditions.items() if (record := records.latest(one))}
         return done
 
 

@@ -287,10 +287,6 @@ def format_divergence(value: float | None) -> str:
     return format(value, ".0e") if EXACT_DIVERGENCE < abs(value) < 5e-5 else fixed(value, 4)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The search
-
-
 def order_layers(
     layers: Sequence[int], divergence: Callable[[Sequence[int]], float | None], *, greedy: bool
 ) -> list[int]:
@@ -320,36 +316,24 @@ class LayerSearch:
     that scores better than the exact one although it diverges largely is never within a budget of quality; and none is
     unless the exact model is clearly better than the model without attention (see `metrics.assess`).
 
-    Attributes:
-        exact: The exact model.
-        patched: A copy with the mechanism in every layer that may be converted, its learned parts trained.
-        timed: The copy that is timed, which is another one where long inputs need it.
-        metrics: The metric on the data that the layers are chosen with, `choice`, and on other data, `verification`.
-        budget: What may be lost, or the speedup to reach.
-        records: Where measurements are stored, and where a stopped search is resumed from.
-        conditions: What the measurements depend on, in `records`.
-        search: `"rank"` measures each layer by itself; `"greedy"` measures the remaining layers again after each.
-        lengths: Lengths to time, in tokens; that of a budget of speed is added.
-        tokens: Token ids to time with.
-        seconds: Time spent on each timing.
-        progress: Told what is being done.
-
     Raises:
         ValueError: The budget does not fit the metric, or the search is unknown.
     """
 
     exact: PreTrainedModel
-    patched: PreTrainedModel
-    timed: PreTrainedModel
-    metrics: Mapping[str, QualityMetric]
+    patched: (
+        PreTrainedModel  # a copy with the mechanism in every layer that may be converted, its learned parts trained
+    )
+    timed: PreTrainedModel  # the copy that is timed: another one where long inputs need it
+    metrics: Mapping[str, QualityMetric]  # on the data of the `choice` and on other data of the `verification`
     budget: Budget
-    records: Records
-    conditions: Conditions
-    search: str = "rank"
-    lengths: Sequence[int] = ()
-    tokens: Sequence[int] = (0,)
-    seconds: float = 2.0
-    progress: Progress = field(default_factory=Progress)
+    records: Records  # where measurements are stored, and where a stopped search is resumed from
+    conditions: Conditions  # what the measurements depend on, in `records`
+    search: str = "rank"  # `rank` measures each layer by itself; `greedy` measures those that remain again after each
+    lengths: Sequence[int] = ()  # to time, in tokens; that of a budget of speed is added
+    tokens: Sequence[int] = (0,)  # token ids to time with
+    seconds: float = 2.0  # spent on each timing
+    progress: Progress = field(default_factory=Progress)  # told what is being done
 
     def __post_init__(self) -> None:
         metric = self.metrics["choice"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
@@ -109,35 +110,19 @@ def value(metric: str, number: float | None, **columns: Any) -> dict[str, Any]:
     return {"metric": metric, "value": number, **columns}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Perplexity
-
-
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a causal language model.
+    """Perplexity of a causal language model."""
 
-    Attributes:
-        perplexity: `exp(loss)`.
-        loss: Nats per token, mean over the predicted tokens of all documents.
-        stderr: Standard error of the loss, from its variation between windows.
-        tokens: Number of predicted tokens.
-        context: Longest window in tokens.
-        stride: Distance between windows.
-        longest_window: Tokens of the longest window that occurred.
-        by_position: Mean loss over each eighth of the context (None where no token was predicted there).
-        divergence: `mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats, p of the exact model (None without one).
-    """
-
-    perplexity: float
-    loss: float
-    stderr: float
-    tokens: int
-    context: int
-    stride: int
-    longest_window: int
-    by_position: list[float | None]
-    divergence: float | None = None
+    perplexity: float  # `exp(loss)`
+    loss: float  # nats per token, mean over the predicted tokens of all documents
+    stderr: float  # standard error of the loss, from its variation between windows
+    tokens: int  # predicted ones
+    context: int  # longest window in tokens
+    stride: int  # distance between windows
+    longest_window: int  # tokens of the longest window that occurred
+    by_position: list[float | None]  # mean loss over each eighth of the context (None: no token was predicted there)
+    divergence: float | None = None  # `mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats, p of the exact model
 
 
 class Window(NamedTuple):
@@ -276,10 +261,6 @@ def perplexity_metric(
     return QualityMetric("perplexity", measure, PERPLEXITY, settings)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Labelled tasks
-
-
 def classification_metric(
     exact: PreTrainedModel,
     batches: Mapping[str, Sequence[Batch]],
@@ -295,9 +276,6 @@ def classification_metric(
     to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix, by which `batches` names
     them. The first set and the first metric decide.
     """
-
-    import numpy as np
-
     exact_logits = {suffix: cache(partial(classifier_logits, exact, part)) for suffix, part in batches.items()}
 
     def answer_divergence(reference: Tensor, own: Tensor) -> float:
@@ -308,14 +286,12 @@ def classification_metric(
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
         values: Values = []
-        rows = 0
         for suffix, part in batches.items():
             reference = exact_logits[suffix]()
             own = reference if model is exact else classifier_logits(model, part, on_batch)
             labels = torch.cat([batch["labels"] for batch in part]).numpy()
             predictions = (own.squeeze(-1) if regression else own.argmax(dim=-1)).numpy()
             scores = compute_metrics(metrics, predictions, labels)
-            rows += len(labels)
             if not values:
                 stderr = bootstrap_stderr(metrics[0], predictions, labels)
                 values.append(value("score", scores[metrics[0]], stderr=stderr))
@@ -325,7 +301,8 @@ def classification_metric(
                     constant = compute_metrics(metrics[:1], frequent, labels)[metrics[0]]
                     values.append(value("most_frequent_answer", constant))
             values += [value(name + suffix, scores[name]) for name in metrics]
-        longest = max(batch["input_ids"].shape[1] for part in batches.values() for batch in part)
+        shapes = [batch["input_ids"].shape for part in batches.values() for batch in part]
+        rows, longest = sum(rows for rows, _ in shapes), max(length for _, length in shapes)
         return [*values, value("rows", rows), value("longest_input", longest, unit="tokens")]
 
     higher = METRICS.get(metrics[0]).higher_is_better if metrics[0] in METRICS else True
@@ -343,8 +320,6 @@ def classifier_logits(model: PreTrainedModel, batches: Sequence[Batch], on_batch
 
 def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | None:
     """Return the standard error of a metric by resampling rows; None for `hub:` metrics, which may be slow."""
-    import numpy as np
-
     if metric.startswith(HUB_PREFIX):
         return None
     generator = np.random.default_rng(0)
@@ -353,10 +328,6 @@ def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | 
         rows = generator.integers(0, len(references), len(references))
         scores.append(compute_metrics([metric], predictions[rows], references[rows])[metric])
     return float(np.nanstd(scores, ddof=1)) if np.isfinite(scores).any() else None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Sentence embeddings
 
 
 @torch.no_grad()

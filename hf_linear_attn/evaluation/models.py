@@ -125,10 +125,6 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Loading
-
-
 def describe_source(source: str, task: str | None, dataset: str | None = None) -> tuple[str, str, Any]:
     """Return the name, the kind and the config of an unpatched checkpoint.
 
@@ -208,10 +204,6 @@ def kind_of(model: PreTrainedModel) -> str:
         return "classifier"
     is_decoder(model.config)  # raises for an encoder-decoder
     return "decoder" if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else "encoder"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Converted checkpoints
 
 
 @dataclass(frozen=True)

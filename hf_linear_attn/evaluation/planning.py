@@ -20,7 +20,7 @@ from ..data.text import Text, cut_text, pad_token, padded_batches, token_documen
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..patching import patch_model, patch_report
-from ..registry import ATTENTIONS, list_attentions
+from ..registry import ATTENTIONS
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
@@ -34,7 +34,7 @@ from .models import ExactModel, check_mechanism, describe_source, dtype_name, lo
 from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
 from .recall import recall_metric
-from .records import LEARNED_FOLDER, RECORDS_FILE, Records
+from .records import RECORDS_FILE, RESULTS, Records
 from .report import page_template
 from .speed import possible_lengths, timing_options
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from ..plan import PlanConfig
 
 PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
-
-#: A folder with one of these files holds a result of `plan`.
-RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 FORMAT_VERSION = 4
 
@@ -60,7 +57,6 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
     started = time.perf_counter()
     require_packages("jinja2", "matplotlib", "pandas", extra="demo", purpose="A plan's report")
     budget, folder, overwrite = Budget.parse(config.budget), Path(config.output), config.overwrite
-    list_attentions()
     check_mechanism(config.attention)
     check_output(folder, RESULTS, overwrite=overwrite, resume=config.resume)
     if config.save_model is not None:
@@ -68,17 +64,17 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         check_output(config.save_model, names, overwrite=overwrite, source=config.model, option="--save_model")
     run = _Run(config, budget)
     with open_output(folder, RESULTS, overwrite=overwrite), ConsoleProgress(console) as progress:
-        model, data = run.exact.facts(), run.facts()
+        facts, surroundings = run.facts(), environment(run.exact.model.device)
+        model, data = facts["model"], facts["data"]
         progress.log(f"Model: {model['name']}, {model['class']}, {model['parameters']:,} parameters")
         uses = {"transfer": "train", "choice": "choice", "verification": "verification"}
-        rows = [f"{inputs_text(data['data'][part])} for the {use}" for use, part in uses.items()]
-        progress.log(f"Data: {data['data']['source']}; {', '.join(rows)}")
+        rows = [f"{inputs_text(data[part])} for the {use}" for use, part in uses.items()]
+        progress.log(f"Data: {data['source']}; {', '.join(rows)}")
         progress.log(f"Records: {folder / RECORDS_FILE}; a run that is stopped continues with --resume")
         records, conditions = Records(folder / RECORDS_FILE), run.exact.conditions(config.attention, "", **run.identity)
         resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
-        facts = {**environment(run.exact.model.device), **data, "model": model, "resumed": resumed}
-        records.start_run("hf-linear-attn plan", facts["settings"], environment(run.exact.model.device))
-        facts["transfer"] = run.transfer(records, progress)
+        records.start_run("hf-linear-attn plan", facts["settings"], surroundings)
+        facts |= {**surroundings, "resumed": resumed, "transfer": run.transfer(records, progress)}
         search = LayerSearch(
             exact=run.exact.model,
             patched=run.patched,
@@ -208,13 +204,10 @@ class _Run:
         return {
             "format_version": FORMAT_VERSION,
             "created": utc_now(),
+            "model": self.exact.facts(),
             "settings": settings | {name: getattr(self.settings, name) for name in measured},
             "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {parameters:,} parameters",
-            "data": {
-                "source": source,
-                "sha256": self.inputs.hash,
-                **{name: facts[name] for name in ("train", *HALVES)},
-            },
+            "data": {"source": source, "sha256": self.inputs.hash} | {name: facts[name] for name in ("train", *HALVES)},
         }
 
     def save(self, result: LayerSearchResult, target: str) -> str:

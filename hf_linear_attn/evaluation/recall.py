@@ -212,10 +212,6 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Retrieval heads
-
-
 @dataclass(frozen=True)
 class RetrievalHeads:
     """How much the key-value heads of a model look up.

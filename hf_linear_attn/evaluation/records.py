@@ -33,6 +33,9 @@ RECORDS_FILE = "records.jsonl"
 #: Folder beside the records for the learned parameters: an interrupted run does not train them again.
 LEARNED_FOLDER = "learned"
 
+#: A folder with one of these holds a result of `evaluate` or `plan`.
+RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
+
 #: Columns of the table with the conditions of a value.
 CONDITION_COLUMNS = (
     *("id", "time", "run", "group", "label", "model", "attention", "state", "seed"),

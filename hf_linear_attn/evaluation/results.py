@@ -128,8 +128,6 @@ class Evaluation:
     info: dict[str, Any] = field(default_factory=dict)
     records: Records | None = field(default=None, repr=False)
 
-    # ---------------------------------------------------------------------------------------------- values
-
     @property
     def scores(self) -> list[Score]:
         """The scores of the models, the most important first."""
@@ -224,8 +222,6 @@ class Evaluation:
         columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
         return _text(self.value(measurement, metric, column=column, **columns), FORMATS.get(column, FORMATS[metric]))
 
-    # ---------------------------------------------------------------------------------------------- comparisons
-
     def compare(self, label: str, score: Score) -> Comparison | None:
         """Compare a row's score with that of exact attention, and with that of the model without attention.
 
@@ -314,8 +310,6 @@ class Evaluation:
             lines.append(f"Times are those of {timed}; quality was measured in {own}.")
         return [*lines, *self.info["notes"]]
 
-    # ---------------------------------------------------------------------------------------------- summary
-
     def summary(self) -> pandas.DataFrame:
         """Return the table that a report starts with: one row per mechanism, values as text.
 
@@ -355,8 +349,6 @@ class Evaluation:
             length = self._nearest(measurement, batch_size)
             row[f"{title} at {length:,}"] = self._cell(label, measurement, metric, length, batch_size)
         return row
-
-    # ---------------------------------------------------------------------------------------------- files
 
     def report(self, folder: str | Path) -> Path:
         """Write `report.html` with its plots and `report.md` to a folder; return the path of the page.

@@ -119,11 +119,7 @@ def training_pass(model: PreTrainedModel) -> Pass:
 
 FORWARD, PREFILL, TRAINING, DECODING = "forward", "prefill", "forward+backward", "decoding"
 
-PASSES: dict[str, Callable[[PreTrainedModel], Pass]] = {
-    FORWARD: forward_pass,
-    PREFILL: prefill_pass,
-    TRAINING: training_pass,
-}
+PASSES = {FORWARD: forward_pass, PREFILL: prefill_pass, TRAINING: training_pass}
 
 
 def measure_passes(
@@ -167,11 +163,8 @@ def measure_passes(
 def timing_values(timing: Timing, tokens: int) -> Values:
     """Return the values of a timed call that processes `tokens` tokens."""
     columns = asdict(timing)
-    seconds = columns.pop("median")
-    return [
-        value("seconds", seconds, unit="s", **columns),
-        value("tokens_per_second", tokens / seconds, unit="tokens/s"),
-    ]
+    seconds, rate = columns.pop("median"), tokens / timing.median
+    return [value("seconds", seconds, unit="s", **columns), value("tokens_per_second", rate, unit="tokens/s")]
 
 
 @torch.inference_mode()
