@@ -85,9 +85,7 @@ def _model_class(path: str, config: Any, auto_class: Any) -> type:
     if auto_class is None:
         names = getattr(config, "architectures", None) or []
         if not names:
-            raise ValueError(
-                f"The config of {path!r} does not say which class was saved. Pass auto_class=AutoModelForCausalLM, …"
-            )
+            raise ValueError(f"The config of {path!r} names no class. Pass auto_class=AutoModelForCausalLM, …")
         return transformers_class(names[0])
     named: Any = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
     mapping = getattr(named, "_model_mapping", None)

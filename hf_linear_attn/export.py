@@ -76,9 +76,7 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
 
     exporter, settings = (OnnxExporter(), OnnxConfig) if format == "onnx" else (DynamoExporter(), DynamoConfig)
     if model.config.is_encoder_decoder:
-        raise NotImplementedError(
-            "The export of encoder-decoders is not tested. Use Transformers' exporters, and compare the outputs."
-        )
+        raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
     inputs = padded_inputs(model, TRACED_LENGTHS)
     if model.can_generate():
         try:

@@ -25,9 +25,7 @@ class DataConfig:
         None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
     )
     max_length: int | None = option(
-        None,
-        "longest input, or block of a causal language model, in tokens (default of convert and finetune: what the "
-        "model takes, up to 1,024; of plan: 128)",
+        None, "longest input, or block of a causal-lm, in tokens (default: the model's, up to 1,024; of plan: 128)"
     )
     max_train_samples: int | None = option(None, "number of training rows or blocks, drawn by the seed (default: all)")
     max_eval_samples: int | None = option(None, "number of validation rows, drawn once for all seeds (default: all)")

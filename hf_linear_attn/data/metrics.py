@@ -109,10 +109,8 @@ def _hub_metric(name: str) -> Metric:
     try:
         module: Any = evaluate.load(path, config or None)
     except (FileNotFoundError, ConnectionError, ImportError, ValueError) as error:
-        raise OSError(
-            f"The metric {name!r} cannot be loaded ({error}). Connect to the Hub, check its name, or use one that "
-            "needs no network, such as accuracy."
-        ) from error
+        remedy = "Connect to the Hub, check its name, or use one that needs no network, such as accuracy."
+        raise OSError(f"The metric {name!r} cannot be loaded ({error}). {remedy}") from error
 
     def metric(predictions: np.ndarray, references: np.ndarray) -> float:
         values = module.compute(predictions=predictions, references=references) or {}

@@ -111,10 +111,9 @@ def _load_folder(folder: Path) -> DatasetDict:
             raise ValueError(f"{str(folder)!r} has two files for {split}: {files[split].name}, {name}. Remove one.")
         files[split] = folder / name
     if not files:
-        raise FileNotFoundError(
-            f"{str(folder)!r} holds no saved data set and no files named by split (train.*, validation.*, test.*); "
-            f"found {', '.join(names[:10]) or 'nothing'}."
-        )
+        found = ", ".join(names[:10]) or "nothing"
+        missing = "no saved data set and no files named by split (train.*, validation.*, test.*)"
+        raise FileNotFoundError(f"{str(folder)!r} holds {missing}; found {found}.")
     return _load_files(files)
 
 
@@ -128,10 +127,8 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
     first = next(iter(files))
     for split, table in tables.items():
         if list(table) != list(tables[first]):
-            raise ValueError(
-                f"{files[split]} has the columns {', '.join(table)}, but {files[first]} has "
-                f"{', '.join(tables[first])}. The files of one data set need the same."
-            )
+            columns = [f"{files[name]} has the columns {', '.join(tables[name])}" for name in (split, first)]
+            raise ValueError(f"{', but '.join(columns)}. The files of one data set need the same.")
     if suffixes <= {"csv", "tsv"}:
         tables = with_numbers(tables)
     splits = datasets.DatasetDict()

@@ -98,8 +98,7 @@ class TaskData:
         if len(names) != len(self.labels) or not (generic or numbers or same):
             raise ValueError(
                 f"{model} was trained with the labels {', '.join(names)}, in this order; the data has "
-                f"{', '.join(self.labels)}. Give data with the model's labels, or a model without a classification "
-                "head to fine-tune on it."
+                f"{', '.join(self.labels)}. Give data with the model's labels, or a model without a head."
             )
 
     def trainer_arguments(self) -> dict[str, Any]:
@@ -163,10 +162,7 @@ class MaskingCollator(DataCollatorForLanguageModeling):
             masked, labels = super().torch_mask_tokens(original.clone(), *args, **kwargs)
             if bool((labels != IGNORED).any()):
                 return masked, labels
-        raise ValueError(
-            "A batch holds nothing but special tokens and padding: there is nothing to mask. Check the text, or raise "
-            "data.mlm_probability."
-        )
+        raise ValueError("A batch of special tokens has nothing to mask. Check the text or raise data.mlm_probability.")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -56,9 +56,7 @@ def text_of(documents: Sequence[str], source: str) -> Text:
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     characters = sum(map(len, documents))
     if characters < MIN_CHARACTERS:
-        raise ValueError(
-            f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed. Give a longer text."
-        )
+        raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
     train, held_out = split_train(documents)
     return Text(source, digest, tuple(train), tuple(held_out))
 
@@ -158,10 +156,8 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
         # `verbose=False`: that a document is longer than the model's limit is why it is cut afterwards.
         return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except Exception as error:
-        raise ValueError(
-            f"The model's tokenizer cannot read {files.shortened(text)} ({error}). Give a text that the "
-            "model was made for, or repair its tokenizer.json."
-        ) from error
+        remedy = "Give a text that the model was made for, or repair its tokenizer.json."
+        raise ValueError(f"The model's tokenizer cannot read {files.shortened(text)} ({error}). {remedy}") from error
 
 
 def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:

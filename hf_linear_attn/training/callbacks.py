@@ -74,11 +74,8 @@ class InterruptionCallback(TrainerCallback):
         """Raise the error once the checkpoint is written."""
         if self._received is not None:
             checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            raise InterruptedRunError(
-                f"Interrupted after step {state.global_step} of {state.max_steps}; a checkpoint is in "
-                f"{str(checkpoint)!r}. {self.remedy}",
-                self._received,
-            )
+            where = f"after step {state.global_step} of {state.max_steps}; a checkpoint is in {str(checkpoint)!r}"
+            raise InterruptedRunError(f"Interrupted {where}. {self.remedy}", self._received)
 
 
 class StageCallback(TrainerCallback):

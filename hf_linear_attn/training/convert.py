@@ -145,10 +145,8 @@ def _load_data(run: Run) -> TaskData:
     run.say(f"{facts['train_rows']:,} training rows of {facts['train_tokens']:,} tokens, {held_out:,} validation rows")
     if facts["train_truncated"]:
         share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
-        run.say(
-            f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut to {max_length:,} tokens "
-            f"({reason}); they lose {100 * share:.1f} % of all tokens."
-        )
+        cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
+        run.say(f"{cut} to {max_length:,} tokens ({reason}); they lose {100 * share:.1f} % of all tokens.")
     return data
 
 
@@ -298,8 +296,7 @@ def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
         run.say(
             f"{exactness(counts)} So these data train {'little' if counts['longer'] else 'nothing'} of the mechanism. "
-            "Give longer inputs, or narrow what is exact (options.window_size or options.block_size), or expect an "
-            "untrained mechanism on longer inputs."
+            "Give longer inputs, or narrow what is exact (options.window_size or options.block_size)."
         )
     return {
         "class": type(model).__name__,

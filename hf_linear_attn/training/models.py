@@ -30,10 +30,7 @@ def load_tokenizer(config: TrainingRunConfig) -> Any:
     """Return the tokenizer of a model, or the one that is given instead."""
     source = config.tokenizer or config.model
     if source is None:
-        raise ValueError(
-            "There is no model: give MODEL, a local folder or a repository on the Hub. A model_type needs a tokenizer: "
-            "give tokenizer, a folder or a repository, or train_tokenizer, a size."
-        )
+        raise ValueError("There is no model: give MODEL; with a model_type, give tokenizer or train_tokenizer.")
     return read_tokenizer(source, config.revision, remedy="Give another one with --tokenizer.")
 
 

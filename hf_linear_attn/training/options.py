@@ -41,9 +41,7 @@ class StageConfig:
     per_device_train_batch_size: int = option(32, "rows of one forward pass on one device")
     gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step")
     learning_rate: float = option(5e-5, "peak learning rate", common=True)
-    learned_lr: float | None = option(
-        None, "learning rate of the mechanisms' learned parts (default: as learning_rate)"
-    )
+    learned_lr: float | None = option(None, "learning rate of mechanisms' learned parts (default: learning_rate)")
     weight_decay: float = option(0.01, "AdamW's weight decay, of matrices only")
     warmup_steps: float = option(0.06, "steps in which the learning rate rises; below 1, their share of all steps")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
@@ -55,9 +53,7 @@ class StageConfig:
         0.25, "steps between evaluations; below 1, their share of all steps; 0: none. The best one's weights are kept"
     )
     patience: int | None = option(None, "stop after this number of evaluations without a better one")
-    arguments: dict[str, Any] = option(
-        factory=dict, help="further fields of transformers.TrainingArguments: arguments.optim adafactor"
-    )
+    arguments: dict[str, Any] = option(factory=dict, help="further fields of TrainingArguments: arguments.optim sgd")
 
     def __post_init__(self) -> None:
         check_positive(self.section, self, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -86,15 +82,11 @@ class TransferConfig:
 
     max_steps: int = option(200, "optimizer steps; 0: no attention transfer", common=True)
     per_device_train_batch_size: int = option(32, "rows of one step on one device")
-    learning_rate: float | None = option(
-        None, "peak learning rate (default: what suits the mechanism, 1e-2 for feature maps)"
-    )
+    learning_rate: float | None = option(None, "peak learning rate (default: the mechanism's, 1e-2 for feature maps)")
     loss: AttentionLoss = option("auto", "what to match: attention weights, outputs, or whichever suits the mechanism")
     eval_steps: int = option(50, "steps between evaluations on held-out rows")
     patience: int | None = option(None, "stop after this number of evaluations without a better one")
-    arguments: dict[str, Any] = option(
-        factory=dict, help="further fields of transformers.TrainingArguments: arguments.optim adafactor"
-    )
+    arguments: dict[str, Any] = option(factory=dict, help="further fields of TrainingArguments: arguments.optim sgd")
 
     def __post_init__(self) -> None:
         check_positive("transfer.", self, "per_device_train_batch_size", "learning_rate", "eval_steps", "patience")
@@ -134,27 +126,19 @@ class TrainingRunConfig:
     attention: str | None = option(
         DEFAULT_ATTENTION, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True
     )
-    options: dict[str, Any] = option(
-        factory=dict, help="options of the mechanism: --options.window_size 32", common=True
-    )
+    options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32", common=True)
     layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
     task_type: TaskType = option(
-        "classification",
-        "classification stands for regression, too; embedding: of sentences",
-        common=True,
+        "classification", "classification stands for regression, too; embedding: of sentences", common=True
     )
     output: str | None = option(None, "folder of the result", common=True)
     data: DataConfig = option(factory=DataConfig)
 
-    max_length: int | None = option(
-        None, "longest input in tokens: learned positions, the teacher's and the student's, are extended to it"
-    )
+    max_length: int | None = option(None, "longest input in tokens; learned positions (teacher's, too) are extended")
     revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
     tokenizer: str | None = option(None, "folder or repository of the tokenizer (default: the model's)")
-    train_tokenizer: int | None = option(
-        None, "size of a byte-level BPE tokenizer to train on the training text, instead"
-    )
+    train_tokenizer: int | None = option(None, "size of a byte-level BPE tokenizer to train on the training text")
     model_type: str | None = option(None, "pretraining without a checkpoint: a type such as gpt2, llama or bert")
     from_config: bool = option(False, "pretraining with random weights and the config of the model")
     config_overrides: dict[str, Any] = option(
@@ -173,9 +157,7 @@ class TrainingRunConfig:
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted")
     save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none")
-    report_to: tuple[str, ...] = option(
-        ("tensorboard",), "trackers of transformers.Trainer besides log.jsonl, where they are installed"
-    )
+    report_to: tuple[str, ...] = option(("tensorboard",), "the Trainer's trackers besides log.jsonl, if installed")
     control: bool = option(False, "the softmax control: the same stages and steps with exact attention")
     speed: TimingConfig = option(factory=lambda: TimingConfig((512, 2048)))
     hub_model_id: str | None = option(None, "repository on the Hub to push the result to")
@@ -225,6 +207,4 @@ class ConvertConfig(TrainingRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.task_type == "embedding" and self.teacher.enabled:
-            raise ValueError(
-                "task_type embedding has no labels to fine-tune a teacher on: leave the section teacher out."
-            )
+            raise ValueError("task_type embedding has no labels to fine-tune on: leave the section teacher out.")

@@ -112,10 +112,8 @@ class Run:
         changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
         if changed:
             changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
-            raise ValueError(
-                f"resume: the options differ from those of {str(self.folder)!r} ({changes}). Use the same ones, with "
-                "the same version of hf-linear-attn."
-            )
+            remedy = "Use the same options, with the same version of hf-linear-attn."
+            raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
 
     def prepare_folder(self) -> None:
         """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""

@@ -70,9 +70,7 @@ class FinetuningTrainer(Trainer):
     ) -> None:
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
-            raise TypeError(
-                f"args of a {type(self).__name__} must be a {self.config_class.__name__}, got a {type(args).__name__}."
-            )
+            raise TypeError(f"args must be a {self.config_class.__name__}, got a {type(args).__name__}.")
         super().__init__(model, args, **kwargs)
         check_sharding(self.accelerator)
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
@@ -425,8 +423,7 @@ class DistillationTrainer(FinetuningTrainer):
     ) -> None:
         if teacher_model is None and not hasattr(model, "disable_adapter"):
             raise ValueError(
-                f"This {type(model).__name__} has no teacher. Pass teacher_model, or a model with PEFT adapters, whose "
-                "base weights are the teacher."
+                f"{type(model).__name__} has no teacher. Pass teacher_model, or a model with PEFT adapters."
             )
         super().__init__(model, args, **kwargs)
         self.teacher = teacher_model
@@ -460,9 +457,7 @@ class DistillationTrainer(FinetuningTrainer):
             parts["logits"] = logits_loss(rows, target_rows, config.temperature)
         if with_hidden:
             if outputs.hidden_states is None or target.hidden_states is None:
-                raise NotImplementedError(
-                    f"{type(self.model).__name__} does not return hidden_states. Set hidden_weight=0."
-                )
+                raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
             errors = hidden_loss(outputs.hidden_states, target.hidden_states, inputs.get("attention_mask"))
             # Weighted by row, so that the sum does not depend on how the rows are spread over processes.
             parts["hidden"] = (errors * count_targets(labels, shift)).sum()

@@ -176,10 +176,7 @@ class AttentionTransferLoss:
         #: The mechanisms with learned parts.
         self.learned = [mechanism for mechanism in mechanisms if list(mechanism.parameters())]
         if not self.learned:
-            raise ValueError(
-                "None of the patched layers has anything to learn. Attention transfer is for mechanisms with learned "
-                "parts (list_attentions() tells which)."
-            )
+            raise ValueError("None of the patched layers has anything to learn (list_attentions() tells which have).")
         self.model = model
         self.kind = kind
         self.tokens = 0

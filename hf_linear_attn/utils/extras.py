@@ -12,7 +12,5 @@ def require_packages(*packages: str, extra: str, purpose: str) -> None:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise ImportError(
-                f"{purpose} needs {error.name or package}, which is not installed: "
-                f"pip install 'hf-linear-attn[{extra}]'"
-            ) from error
+            missing = f"{error.name or package}, which is not installed"
+            raise ImportError(f"{purpose} needs {missing}: pip install 'hf-linear-attn[{extra}]'") from error

@@ -121,15 +121,11 @@ def check_output(
         raise ValueError(f"{name} holds the model {source!r}, which would be lost. Name another folder.")
     if not any((folder / result).exists() for result in results):
         listed = ", ".join(contents[:3]) + (", …" if len(contents) > 3 else "")
-        raise ValueError(
-            f"{name} holds files that are no result of this command ({listed}), which it does not replace. "
-            "Name a new folder."
-        )
+        raise ValueError(f"{name} holds files that are no result of this command ({listed}). Name a new folder.")
     if not (overwrite or resume):
         continuation = "" if resume is None else "continue it (--resume), "
-        raise ValueError(
-            f"{name} holds an earlier result: {continuation}replace it (--overwrite), or name a new folder."
-        )
+        remedy = f"{continuation}replace it (--overwrite), or name a new folder"
+        raise ValueError(f"{name} holds an earlier result: {remedy}.")
 
 
 @contextmanager
@@ -169,6 +165,5 @@ def check_disk_space(folder: Path, required: int, remedy: str = "Free some space
     """Raise an OSError, which ends with the remedy, if the disk of a folder has fewer than `required` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < required:
-        raise OSError(
-            f"{str(folder)!r} has {free / 1e9:.2f} GB free; about {required / 1e9:.2f} GB are needed. {remedy}"
-        )
+        needed = f"about {required / 1e9:.2f} GB are needed"
+        raise OSError(f"{str(folder)!r} has {free / 1e9:.2f} GB free; {needed}. {remedy}")

@@ -146,7 +146,7 @@ def test_bad_folders_are_errors(tmp_path):
     with pytest.raises(ValueError, match=r"two files for train: train.csv, train.jsonl"):
         load_source(str(tmp_path))
     (tmp_path / "train.csv").unlink()
-    with pytest.raises(ValueError, match=r"train.jsonl has the columns b, but .*test.jsonl has a"):
+    with pytest.raises(ValueError, match=r"train.jsonl has the columns b, but .*test.jsonl has the columns a"):
         load_source(str(tmp_path))
 
 
