@@ -102,10 +102,6 @@ def shortened(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Formats
-
-
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Numbered lines. Other separators than \\n and \\r\\n may be text."""
     lines = text.removesuffix("\n").split("\n")

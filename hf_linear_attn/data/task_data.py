@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,29 +44,20 @@ AUTO_CLASSES = {
 
 @dataclass
 class TaskData:
-    """The encoded data of a task.
+    """The encoded data of a task."""
 
-    Attributes:
-        task_type: A key of `AUTO_CLASSES`.
-        validation: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
-        metric: The metric that decides which step is best, with its direction `greater_is_better`.
-        metric_names: All metrics of a classification task.
-        labels: Names of the classes in order; None for scores and for language models.
-        facts: Numbers of rows and tokens.
-        longest: Tokens of the longest row.
-    """
-
-    task_type: str
+    task_type: str  # a key of `AUTO_CLASSES`
     tokenizer: Any
     collator: Callable[[list[Any]], dict[str, Tensor]]
     train: Dataset = field(init=False)
+    #: Encoded rows by name. The name is a prefix of metrics' names; it is empty if there is one set only.
     validation: dict[str, Dataset] = field(default_factory=dict)
-    metric: str = "loss"
+    metric: str = "loss"  # it decides which step is best
     greater_is_better: bool = False
-    metric_names: tuple[str, ...] = ()
-    labels: tuple[str, ...] | None = None
-    facts: dict[str, int] = field(default_factory=dict)
-    longest: int = 0
+    metric_names: tuple[str, ...] = ()  # all metrics of a classification task
+    labels: tuple[str, ...] | None = None  # names of the classes in order; None for scores and for language models
+    facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
+    longest: int = 0  # tokens of the longest row
 
     @property
     def config_changes(self) -> dict[str, Any]:
@@ -144,12 +136,10 @@ class TaskData:
         return own
 
 
-class BlockCollator:
-    """Data collator for blocks of equal length, which predict every next token."""
-
-    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
-        ids = torch.tensor([row["input_ids"] for row in rows])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+def collate_blocks(rows: list[Any]) -> dict[str, Tensor]:
+    """Return a batch of blocks of equal length, which predict every next token."""
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 class MaskingCollator(DataCollatorForLanguageModeling):
@@ -163,10 +153,6 @@ class MaskingCollator(DataCollatorForLanguageModeling):
             if bool((labels != IGNORED).any()):
                 return masked, labels
         raise ValueError("A batch of special tokens has nothing to mask. Check the text or raise data.mlm_probability.")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Loading
 
 
 def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
@@ -211,22 +197,18 @@ def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
 
 def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
-    collator: Any = BlockCollator()
+    collator: Any = collate_blocks
+    encode: Callable[[Any], Encoded]
+    encode = partial(encode_blocks, tokenizer=tokenizer, text_column=column, block_length=length)
     if task_type == "embedding":
         collator = DataCollatorWithPadding(tokenizer)
+        encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)
     elif task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
-
-    def encode(rows: Dataset) -> Encoded:
-        if task_type == "masked-lm":
-            return encode_pairs(rows, tokenizer, [column], length, label=None)
-        if task_type == "embedding":
-            return encode_passages(rows, tokenizer, column, length)
-        return encode_blocks(rows, tokenizer, column, length)
-
+        encode = partial(encode_pairs, tokenizer=tokenizer, columns=[column], max_length=length, label=None)
     task_data = TaskData(task_type, tokenizer, collator)
     _encode(task_data, load_splits(data, seed, [column]), data, seed, encode)
     return task_data

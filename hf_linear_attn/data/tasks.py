@@ -171,9 +171,6 @@ def _label(value: Any, task: Task, layout: FileLayout) -> float | int:
     return score
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The tasks
-
 _ENTAILMENT = ("entailment", "not_entailment")
 _PAIR = ("sentence1", "sentence2")
 _MNLI_DEV = {name: (f"dev_{name.rpartition('_')[2]}.tsv",) for name in ("validation_matched", "validation_mismatched")}
@@ -188,7 +185,7 @@ def _add(
     **options: Any,
 ) -> None:
     name = _task_name(folder)
-    TASKS.add(name, Task(name, columns, labels, metrics, layouts, (GLUE_HUB, name), **options))
+    TASKS.add(name, Task(name, columns, labels, metrics, layouts, **{"hub": (GLUE_HUB, name), **options}))
 
 
 # Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
@@ -245,13 +242,12 @@ _json_lines = {
     split: tuple(f"{name}.{suffix}" for suffix in ("jsonl", "jsonl.xz", "jsonl.gz"))
     for split, name in (("train", "train"), ("validation", "test"))
 }
-_imdb = Task(
-    name="imdb",
-    columns=("text",),
-    labels=("neg", "pos"),
-    metrics=("accuracy",),
-    layouts=(FileLayout(("text",), "label", _json_lines),),
+_add(
+    "imdb",
+    ("text",),
+    ("neg", "pos"),
+    ("accuracy",),
+    FileLayout(("text",), "label", _json_lines),
     hub=("stanfordnlp/imdb", None),
     splits={"train": "train", "validation": "test"},
 )
-TASKS.add("imdb", _imdb)

@@ -111,10 +111,6 @@ def docstrings(path: Path) -> Iterator[str]:
                 yield inspect.cleandoc(text)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Tokens
-
-
 def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count: int | None = None) -> list[list[int]]:
     """Return sequences, at most `count` (None: all), of at most `length` tokens, with the tokenizer's special tokens.
 

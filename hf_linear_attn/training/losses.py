@@ -26,9 +26,6 @@ RUN_LENGTH = 32
 #: the next one is computed, so this bounds the memory for any batch size, length and number of layers.
 BLOCK_ENTRIES = 2**24
 
-# --------------------------------------------------------------------------------------------------------------------
-# Task and distillation
-
 
 def select_targets(logits: Tensor, labels: Tensor, shift: bool) -> tuple[Tensor, Tensor]:
     """Return the logits of all targets and their labels.
@@ -100,16 +97,10 @@ def row_losses(
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return `T² Σ KL(softmax(teacher / T) ‖ softmax(student / T))` over N targets (Hinton et al. 2015,
-    arXiv:1503.02531).
+    """Return `T² Σ KL(softmax(teacher / T) ‖ softmax(student / T))` over the logits `[N, C]` of N targets.
 
-    The factor T² keeps the size of the gradient independent of the temperature T. Scores (C = 1) have no distribution:
-    their loss is the squared difference.
-
-    Args:
-        student: Logits `[N, C]`.
-        teacher: Logits `[N, C]`.
-        temperature: T.
+    The factor T² keeps the size of the gradient independent of the temperature T (Hinton et al. 2015,
+    arXiv:1503.02531). Scores (C = 1) have no distribution: their loss is the squared difference.
     """
     if student.shape[-1] == 1:
         return (student.float() - teacher.float()).square().sum()
@@ -140,10 +131,6 @@ def hidden_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], attention_
         difference, norm = sizes.sum(-1)
         errors.append(difference / norm.clamp_min(1e-12))
     return torch.stack(errors).mean(0)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Attention transfer
 
 
 def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> Tensor:

@@ -97,10 +97,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The options of a config
-
-
 @dataclass(frozen=True)
 class _Option:
     """One option: its type without None, and what `--help` says. Without a type it is a key of a mapping."""
@@ -171,9 +167,6 @@ GENERAL = {
     "print_config": _Option(bool, help="print the config as YAML and exit"),
     "traceback": _Option(bool, help="show the traceback of an error"),
 }
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reading
 
 
 def parse_config(
@@ -347,10 +340,6 @@ def _with_flags(message: str, config_class: type) -> str:
         lambda match: f"--{match[0]}" if match[0] in names and ("." in match[0] or match.end() <= end) else match[0],
         message,
     )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Help
 
 
 def _help(

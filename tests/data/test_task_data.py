@@ -11,9 +11,9 @@ from transformers import EvalPrediction
 
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.task_data import (
-    BlockCollator,
     MaskingCollator,
     TaskData,
+    collate_blocks,
     load_labelled,
     load_splits,
     read_documents,
@@ -22,11 +22,11 @@ from tests.data.tiny_data import tokenizer, write
 
 
 def task_data(task_type: str, **options: object) -> TaskData:
-    return TaskData(task_type, tokenizer(), BlockCollator(), **options)  # type: ignore[arg-type]
+    return TaskData(task_type, tokenizer(), collate_blocks, **options)  # type: ignore[arg-type]
 
 
 def test_blocks_predict_every_next_token():
-    batch = BlockCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 5]}])
+    batch = collate_blocks([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 5]}])
     assert batch["labels"].tolist() == batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 5]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
 
