@@ -267,11 +267,10 @@ def describe(name: str, entry: dict[str, Any]) -> str:
 def _print_table(entries: dict[str, dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "directions", "learned", "state", "paper", "when to choose"):
-        table.add_column(column, no_wrap=column in ("name", "directions", "learned", "state"))
+    short = [Column(title, no_wrap=True) for title in ("name", "directions", "learned", "state")]
+    table = Table(*short, "paper", "when to choose", box=SIMPLE_HEAD, pad_edge=False)
     for name, entry in entries.items():
         learned = "yes" if entry["learned"] else "no"
         table.add_row(name, directions(entry), learned, entry["state"], entry["paper"], entry["recommendation"])

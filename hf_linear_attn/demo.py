@@ -48,13 +48,11 @@ class DemoConfig(EvaluateConfig):
         if data.task is None and data.dataset is None:
             data = replace(data, dataset=PYTHON_DOCUMENTATION)
         if self.full:
-            length = self.length or (max(own) if own else None)
-            return replace(self, data=data, length=length, quick=False)
+            return replace(self, data=data, length=self.length or max(own or (), default=None), quick=False)
         attention = self.attention or (None if self.converted else ATTENTIONS)
-        lengths = own or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS)
-        length = self.length or max(lengths)
+        speed = replace(self.speed, lengths=own or (DECODER_LENGTHS if self.model == SMOLLM2 else LENGTHS))
+        length = self.length or max(speed.lengths or ())
         steps = STEPS if self.steps is None else self.steps
-        speed = replace(self.speed, lengths=lengths)
         return replace(self, data=data, length=length, attention=attention, steps=steps, speed=speed)
 
 

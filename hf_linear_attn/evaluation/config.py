@@ -181,8 +181,8 @@ class EvaluateConfig:
         changes: dict[str, Any] = {}
         unused: dict[str, Any] = {}
         for name in ("converted", "baseline"):
-            entries = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
-            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in entries]
+            pairs = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
+            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in pairs]
             changes[name] = tuple(str(folder) for head, folder in folders if head == task) or None
         own = task or self.data.own_task
         if task is not None:
@@ -271,10 +271,7 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     for name, value in (("sequence_length", length), ("context", config.context)):
         if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
             raise ValueError(f"{name} {value} is beyond the model's {limit} positions. Use {limit} or less.")
-    default: tuple[str, ...] = DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
-    if quick:
-        default = QUICK_ATTENTIONS
-    attentions = config.attention if config.attention or config.converted else default
+    default = QUICK_ATTENTIONS if quick else DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
     own = config.length or min(limit or 2048, 2048)
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
@@ -282,7 +279,7 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     context = config.context or min(length, limit or length)
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return Settings(
-        attentions=tuple(dict.fromkeys(attentions or ())),
+        attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
         steps=(25 if quick else 100) if config.steps is None else config.steps,
         sequence_length=length,
         batch_size=batch_size,

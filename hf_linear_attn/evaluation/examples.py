@@ -51,16 +51,16 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
         padded_batches([token_passages(tokenizer, [text], length, 1)[0] for text in texts], 16, pad_token(tokenizer))
         for texts in (documents, QUERIES)
     )
-    columns = {}
+    ranks = range(1, min(HITS, len(titles)) + 1)
+    index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
+    table = pandas.DataFrame(index=index)
     for label, model in models.items():
         documents_embedded, queries_embedded = (
             normalize(sentence_embeddings(model, batches), dim=-1) for batches in (passages, queries)
         )
-        hits = (queries_embedded @ documents_embedded.T).topk(min(HITS, len(titles)), dim=-1).indices.tolist()
-        columns[label] = [titles[index] for row in hits for index in row]
-    ranks = range(1, len(columns[label]) // len(QUERIES) + 1)
-    index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
-    return pandas.DataFrame(columns, index=index)
+        hits = (queries_embedded @ documents_embedded.T).topk(len(ranks), dim=-1).indices.tolist()
+        table[label] = [titles[hit] for row in hits for hit in row]
+    return table
 
 
 def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:

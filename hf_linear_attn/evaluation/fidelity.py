@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,11 +33,9 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     """Return what a model's forward pass accepts of a batch, on its device, without labels and without a cache."""
-    accepted = set(inspect.signature(model.forward).parameters)
-    inputs: dict[str, Any] = {
-        name: tensor.to(model.device) for name, tensor in batch.items() if name in accepted and name != "labels"
-    }
-    return {**inputs, "use_cache": False} if "use_cache" in accepted else inputs
+    accepted = inspect.signature(model.forward).parameters
+    tensors = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
+    return {name: item for name, item in {**tensors, "use_cache": False}.items() if name in accepted}
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,12 @@ class Fidelity:
     def kl(self) -> float | None:
         """Mean over heads and layers, in nats."""
         values = [value for layer in self.layers for value in layer.kl or ()]
-        return sum(values) / len(values) if values else None
+        return fmean(values) if values else None
 
     @property
     def output_error(self) -> float:
         """Mean over heads and layers."""
-        values = [value for layer in self.layers for value in layer.output_error]
-        return sum(values) / len(values)
+        return fmean(value for layer in self.layers for value in layer.output_error)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,11 +125,8 @@ class Perplexity:
     divergence: float | None = None  # `mean_t Σ_v p_t(v) log(p_t(v) / q_t(v))` in nats, p of the exact model
 
 
-class Window(NamedTuple):
-    """Tokens of one forward pass. The tokens from index `first` on are predicted and counted."""
-
-    tokens: Sequence[int]
-    first: int
+Window = tuple[Sequence[int], int]
+"""Tokens of one forward pass, and the index of the first one that is predicted and counted."""
 
 
 def strided_windows(documents: Sequence[Sequence[int]], context: int, stride: int) -> list[Window]:
@@ -141,7 +138,7 @@ def strided_windows(documents: Sequence[Sequence[int]], context: int, stride: in
             stop = min(start + context, len(document))
             if stop <= counted:
                 break
-            windows.append(Window(document[start:stop], counted - start))
+            windows.append((document[start:stop], counted - start))
             counted = stop
     return windows
 
@@ -177,7 +174,7 @@ def measure_perplexity(
     if context < 2 or not 1 <= stride <= context - 1:
         raise ValueError(f"context must be at least 2 and stride from 1 to context - 1, got {context} and {stride}.")
     # Windows of similar length are batched together, which needs little padding.
-    windows = sorted(strided_windows(documents, context, stride), key=lambda window: len(window.tokens))
+    windows = sorted(strided_windows(documents, context, stride), key=lambda window: len(window[0]))
     if not windows:
         raise ValueError("No document has two tokens, so there is nothing to predict. Give a longer text.")
     batches = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
@@ -206,7 +203,7 @@ def measure_perplexity(
         tokens=tokens,
         context=context,
         stride=stride,
-        longest_window=len(windows[-1].tokens),
+        longest_window=len(windows[-1][0]),
         by_position=[float(total / count) if count else None for total, count in bins],
         divergence=None if exact is None else divergence / tokens,
     )
@@ -214,11 +211,11 @@ def measure_perplexity(
 
 def _predictions(model: PreTrainedModel, windows: Sequence[Window]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Log probabilities `[N, vocabulary]` and targets `[N]` of the counted tokens; on the CPU, window and position."""
-    batch = padded_batches([window.tokens for window in windows], len(windows), 0)[0]
+    batch = padded_batches([tokens for tokens, _ in windows], len(windows), 0)[0]
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     logits, targets = model(**inputs, use_cache=False).logits[:, :-1], inputs["input_ids"][:, 1:]
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
-    first = torch.tensor([window.first for window in windows], device=targets.device)
+    first = torch.tensor([first for _, first in windows], device=targets.device)
     counted = (position >= first[:, None]) & inputs["attention_mask"][:, 1:].bool()
     row, column = counted.cpu().nonzero(as_tuple=True)
     return logits[counted].float().log_softmax(dim=-1), targets[counted], (row, column + 1)

@@ -20,6 +20,8 @@ from ..checkpoints import load_pretrained, read_config
 from ..data.files import TEXT_FORMATS, file_suffix
 from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import EXACT
+from ..ops.backends import get_backend
+from ..ops.native.backend import unavailable_reason
 from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
@@ -95,9 +97,6 @@ def dtype_name(model: PreTrainedModel) -> str:
 
 def backend_in_use(device: torch.device) -> str:
     """Return the backend that serves kernelized attention here where it can; some calls fall back to torch."""
-    from ..ops.backends import get_backend
-    from ..ops.native.backend import unavailable_reason
-
     if get_backend() != "auto":
         return get_backend()
     return "torch" if device.type != "cpu" or unavailable_reason() is not None else "native"

@@ -60,11 +60,8 @@ CAPTIONS = {
     "decoding": "Time of one new token after a context (left), and the bytes of its cache (right).",
 }
 
-Panel = tuple[str, str, str, str, Callable[[float], str]]
-"""Title, measurement, metric, column and unit."""
-
-#: Plots by length, with their panels.
-CURVES: dict[str, list[Panel]] = {
+#: Plots by length, with their panels: title, measurement, metric, column and unit.
+CURVES: dict[str, list[tuple[str, str, str, str, Callable[[float], str]]]] = {
     "time": [
         ("Time", FORWARD, "seconds", "value", format_seconds),
         ("Times as fast as exact", FORWARD, "seconds", "speedup", "{:g}×".format),
@@ -188,11 +185,8 @@ def _fidelity(evaluation: Evaluation) -> Any:
 def _recall(evaluation: Evaluation) -> Any:
     rows = evaluation.select("recall", "recall_at", before=False)
     tables = {
-        _name(evaluation, label): rows[rows["label"] == label].pivot_table(
-            "value", ["prompt", "depth"], "tokens", sort=False
-        )
-        for label in evaluation.labels
-        if (rows["label"] == label).any()
+        _name(evaluation, label): part.pivot_table("value", ["prompt", "depth"], "tokens", sort=False)
+        for label, part in sorted(rows.groupby("label"), key=lambda part: evaluation.labels.index(part[0]))
     }
     return recall_maps(tables)
 
@@ -216,7 +210,7 @@ def recall_maps(tables: Mapping[str, pandas.DataFrame]) -> Any:
     return figure
 
 
-def _curves(evaluation: Evaluation, panels: Sequence[Panel]) -> Any:
+def _curves(evaluation: Evaluation, panels: Sequence[Any]) -> Any:
     """Panels with a line per row of the summary by length, on logarithmic axes."""
     figure, grid = new_figure(4.1, columns=len(panels), squeeze=False)
     for axes, (title, measurement, metric, column, unit) in zip(grid[0], panels, strict=True):

@@ -156,9 +156,8 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
             value("longest_input", max(lengths), unit="tokens"),
             value("rows", len(table)),
         ]
-        for (task, length, depth), cell in (
-            table.groupby(["task", "length", "depth"], sort=False)["correct"].mean().items()
-        ):
+        cells = table.groupby(["task", "length", "depth"], sort=False)["correct"].mean()
+        for (task, length, depth), cell in cells.items():
             values.append(value("recall_at", cell, prompt=task, tokens=length, depth=depth))
         return values
 

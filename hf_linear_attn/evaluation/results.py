@@ -99,9 +99,8 @@ class Comparison:
         if self.score.agreement:
             return f"{title} {self.own.text(self.score.digits)}"
         if self.share is None:
-            return f"{title}: {self.kept}" + (
-                ", which is chance: its outputs differ largely" if assessment.chance else ""
-            )
+            chance = ", which is chance: its outputs differ largely" if assessment.chance else ""
+            return f"{title}: {self.kept}{chance}"
         return f"keeps {self.kept} of {title}" if self.score.higher_is_better else f"{title} {self.kept}"
 
 

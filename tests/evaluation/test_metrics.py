@@ -78,9 +78,9 @@ def test_loss_by_position_adds_up(model: GPT2LMHeadModel) -> None:
 def test_windows_count_each_token_once() -> None:
     for context, stride in ((4, 2), (5, 4), (3, 1)):
         counted = []
-        for window in strided_windows([list(range(23))], context, stride):
-            counted += window.tokens[window.first :]
-            assert len(window.tokens) <= context
+        for tokens, first in strided_windows([list(range(23))], context, stride):
+            counted += tokens[first:]
+            assert len(tokens) <= context
         assert counted == list(range(1, 23))
 
 
