@@ -213,10 +213,7 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
     if kind == "decoder" and config.data.dataset is None and text is None:
         raise ValueError(f"{name!r} is a causal language model: give a text to measure it on with --data.dataset FILE.")
     if kind == "classifier" and config.data.own_task is None and config.data.dataset is None:
-        raise ValueError(
-            f"{name!r} is a classifier: give the task that it was fine-tuned for with --data.task, or your own "
-            "labelled data with --data.dataset."
-        )
+        raise ValueError(f"{name!r} is a classifier: give its task (--data.task) or labelled data (--data.dataset).")
     if kind != "encoder" and config.data.sts is not None:
         raise ValueError(f"data.sts needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
     if kind == "classifier" and config.recall_lengths:

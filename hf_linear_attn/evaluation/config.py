@@ -204,8 +204,7 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> Evaluate
     Raises:
         TypeError: There is no such option.
     """
-    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-    changes = {**options, **lists}
+    changes: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
     for section in ("data", "speed"):
         part = changes.get(section, getattr(config, section))
         names = [item.name for item in fields(part) if item.name in changes]

@@ -56,7 +56,6 @@ PARAMETERS = QualityMetric(
 )
 
 Loader = Callable[[], PreTrainedModel]
-Measure = Callable[..., dict[str, Values]]
 
 
 @dataclass
@@ -141,8 +140,7 @@ class Evaluator:
     def transferred(self, name: str, seed: int, model: PreTrainedModel, identity: Mapping[str, Any]) -> PreTrainedModel:
         """The patched model with its learned parameters trained: those on disk, or else by a transfer."""
         conditions = self.exact.conditions(name, "attention_transfer", **identity)
-        folder = self.records.path and self.records.path.parent / LEARNED_FOLDER
-        path = folder and folder / f"{conditions.id}.safetensors"
+        path = self.records.path and self.records.path.parent / LEARNED_FOLDER / f"{conditions.id}.safetensors"
         if path is not None and path.is_file() and self.records.known(conditions, name) is not None:
             model.load_state_dict(load_file(path), strict=False)
             return model
@@ -248,7 +246,7 @@ class _SpeedSweep:
         self,
         measurement: str,
         lengths: Sequence[int],
-        measure: Measure,
+        measure: Callable[..., dict[str, Values]],
         *,
         batch_size: int = 1,
         single: Mapping[int, Mapping[str, Record]] | None = None,

@@ -72,15 +72,10 @@ def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -
     embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
     baseline = next(iter(models))
     timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device)
-    rows = {
-        label: {
-            "cosine with the exact embedding": f"{float((embedding * embeddings[baseline]).sum()):.3f}",
-            "time": format_seconds(timings[label].median),
-        }
-        for label, embedding in embeddings.items()
-    }
-    tokens = f"{batch[0]['input_ids'].shape[1]:,} tokens"
-    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis(tokens)
+    cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
+    times = [format_seconds(timings[label].median) for label in embeddings]
+    tokens = pandas.Index(embeddings, name=f"{batch[0]['input_ids'].shape[1]:,} tokens")
+    return pandas.DataFrame({"cosine with the exact embedding": cosines, "time": times}, index=tokens)
 
 
 @torch.no_grad()

@@ -31,11 +31,16 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
+def accepted(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
+    """Return those of the arguments that a model's forward pass takes."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return what a model's forward pass accepts of a batch, on its device, without labels and without a cache."""
-    accepted = inspect.signature(model.forward).parameters
+    """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
     tensors = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-    return {name: item for name, item in {**tensors, "use_cache": False}.items() if name in accepted}
+    return accepted(model, **tensors, use_cache=False)
 
 
 @dataclass(frozen=True)

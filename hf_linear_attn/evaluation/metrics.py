@@ -348,7 +348,6 @@ def embedding_metric(
     exact: PreTrainedModel, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None
 ) -> QualityMetric:
     """Return the metric that compares mean-pooled embeddings of passages with those of the exact model."""
-
     exact_embeddings = cache(partial(sentence_embeddings, exact, batches))
 
     def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:

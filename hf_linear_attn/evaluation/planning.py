@@ -160,14 +160,10 @@ class _Run:
     def _patch(self, budget: Budget) -> None:
         """Build the patched copy, and another one to time where a mechanism is built for a too short largest length."""
         attention, model, limit = self.config.attention, self.exact.model, longest_input(self.exact.model)
-        lengths = self.config.speed.lengths
-        if lengths is None:
-            lengths = (1024,) if self.config.quick else (1024, 4096)
-        self.lengths = possible_lengths(model, lengths)[0]
+        lengths, usual = self.config.speed.lengths, (1024,) if self.config.quick else (1024, 4096)
+        self.lengths = possible_lengths(model, usual if lengths is None else lengths)[0]
         if budget.unit is None and budget.length not in possible_lengths(model, [budget.length or 0])[0]:
-            raise ValueError(
-                f"The budget {budget.text!r} is beyond the model's {limit} positions. Give a length up to {limit}."
-            )
+            raise ValueError(f"The budget {budget.text!r} is beyond the model's {limit} positions.")
         entry = ATTENTIONS.get(attention)
         options = {**seed_options(entry, self.config.seed), **self.config.options}
         try:
@@ -223,12 +219,10 @@ class _Run:
 
 def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Settings:
     """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
-    limit, quick = longest_input(model), config.quick
-    if limit is not None and config.data.max_length is not None and config.data.max_length > limit:
-        raise ValueError(
-            f"data.max_length {config.data.max_length} is beyond the model's {limit} positions. Use {limit} or less."
-        )
-    options = EvaluateConfig(sequence_length=config.data.max_length, quick=quick, seed=config.seed)
+    limit, quick, length = longest_input(model), config.quick, config.data.max_length
+    if limit is not None and length is not None and length > limit:
+        raise ValueError(f"data.max_length {length} is beyond the model's {limit} positions. Use {limit} or less.")
+    options = EvaluateConfig(sequence_length=length, quick=quick, seed=config.seed)
     settings = resolve_settings(options, kind, limit, dtype_name(model), table=has_position_table(model))
     return replace(
         settings,
@@ -269,19 +263,18 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
     """Return a PNG of damage and speed by the number of converted layers."""
     import matplotlib
 
-    budget, counts = result.budget, [row["count"] for row in result.curve]
+    budget, table = result.budget, result.table.set_index("converted_layers")
     with matplotlib.rc_context(STYLE):
         figure, (damage, speed) = new_figure(5.6, 2, sharex=True)
         damage.set_title(f"{model_name}: what converting layers costs")
         damage.set_ylabel(f"loss of quality, {'% ' if result.unit.relative else ''}{result.unit.name}")
-        damage.plot(counts, [row["damage"] for row in result.curve], marker="o", label="on the data of the choice")
+        damage.plot(table["damage"], marker="o", label="on the data of the choice")
         verified = {"marker": "X", "markersize": 9, "linestyle": "none", "label": "the plan, verified on other data"}
         damage.plot([result.chosen["count"]], [result.verified["damage"]], **verified)
         speed.set_ylabel(f"times as fast as {result.baseline}")
         speed.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
         for length in result.curve[0]["speedup"]:
-            values = [row["speedup"][length] for row in result.curve]
-            speed.plot(counts, values, marker="s", label=f"{int(length):,} tokens")
+            speed.plot(table[f"speedup_at_{length}"], marker="s", label=f"{int(length):,} tokens")
         limited = speed if budget.unit is None else damage
         limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
         speed.xaxis.get_major_locator().set_params(integer=True)

@@ -193,12 +193,10 @@ def _retrieve(
         for number, sentence in enumerate(sentences)
     ]
     pad = pad_token(maker.tokenizer)
-    documents = _embed(model, padded_batches([prompt.ids for prompt in prompts], batch_size, pad))
-    questions = _embed(
-        model, padded_batches([[*maker.before, *one, *maker.after] for one in sentences], batch_size, pad)
-    )
+    rows = [prompt.ids for prompt in prompts], [[*maker.before, *one, *maker.after] for one in sentences]
+    embedded = [_embed(model, padded_batches(part, batch_size, pad)) for part in rows]
     # What all documents share says nothing about which of them it is.
-    documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in (documents, questions))
+    documents, questions = (normalize(part - part.mean(dim=0), dim=-1) for part in embedded)
     return prompts, (questions @ documents.T).argmax(dim=1, keepdim=True).tolist()
 
 

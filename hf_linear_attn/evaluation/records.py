@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 
-#: The name of the file in the folder of an evaluation.
-RECORDS_FILE = "records.jsonl"
-
-#: Folder beside the records for the learned parameters: an interrupted run does not train them again.
-LEARNED_FOLDER = "learned"
+#: In the folder of a result: the records, and the learned parameters, which an interrupted run does not train again.
+RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
 
 #: A folder with one of these holds a result of `evaluate` or `plan`.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)

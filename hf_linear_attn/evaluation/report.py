@@ -31,11 +31,10 @@ TITLES = {
 
 NOTE = (
     "“a → b”: as patched → after attention transfer; ±: standard deviation over seeds or checkpoints. Speeds are times "
-    "as fast as the exact model in the same run (1: equal; below 1: slower); the row of the exact model has times. The "
-    "row “without attention” is the floor of the quality and the ceiling of the speed: each token attends to itself "
-    "only. “Kept” and “change” compare with the exact model, or for a converted checkpoint with the equally trained "
-    "exact model where there is one. They are only given where the exact model is clearly better than the one without "
-    "attention; a share of more than 100 % is called better."
+    "as fast as the exact model in the same run (below 1: slower), whose row has times. “Without attention” each token "
+    "attends to itself only: the floor of the quality and the ceiling of the speed. “Kept” and “change” compare with "
+    "the exact model, or a converted checkpoint with the equally trained exact one where there is one, and are given "
+    "only where the exact model is clearly better than the floor."
 )
 
 
@@ -134,8 +133,9 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
     lines = {"data": f"{data['source']}; {inputs_text(data['held_out'])}"}
     for entry in info["tasks"]:
-        source = f"{entry['source']}, model {entry['model']}"
-        lines[f"data of {entry['task']}"] = f"{source}; {inputs_text(entry['held_out'])}"
+        lines[f"data of {entry['task']}"] = (
+            f"{entry['source']}, model {entry['model']}; {inputs_text(entry['held_out'])}"
+        )
     if "sentence_pairs" in data:
         lines["sentence pairs"] = data["sentence_pairs"]
     tokens = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)

@@ -23,11 +23,8 @@ from .speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENT
 if TYPE_CHECKING:
     import pandas
 
-#: The file with what the report needs besides the records.
-EVALUATION_FILE = "evaluation.json"
-
-#: The tidy table as a file for other programs.
-TABLE_FILE = "records.csv"
+#: What the report needs besides the records, and the tidy table for other programs.
+EVALUATION_FILE, TABLE_FILE = "evaluation.json", "records.csv"
 
 #: Shares of the exact model's score from which a mechanism counts as keeping it, and as losing a little.
 KEEPS, LOSES_LITTLE = 0.98, 0.9

@@ -1,7 +1,6 @@
 """Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding."""
 
 import gc
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -19,6 +18,7 @@ from ..streaming import cache_bytes
 from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
 from ..utils.models import shared_copy
 from ..utils.timing import Timing, time_interleaved
+from .fidelity import accepted
 from .metrics import Values, value
 from .records import Record
 from .resources import count_flops, free_memory, peak_memory
@@ -45,9 +45,6 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
-
-Pass = Callable[[Mapping[str, Tensor]], object]
-"""Runs a model once on inputs."""
 
 
 def without_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -92,28 +89,23 @@ def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[li
     return list(lengths), f"Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."
 
 
-def _accepted(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in options.items() if name in known}
-
-
-def forward_pass(model: PreTrainedModel) -> Pass:
+def forward_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
     """Return one forward pass without a cache; of a language model the logits of the last token only."""
-    extra = _accepted(model, use_cache=False, logits_to_keep=1)
+    extra = accepted(model, use_cache=False, logits_to_keep=1)
     return lambda inputs: model(**inputs, **extra)
 
 
-def prefill_pass(model: PreTrainedModel) -> Pass:
+def prefill_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
     """Return the pass in which `generate` reads the prompt: logits of the last token, with a new cache in each call."""
     if model.config._attn_implementation == NO_ATTENTION_IMPLEMENTATION:
         return forward_pass(model)  # a model without attention has nothing to cache
-    last = _accepted(model, logits_to_keep=1)
+    last = accepted(model, logits_to_keep=1)
     return lambda inputs: model(**inputs, past_key_values=DynamicCache(config=model.config), use_cache=True, **last)
 
 
-def training_pass(model: PreTrainedModel) -> Pass:
+def training_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
     """Return one forward and backward pass with gradients of all weights (of `mean(output²)`)."""
-    extra = _accepted(model, use_cache=False)
+    extra = accepted(model, use_cache=False)
     return lambda inputs: model(**inputs, **extra)[0].float().square().mean().backward()
 
 
