@@ -181,8 +181,8 @@ class EvaluateConfig:
         changes: dict[str, Any] = {}
         unused: dict[str, Any] = {}
         for name in ("converted", "baseline"):
-            pairs = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
-            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in pairs]
+            entries = [(*split_task(entry), entry) for entry in getattr(self, name) or ()]
+            folders = [(head, folder) if head in others else (None, entry) for head, folder, entry in entries]
             changes[name] = tuple(str(folder) for head, folder in folders if head == task) or None
         own = task or self.data.own_task
         if task is not None:

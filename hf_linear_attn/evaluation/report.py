@@ -133,9 +133,8 @@ def method(evaluation: Evaluation) -> dict[str, str]:
     data, settings, hardware = info["data"], info["settings"], info["environment"]["hardware"]
     lines = {"data": f"{data['source']}; {inputs_text(data['held_out'])}"}
     for entry in info["tasks"]:
-        lines[f"data of {entry['task']}"] = (
-            f"{entry['source']}, model {entry['model']}; {inputs_text(entry['held_out'])}"
-        )
+        source = f"{entry['source']}, model {entry['model']}"
+        lines[f"data of {entry['task']}"] = f"{source}; {inputs_text(entry['held_out'])}"
     if "sentence_pairs" in data:
         lines["sentence pairs"] = data["sentence_pairs"]
     tokens = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
