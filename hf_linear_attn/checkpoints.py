@@ -66,15 +66,11 @@ def load_pretrained(path_or_repo: str, auto_class: Any = None, **kwargs: Any) ->
         OSError: There is no such folder or repository.
     """
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    config = kwargs.get("config")
-    if config is None:
-        config = read_config(path_or_repo, **hub_arguments)
+    config = kwargs.get("config") or read_config(path_or_repo, **hub_arguments)
     saved = getattr(config, CONFIG_FIELD, None)
     if saved is None:
-        raise ValueError(
-            f"{path_or_repo!r} holds no linear attention (its config.json has no {CONFIG_FIELD!r}). Load it with "
-            "AutoModel….from_pretrained() and call patch_model(model, name)."
-        )
+        remedy = "Load it with AutoModel….from_pretrained() and call patch_model(model, name)."
+        raise ValueError(f"{path_or_repo!r} holds no linear attention (no {CONFIG_FIELD!r} in config.json). {remedy}")
     LinearAttentionConfig.from_dict(saved)
     cls = _model_class(path_or_repo, config, auto_class)
     # The class reads its config again, because it applies settings among the kwargs (num_labels=, …) to it.
@@ -119,11 +115,7 @@ def save_checkpoint(
 
 
 def read_config(source: str, revision: str | None = None, **changes: Any) -> Any:
-    """Return the config of a local folder, a repository on the Hub or a GGUF file, with changes of its fields.
-
-    Raises:
-        OSError: There is no such checkpoint, or its config cannot be read.
-    """
+    """Return the config of a folder, Hub repository or GGUF file, with changes; an OSError if it cannot be loaded."""
     with loading_errors(f"The model {source!r}"):
         name, gguf_file = split_source(source)
         options = {**gguf_file, **changes}

@@ -24,7 +24,6 @@ from .utils.formatting import near_matches
 #: Characters that are turned into tokens at a time.
 BLOCK_CHARACTERS = 1 << 16
 
-
 #: How a stream counts.
 POSITIONS = {
     "continue": "positions count on: 0, 1, 2, …",

@@ -102,11 +102,7 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into passages of at most `max_length` tokens, the tokenizer's special tokens included.
-
-    Raises:
-        ValueError: A text that the tokenizer cannot read.
-    """
+    """Cut a text column into passages of at most `max_length` tokens, with special ones. Raises as `encode_pairs`."""
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}
@@ -142,10 +138,7 @@ def _tokenize(tokenizer: Any, texts: list[list[Any]], rows: list[int], **options
 
 
 def _reset(tokenizer: Any) -> None:
-    """Drop the truncation and padding that a fast tokenizer keeps from a call, or from its file.
-
-    They are part of the key of the cache of a data set.
-    """
+    """Drop what a fast tokenizer keeps of truncation and padding, which is part of the key of a data set's cache."""
     tokenizer("", verbose=False)
 
 

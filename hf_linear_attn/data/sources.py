@@ -53,7 +53,7 @@ def load_source(source: str, *, config: str | None = None, revision: str | None 
         if config or revision:
             raise ValueError(f"{source!r} is local; {config or revision!r} goes with Hub sets only.")
         splits = _load_folder(path) if path.is_dir() else _load_files({"train": path})
-    elif is_local(source):
+    elif source.startswith((".", "/", "~")) or len(Path(source).parts) > 2 or file_suffix(path) in FORMATS:
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
         splits = load_hub(source, config, revision, "Connect to the Hub, or give a local file or folder.")
@@ -82,12 +82,6 @@ def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -
     except Exception as error:
         # Which library fails first without a network, and with which class, depends on the versions.
         raise OSError(f"Could not load {description} ({type(error).__name__}: {error}). {remedy}") from error
-
-
-def is_local(source: str) -> bool:
-    """Whether a name that no file or folder has looks like a path, and not like a data set of the Hub."""
-    path = Path(source)
-    return source.startswith((".", "/", "~")) or len(path.parts) > 2 or file_suffix(path) in FORMATS
 
 
 def _load_folder(folder: Path) -> DatasetDict:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..registry import Registry
-from .files import REMEDY, file_suffix, json_rows, location, shortened, tsv_rows
+from .files import COMPRESSIONS, REMEDY, file_suffix, json_rows, location, shortened, tsv_rows
 from .sources import import_datasets, load_hub
 
 if TYPE_CHECKING:
@@ -118,10 +118,11 @@ def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple
     for folder in folders:
         for layout in layouts:
             files = {
-                split: folder / name
+                split: path
                 for split, names in layout.files.items()
                 for name in reversed(names)
-                if (folder / name).is_file()
+                for path in (folder / f"{name}{suffix}" for suffix in reversed(("", *COMPRESSIONS)))
+                if path.is_file()
             }
             if "train" not in files:
                 continue
@@ -130,7 +131,7 @@ def _find_files(folders: Sequence[Path], layouts: Sequence[FileLayout]) -> tuple
                 raise FileNotFoundError(f"{str(folder)!r} has a training file but none of {', '.join(names)}.")
             return layout, files
     tried = [str(folder / name) for folder in folders for layout in layouts for name in layout.files["train"]]
-    raise FileNotFoundError(f"None of these files exists: {', '.join(dict.fromkeys(tried))}.")
+    raise FileNotFoundError(f"None of these files exists: {', '.join(dict.fromkeys(tried))}; nor as .xz or .gz.")
 
 
 def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any]]:
@@ -238,16 +239,6 @@ _add("WNLI", _PAIR, ("not_entailment", "entailment"), ("accuracy",), FileLayout(
 
 # Is the film review positive? (documents of up to 2,500 words) Maas et al. 2011, Learning Word Vectors for Sentiment
 # Analysis.
-_json_lines = {
-    split: tuple(f"{name}.{suffix}" for suffix in ("jsonl", "jsonl.xz", "jsonl.gz"))
-    for split, name in (("train", "train"), ("validation", "test"))
-}
-_add(
-    "imdb",
-    ("text",),
-    ("neg", "pos"),
-    ("accuracy",),
-    FileLayout(("text",), "label", _json_lines),
-    hub=("stanfordnlp/imdb", None),
-    splits={"train": "train", "validation": "test"},
-)
+_reviews = FileLayout(("text",), "label", {"train": ("train.jsonl",), "validation": ("test.jsonl",)})
+_imdb_splits = {"train": "train", "validation": "test"}
+_add("imdb", ("text",), ("neg", "pos"), ("accuracy",), _reviews, hub=("stanfordnlp/imdb", None), splits=_imdb_splits)

@@ -62,10 +62,7 @@ def text_of(documents: Sequence[str], source: str) -> Text:
 
 
 def split_train(documents: Sequence[str]) -> list[list[str]]:
-    """Return train and held-out documents.
-
-    Every fifth document is held out; of fewer than ten documents, the last fifth of the running text.
-    """
+    """Return train and held-out documents: every fifth one; of fewer than ten, the last fifth of the running text."""
     if len(documents) >= 2 * HELD_OUT_EVERY:
         last = HELD_OUT_EVERY - 1
         train = [document for index, document in enumerate(documents) if index % HELD_OUT_EVERY != last]

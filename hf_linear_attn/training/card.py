@@ -75,11 +75,8 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     rows = [
         [title, *(f"{metrics[name]:.4f}" if name in metrics else "–" for name in names)] for title, metrics in stages
     ]
-    lines = _table(["", *names], rows, numbers=len(names))
     sentence = comparison_with_teacher(facts, state)
-    if sentence:
-        lines += ["", sentence]
-    return lines
+    return _table(["", *names], rows, numbers=len(names)) + (["", sentence] if sentence else [])
 
 
 def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:

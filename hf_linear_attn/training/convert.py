@@ -181,10 +181,8 @@ def _teacher(run: Run) -> PreTrainedModel:
         patch_as_configured(shared_copy(model), config)
     if not config.teacher.enabled:
         if new_parameters:
-            raise ValueError(
-                f"{config.model!r} has no head for this task ({new_parameters[0]} is missing): it is not "
-                "fine-tuned. Give a fine-tuned model, or fine-tune it first with teacher.num_train_epochs 3."
-            )
+            reason = f"{config.model!r} has no head for this task ({new_parameters[0]} is missing)"
+            raise ValueError(f"{reason}. Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3.")
         return model
     model, progress = run.train("teacher", model)
     run.save(folder, model)

@@ -236,10 +236,7 @@ def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int,
 
 
 def _block(call: AttentionCall, index: slice, start: int, stop: int) -> AttentionCall:
-    """Return the call for some rows of the batch and queries `start` to `stop`.
-
-    Causal queries are then the last of the keys that they see.
-    """
+    """Return the call for some rows and queries. Causal queries are then the last of the keys that they see."""
     length = call.query.shape[2]
     keys = stop if call.causal else length
     allowed = (call.allowed if call.allowed.shape[0] == 1 else call.allowed[index])[:, :, start:stop, :keys]

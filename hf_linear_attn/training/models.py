@@ -130,10 +130,7 @@ def _model_config(config: TrainingRunConfig, changes: dict[str, Any]) -> Any:
 
 
 def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
-    """Return the mechanisms by name or by plan; None for exact attention.
-
-    Random features are drawn by the run's seed unless they have one.
-    """
+    """Return the mechanisms by name or by plan, by default with the run's seed; None for exact attention."""
     if config.plan is not None:
         return LinearAttentionConfig.from_file(config.plan)
     if config.attention is None:
@@ -153,10 +150,7 @@ def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> No
 
 
 def add_adapters(model: PreTrainedModel, config: DistillConfig) -> nn.Module:
-    """Add LoRA adapters to a patched model; the learned parts of its mechanisms stay trainable.
-
-    By default all linear layers outside the head and the mechanisms get one.
-    """
+    """Add LoRA adapters, by default to all linear layers of the body. Learned parts of mechanisms stay trainable."""
     require_packages("peft", extra="train", purpose="distill.lora_rank")
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D

@@ -49,9 +49,7 @@ class StageConfig:
     )
     max_grad_norm: float = option(1.0, "largest norm of the gradient; 0: no limit")
     disable_dropout: bool = option(False, "train without the model's dropout")
-    eval_steps: float = option(
-        0.25, "steps between evaluations; below 1, their share of all steps; 0: none. The best one's weights are kept"
-    )
+    eval_steps: float = option(0.25, "steps between evaluations; below 1, a share of all; 0: none; the best is kept")
     patience: int | None = option(None, "stop after this number of evaluations without a better one")
     arguments: dict[str, Any] = option(factory=dict, help="further fields of TrainingArguments: arguments.optim sgd")
 
@@ -123,9 +121,7 @@ class TrainingRunConfig:
     """What `convert` and `finetune` have in common. Values that are out of range or exclude each other are errors."""
 
     model: str | None = option(None, "a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
-    attention: str | None = option(
-        DEFAULT_ATTENTION, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True
-    )
+    attention: str | None = option(DEFAULT_ATTENTION, "mechanism (see `hf-linear-attn list`); null: exact", common=True)
     options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32", common=True)
     layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")
     plan: str | None = option(None, "JSON or YAML file with a mechanism for each layer, instead")
@@ -141,9 +137,7 @@ class TrainingRunConfig:
     train_tokenizer: int | None = option(None, "size of a byte-level BPE tokenizer to train on the training text")
     model_type: str | None = option(None, "pretraining without a checkpoint: a type such as gpt2, llama or bert")
     from_config: bool = option(False, "pretraining with random weights and the config of the model")
-    config_overrides: dict[str, Any] = option(
-        factory=dict, help="changes to the model's config: --config_overrides.hidden_dropout_prob 0.0"
-    )
+    config_overrides: dict[str, Any] = option(factory=dict, help="changes of the config: --config_overrides.n_layer 2")
 
     seed: int = option(0, "seed of data order, dropout, random features and new heads", common=True)
     device: Literal["auto", "cpu"] = option("auto", "cpu: leave a GPU alone")
@@ -171,19 +165,15 @@ class TrainingRunConfig:
         if self.plan is not None and (self.layers is not None or self.options):
             raise ValueError("plan says what every layer gets. Leave layers and options out, or write them into it.")
         if self.max_length is not None and (self.from_config or self.model_type is not None):
-            raise ValueError(
-                f"max_length ({self.max_length}) extends positions that were trained. With random weights, set their "
-                f"number: config_overrides {{max_position_embeddings: {self.max_length}}}."
-            )
+            remedy = f"config_overrides {{max_position_embeddings: {self.max_length}}}"
+            raise ValueError(f"max_length extends positions that were trained. With random weights, give {remedy}.")
 
 
 @dataclass(frozen=True)
 class FinetuneConfig(TrainingRunConfig):
     """Options of `finetune`: one stage on the task's own loss, with exact or with linear attention."""
 
-    attention: str | None = option(
-        None, "mechanism of the layers (see `hf-linear-attn list`); null: exact attention", common=True
-    )
+    attention: str | None = option(None, "mechanism (see `hf-linear-attn list`); null: exact", common=True)
     train: StageConfig = option(factory=StageConfig)
 
     def __post_init__(self) -> None:

@@ -54,10 +54,6 @@ class EpochSampler(Sampler[int]):
     batch_size: int = 1
     epoch: int = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
-        self.epoch = epoch
-
     def __len__(self) -> int:
         return self.size
 

@@ -44,15 +44,11 @@ def check_launch(process: PartialState | Accelerator) -> None:
     requested, launched = _requested_sharding(), int(os.environ.get("WORLD_SIZE", "1"))
     unconnected = process.num_processes < launched
     if requested is not None and (unconnected or process.distributed_type.value in ("NO", "MULTI_CPU")):
-        raise ValueError(
-            f"accelerate is configured to shard by {requested}, which it does on GPUs only. Do not ask for the CPU "
-            "where there are GPUs; without them use data parallelism (torchrun, and no configuration of accelerate)."
-        )
+        remedy = "Where there are GPUs, do not ask for the CPU; else use torchrun, and no configuration of accelerate."
+        raise ValueError(f"accelerate is configured to shard by {requested}, which it does on GPUs only. {remedy}")
     if unconnected:
-        raise ValueError(
-            f"{launched} processes were started, and accelerate knows of {process.num_processes}: each would do the "
-            "whole run in one folder. Start them with torchrun or accelerate launch."
-        )
+        counts = f"{launched} processes were started, and accelerate knows of {process.num_processes}"
+        raise ValueError(f"{counts}: each would do the whole run. Start them with torchrun or accelerate launch.")
 
 
 def check_sharding(accelerator: Accelerator) -> None:

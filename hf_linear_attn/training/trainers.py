@@ -73,6 +73,7 @@ class FinetuningTrainer(Trainer):
             raise TypeError(f"args must be a {self.config_class.__name__}, got a {type(args).__name__}.")
         super().__init__(model, args, **kwargs)
         check_sharding(self.accelerator)
+        self._output_folder = Path(str(args.output_dir))
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
         # Transformers recognises fewer classes as causal language models (GPT2LMHeadModel is not among them).
         base: Any = self.model
@@ -93,14 +94,8 @@ class FinetuningTrainer(Trainer):
     def _interruption_callbacks(self) -> list[InterruptionCallback]:
         return [item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)]
 
-    # ---------------------------------------------------------------------------------------------- the loss
-
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of one batch as its share of the loss over all targets of the step (see `Trainer`)."""
         labels = inputs.get("labels")
@@ -196,8 +191,6 @@ class FinetuningTrainer(Trainer):
         enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
-    # ---------------------------------------------------------------------------------------------- optimizer, data
-
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters with weight decay: matrices only.
 
@@ -245,8 +238,6 @@ class FinetuningTrainer(Trainer):
         if self._sampler is not None:
             self._sampler.epoch = epoch
         super()._run_epoch(model, epoch, *args, **kwargs)
-
-    # ---------------------------------------------------------------------------------------------- sharding
 
     def _is_sharded(self) -> bool:
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
@@ -313,10 +304,6 @@ class FinetuningTrainer(Trainer):
                 self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             for callback in self._interruption_callbacks():
                 callback.restore_handlers()
-
-    @property
-    def _output_folder(self) -> Path:
-        return Path(str(self.args.output_dir))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         result = super()._init_training_state(*args, **kwargs)

@@ -121,11 +121,9 @@ def transfer_attention(
     source = _repeat(batches, beyond)
     first = next(source, None)
     if first is None:
-        warnings.warn(
-            f"All inputs have at most {beyond} tokens, which the mechanism attends to exactly: attention transfer has "
-            "nothing to learn from them and is skipped. Pass longer inputs, or narrow what is exact.",
-            stacklevel=2,
-        )
+        reason = f"All inputs have at most {beyond} tokens, which the mechanism attends to exactly"
+        remedy = "Pass longer inputs, or narrow what is exact."
+        warnings.warn(f"{reason}: attention transfer is skipped. {remedy}", stacklevel=2)
         return TransferResult(0, 0, 0.0, [])
     source = itertools.chain([first], source)
     held_out = [batch for batch in validation or () if _longest(batch) > beyond]
@@ -271,12 +269,13 @@ def _average(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of replicated parameters over the processes of a distributed run, in place."""
+def average_gradients(parameters: Iterable[nn.Parameter], batches: int = 1) -> None:
+    """Average the gradients of replicated parameters over accumulated batches and over processes, in place."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         _average(parameter.grad)
+        parameter.grad /= batches
 
 
 def _own_parameters(module: Any) -> list[nn.Parameter]:
@@ -389,9 +388,7 @@ class AttentionTransferTrainer(FinetuningTrainer):
         assert self.lr_scheduler is not None
         check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
         if self.accelerator.sync_gradients:
-            average_gradients(self.objective.parameters)
-            for gradient in self._gradients():
-                gradient /= self.current_gradient_accumulation_steps
+            average_gradients(self.objective.parameters, self.current_gradient_accumulation_steps)
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -399,10 +396,8 @@ class AttentionTransferTrainer(FinetuningTrainer):
         return torch.nn.utils.clip_grad_norm_(self.objective.parameters, largest)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.objective.parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.objective.parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

@@ -103,15 +103,11 @@ def device_clock(device: torch.device | None) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The length from which a mechanism is faster than the baseline, at every longer measured length too.
+    """The length from which a mechanism is faster than the baseline, at every longer measured length too."""
 
-    Attributes:
-        length: Tokens.
-        relation: "=" for a length between two measured ones (interpolated), "<=" where the shortest measured length is
-            faster already, ">" where the longest measured one is not faster (nothing is known about longer ones then).
-    """
-
-    length: float
+    length: float  # in tokens
+    #: "=" for a length between two measured ones (interpolated), "<=" where the shortest measured length is faster
+    #: already, ">" where the longest measured one is not faster (nothing is known about longer ones then).
     relation: str
 
     def __str__(self) -> str:

@@ -473,7 +473,7 @@ def test_orders_depend_on_seed_and_epoch() -> None:
     sampler = EpochSampler(20, seed=3)
     orders = []
     for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
+        sampler.epoch = epoch
         orders.append(list(sampler))
     assert orders[0] == orders[2] != orders[1]
     assert sorted(orders[0]) == list(range(20)) == sorted(orders[1])
