@@ -5,8 +5,6 @@ during a forward pass beside the arguments is in `ForwardContext`. Gradient chec
 that is gone: only what is an argument of the layer, such as a mark of `packing` on a mask, still arrives.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -3,8 +3,6 @@
 Attributes of the modules and fields of their configs decide where they say enough; `source_guards` answers the rest.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Exact attention in a patched model: layers of a mixture, cross-attention, and layers that run exactly for a while."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from transformers import PreTrainedModel

@@ -5,8 +5,6 @@ so that memory stays O(S). Every other pattern (packed documents, sliding window
 returned in full, `[B, 1, L, S]`; a linear layer then either honours it in its quadratic form or refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

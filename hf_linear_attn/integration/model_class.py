@@ -5,8 +5,6 @@ A patched model gets a subclass made on the fly, of the same name and module, so
 linear attention before the weights are read, so every option of `from_pretrained` works.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

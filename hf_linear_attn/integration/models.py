@@ -1,7 +1,5 @@
 """Models as Transformers builds them: their configs, their original class, and errors while their weights are saved."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ A layer gathers documents of similar length into small batches, runs its attenti
 back: no mechanism needs to know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

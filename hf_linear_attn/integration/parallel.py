@@ -5,8 +5,6 @@ layer whose projections are split has the learned parts of its own heads only, a
 loading reads a part. Context parallelism: `context_parallel`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

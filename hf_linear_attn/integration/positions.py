@@ -5,8 +5,6 @@ What else depends on L in a model is found by building it twice, with the presen
 and without memory for its parameters: buffers are taken from there, and other parameters of another shape are refused.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -5,8 +5,6 @@ again first, so that comments, line breaks and quotes do not matter. The tests l
 Transformers, and fail where an upstream change makes it see something else.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

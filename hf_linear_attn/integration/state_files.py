@@ -1,7 +1,5 @@
 """Decoding states in files: a prompt is read once, and other processes continue from it."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from itertools import chain
