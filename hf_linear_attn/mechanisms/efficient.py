@@ -1,5 +1,6 @@
 """Efficient attention: softmax over the features of queries, softmax over the sequence of keys."""
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -45,14 +46,12 @@ class EfficientAttention(LinearAttention):
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
         # A NaN in a padded query would meet a zero gradient, and spread through the state.
-        query = mask_tokens(inputs.query, inputs.mask)
+        inputs = replace(inputs, query=mask_tokens(inputs.query, inputs.mask))
         scale = self._scale(inputs.scaling)
-        if inputs.causal:
-            return ops.causal(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask, state=inputs.state)
-        return ops.bidirectional(query, inputs.key, inputs.value, scale=scale, mask=inputs.mask), None
+        return ops.causal(inputs, scale) if inputs.causal else (ops.bidirectional(inputs, scale), None)
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
-        return ops.dense_weights(inputs.query, inputs.key, inputs.visible(), scale=self._scale(inputs.scaling))
+        return ops.dense_weights(inputs, self._scale(inputs.scaling))
 
     def _scale(self, scaling: float) -> float:
         scales = {"raw": 1.0, "split": scaling**0.5, "matched": (scaling * self.shape.head_dim) ** 0.5}

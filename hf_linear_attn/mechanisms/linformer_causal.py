@@ -54,15 +54,7 @@ class LinformerCausalAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        return ops.causal_blocks(
-            *inputs.tensors,
-            self.project_key,
-            self.project_value,
-            scaling=inputs.scaling,
-            mask=inputs.mask,
-            state=inputs.state,
-            return_state=inputs.return_state,
-        )
+        return ops.causal_blocks(inputs, self.project_key, self.project_value)
 
     @property
     def exact_length(self) -> int:

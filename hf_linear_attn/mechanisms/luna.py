@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +88,17 @@ class LunaAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        scaling, mask = inputs.scaling, inputs.mask
         if not inputs.causal:
-            return ops.bidirectional(*inputs.tensors, self.packed, scaling=scaling, mask=mask), None
-        packed, scales = (self.packed, self._activation), self._scales(scaling)
-        return ops.causal(*inputs.tensors, *packed, **scales, mask=mask, state=inputs.state)
+            return ops.bidirectional(inputs, self.packed), None
+        return ops.causal(inputs, self.packed, self._activation, self._query_scale(inputs.scaling))
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         if not inputs.causal:
             return super().attention_weights(inputs)
-        packed, allowed = (self.packed, self._activation), inputs.visible()
-        return ops.dense_causal_weights(inputs.query, inputs.key, *packed, allowed, **self._scales(inputs.scaling))
+        return ops.dense_causal_weights(inputs, self.packed, self._activation, self._query_scale(inputs.scaling))
 
-    def _scales(self, scaling: float) -> dict[str, Any]:
-        return {"scaling": scaling, "query_scale": scaling if self.options.scale_query else 1.0}
+    def _query_scale(self, scaling: float) -> float:
+        return scaling if self.options.scale_query else 1.0
 
     def _activation(self, x: Tensor) -> Tensor:
         if self.options.activation == "elu":

@@ -53,13 +53,7 @@ class NystromAttention(LinearAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
-        out = ops.nystrom(
-            *inputs.tensors,
-            landmarks=self.options.num_landmarks,
-            iterations=self.options.iterations,
-            scaling=inputs.scaling,
-            mask=inputs.mask,
-        )
+        out = ops.nystrom(inputs, self.options.num_landmarks, self.options.iterations)
         if self.kernel is not None:
             out = (out + ops.depthwise_skip(inputs.value, self.kernel, inputs.mask)).to(out.dtype)
         return out, None

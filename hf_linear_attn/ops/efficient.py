@@ -5,8 +5,7 @@
 Every feature has a normaliser of its own, which in the causal form grows from token to token. q and k are multiplied by
 `scale` first. All sums are float32 (float64 for float64 inputs).
 
-Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` with `H = G·R` query heads for G key-value heads;
-a mask `[B, S]` is True for tokens.
+Shapes are those of `AttentionInputs`, with `H = G·R` query heads for G key-value heads.
 
 The state holds, with c the running maximum of each feature over the keys so far:
     `kv`        `[B, G, d, e]`   Σ_j exp(k_j - c) v_jᵀ
@@ -32,6 +31,7 @@ from .common import (
     token_blocks,
     with_ones,
 )
+from .inputs import AttentionInputs
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
 #: explicit for every pair of tokens and feature, because the maximum of a chunk would depend on later tokens.
@@ -49,17 +49,18 @@ def _no_keys(key: Tensor, value: Tensor) -> KVState:
     return KVState(total, torch.full_like(total[..., 0], float("-inf")))
 
 
-def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
+def bidirectional(inputs: AttentionInputs, scale: float) -> Tensor:
     """Compute the bidirectional form. Time O((L + S)·d·e); temporaries O(block·d).
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`.
     """
+    query, key, value = inputs.tensors
     batch, heads, length, width = query.shape
     groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
     total, top = _no_keys(key, value)
     assert top is not None
-    for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), mask, key, value):
+    for _, _, part, (logits, values) in token_blocks(block_length(batch, groups, size, keys), inputs.mask, key, value):
         logits, before = mask_tokens(logits * scale, part, float("-inf")), top
         top = torch.maximum(logits.detach().amax(dim=2), before)  # cancels in the table, so that it has no gradient
         base = finite_or_zero(top)
@@ -73,27 +74,20 @@ def bidirectional(query: Tensor, key: Tensor, value: Tensor, *, scale: float, ma
     return torch.cat(outputs, dim=2)
 
 
-def causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    state: State | None = None,
-) -> tuple[Tensor, State]:
-    """Compute the same with sums over `j <= i`, continued from `state`.
+def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
+    """Compute the same with sums over `j <= i`, continued from `inputs.state`.
 
     Time O(L·d·(PIECE + e)); temporaries O(CHUNK·PIECE·d + CHUNK/PIECE·d·e) per head. One token: O(d·e).
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
+    query, key, value = inputs.tensors
     batch, heads, length, _ = query.shape
     refuse_free_length(length, "Causal efficient attention")
-    sums = _no_keys(key, value) if state is None else KVState.from_state(state)
+    sums = _no_keys(key, value) if inputs.state is None else KVState.from_state(inputs.state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
-    for start, stop, part, (keys, values) in token_blocks(CHUNK, mask, key, value):
+    for start, stop, part, (keys, values) in token_blocks(CHUNK, inputs.mask, key, value):
         features = torch.softmax(query[:, :, start:stop].to(keys.dtype) * scale, dim=-1)
         logits = mask_tokens(keys * scale, part, float("-inf"))
         out, sums = _causal_chunk(group_heads(features, key.shape[1]), logits, with_ones(values), sums)
@@ -144,8 +138,9 @@ def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) ->
     return torch.einsum("bgpsd,bgsde->bgpde", gap.masked_fill(later, float("-inf")).exp(), own), tops
 
 
-def dense_weights(query: Tensor, key: Tensor, allowed: Tensor, *, scale: float) -> Tensor:
-    """Compute explicit weights `[B, H, L, S]`, for analysis; allowed `[B | 1, H | 1, L, S]`. O(L·S·d) time."""
+def dense_weights(inputs: AttentionInputs, scale: float) -> Tensor:
+    """Compute explicit weights `[B, H, L, S]`, for analysis. O(L·S·d) time."""
+    query, key, allowed = inputs.query, inputs.key, inputs.visible()
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     keys = key.shape[2]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .common import State, compute_dtype, mask_tokens, refuse_free_length
+from .inputs import AttentionInputs
 
 
 def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,37 +84,26 @@ def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float
     return (weights @ value).view(batch, heads, length, value.shape[-1])
 
 
-def causal_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    project_key: Tensor,
-    project_value: Tensor,
-    *,
-    scaling: float,
-    mask: Tensor | None = None,
-    state: State | None = None,
-    return_state: bool = False,
-) -> tuple[Tensor, State | None]:
-    """Compute block-causal compressed attention, continued from `state`.
+def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: Tensor) -> tuple[Tensor, State | None]:
+    """Compute block-causal compressed attention, continued from `inputs.state`.
 
     Blocks count real tokens only, so padding on either side changes nothing. The state consists of the slots of
     finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number `slot_count [B]`, and the open block
     `open_key [B, G, c, d]`, `open_value`, `open_count [B]`. Time O(L·(c + L·r/c)·d), state O(L·r/c).
 
-    query `[B, H, L, d]`, key `[B, G, L, d]`, value `[B, G, L, e]`; project_key and project_value `[h, r, c]` with h = G
-    or 1; scaling is τ, and a mask `[B, L]` is True for tokens.
+    project_key and project_value are `[h, r, c]` with h = G or 1.
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state or None.
     """
+    (query, key, value), mask = inputs.tensors, inputs.mask
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     groups, block, slots = key.shape[1], project_key.shape[-1], project_key.shape[1]
     refuse_free_length(length, "Block-causal low-rank attention")
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
-    past = state if state is not None else _empty_blocks(key, value, block, dtype)
+    past = inputs.state if inputs.state is not None else _empty_blocks(key, value, block, dtype)
     index = past["open_count"][:, None] + token_positions(mask)[0]  # of each token, counted from the open block
     blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
     capacity = blocks * block
@@ -122,7 +112,7 @@ def causal_blocks(
         _scatter(past[name], mask_tokens(new.to(dtype), mask), index, capacity).unflatten(2, (blocks, block))
         for name, new in (("open_key", key), ("open_value", value))
     )
-    queries = _scatter(query[:, :, :0].to(dtype), query.to(dtype) * scaling, index, capacity)
+    queries = _scatter(query[:, :, :0].to(dtype), query.to(dtype) * inputs.scaling, index, capacity)
     new_slots = _compress(project_key, keys), _compress(project_value, values)
 
     before = past["slot_key"].shape[2]
@@ -144,7 +134,7 @@ def causal_blocks(
         outputs.append(out.view(batch, heads, block, -1))
     compact = torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, 0, 1))  # the extra position reads zeros
     out = compact.gather(2, index[:, None, :, None].expand(batch, heads, length, compact.shape[-1])).to(value.dtype)
-    if not return_state:
+    if not inputs.return_state:
         return out, None
     return out, _close_blocks(past, (keys, values), new_slots, past["open_count"] + mask.sum(dim=1))
 

@@ -5,9 +5,8 @@ Bidirectional: `K̃ = softmax(τ P Kᵀ) K`, `Ṽ = softmax(τ P Kᵀ) V`, `O = 
 Causal, with `a_j = f(τ P k_j) ∈ R^l` positive and n_i the number of real tokens up to i:
 `u_i = softmax((1/n_i) Σ_{j<=i} (s q_i·k_j) a_j)`, `o_i = (1/n_i) Σ_{j<=i} (u_i·a_j) v_j`.
 
-τ is `scaling`, s `query_scale` and f `activation`. Shapes: query `[B, H, L, d]`, key `[B, G, S, d]`, value
-`[B, G, S, e]` with `H = G·R` query heads for G key-value heads; `packed` P is `[G, l, d]`, and a mask `[B, S]` is True
-for tokens.
+s is `query_scale`, f `activation`, P `packed` `[G, l, d]`. Other shapes and τ are those of `AttentionInputs`, with
+`H = G·R` query heads for G key-value heads.
 
 The state of the causal form is
     `packed_key`   `[B, G, l, d]`   Σ_j a_j k_jᵀ
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .common import State, compute_dtype, group_heads, mask_tokens, refuse_free_length, softmax_rows, token_blocks
+from .inputs import AttentionInputs
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.
@@ -30,46 +30,28 @@ Activation = Callable[[Tensor], Tensor]
 """The positive function f, elementwise."""
 
 
-def _packing_weights(packed: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-    """Compute `softmax(τ P Kᵀ)` over the real keys: `[G, l, d] x [B, G, S, d] -> [B, G, l, S]`; zeros without a key."""
-    logits = (packed.to(key.dtype) * scaling) @ key.transpose(-1, -2)
-    return softmax_rows(logits, None if mask is None else mask[:, None, None, :])
-
-
-def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, packed: Tensor, *, scaling: float, mask: Tensor | None = None
-) -> Tensor:
+def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
     """Compute the bidirectional form. Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`.
     """
-    dtype = compute_dtype(query)
-    keys, values = mask_tokens(key.to(dtype), mask), mask_tokens(value.to(dtype), mask)
-    weights = _packing_weights(packed, keys, scaling, mask)
-    query = mask_tokens(query.to(dtype), mask)
-    return low_rank_attention(query, weights @ keys, weights @ values, scaling).to(value.dtype)
+    dtype, mask = compute_dtype(inputs.query), inputs.mask
+    query, keys, values = (mask_tokens(tensor.to(dtype), mask) for tensor in inputs.tensors)
+    logits = (packed.to(dtype) * inputs.scaling) @ keys.transpose(-1, -2)
+    weights = softmax_rows(logits, None if mask is None else mask[:, None, None, :])  # [B, G, l, S]
+    return low_rank_attention(query, weights @ keys, weights @ values, inputs.scaling).to(inputs.value.dtype)
 
 
-def causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Tensor,
-    activation: Activation,
-    *,
-    scaling: float,
-    query_scale: float,
-    mask: Tensor | None = None,
-    state: State | None = None,
-) -> tuple[Tensor, State]:
-    """Compute the causal form, continued from `state`, in two causal passes with linear-time sums.
+def causal(inputs: AttentionInputs, packed: Tensor, activation: Activation, query_scale: float) -> tuple[Tensor, State]:
+    """Compute the causal form, continued from `inputs.state`, in two causal passes with linear-time sums.
 
     Time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l)) per head; one token is O(l·(d + e)).
 
     Returns:
         The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
+    (query, key, value), mask, state = inputs.tensors, inputs.mask, inputs.state
     dtype = compute_dtype(query)
     batch, heads, length, width = query.shape
     groups, slots = key.shape[1], packed.shape[1]
@@ -86,7 +68,7 @@ def causal(
     key_sum, value_sum = state["packed_key"], state["packed_value"]
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (queries, keys, values) in token_blocks(CHUNK, mask, query, key, value):
-        features = mask_tokens(packing_features(packed, keys, activation, scaling), part)
+        features = mask_tokens(packing_features(packed, keys, activation, inputs.scaling), part)
         rows, share = group_heads(queries * query_scale, groups), shares[:, :, :, start:stop]
         logits = _causal_read(rows, keys, features, key_sum.transpose(-1, -2)) * share
         out = _causal_read(torch.softmax(logits, dim=-1), features, values, value_sum) * share
@@ -113,21 +95,13 @@ def _causal_read(rows: Tensor, keys: Tensor, values: Tensor, past: Tensor) -> Te
     return weights @ values.unsqueeze(2) + rows @ past.unsqueeze(2)
 
 
-def dense_causal_weights(
-    query: Tensor,
-    key: Tensor,
-    packed: Tensor,
-    activation: Activation,
-    allowed: Tensor,
-    *,
-    scaling: float,
-    query_scale: float,
-) -> Tensor:
-    """Compute the weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form; allowed `[B | 1, H | 1, L, S]`. O(L·S)."""
+def dense_causal_weights(inputs: AttentionInputs, packed: Tensor, activation: Activation, query_scale: float) -> Tensor:
+    """Compute the weights `(u_i·a_j)/n_i` `[B, H, L, S]` of the causal form. O(L·S)."""
+    query, key, allowed = inputs.query, inputs.key, inputs.visible()
     dtype = compute_dtype(query)
     heads, groups = query.shape[1], key.shape[1]
     keys = mask_tokens(key.to(dtype), allowed.any(dim=2).any(dim=1).expand(key.shape[0], -1))
-    features = packing_features(packed, keys, activation, scaling).repeat_interleave(heads // groups, dim=1)
+    features = packing_features(packed, keys, activation, inputs.scaling).repeat_interleave(heads // groups, dim=1)
     keys = keys.repeat_interleave(heads // groups, dim=1)
     share = allowed.sum(dim=-1, keepdim=True).clamp_min(1).to(dtype).reciprocal()
     products = ((query.to(dtype) * query_scale) @ keys.transpose(-1, -2)).masked_fill(~allowed, 0.0)

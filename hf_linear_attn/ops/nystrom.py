@@ -5,8 +5,7 @@
 Q̃ and K̃ are the means of m equal segments of each row's own real tokens. A row of at most m tokens has a landmark for
 every token: F = A = B is then its exact softmax matrix, F A⁺ B = F, and the product is not formed at all.
 
-τ is `scaling`, m `landmarks`. Shapes: query `[B, H, S, d]`, key `[B, G, S, d]`, value `[B, G, S, e]` with `H = G·R`
-query heads for G key-value heads; a mask `[B, S]` is True for tokens.
+m is `landmarks`; τ and the shapes are those of `AttentionInputs`, with L = S.
 """
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .common import block_length, compute_dtype, is_free, mask_tokens, softmax_rows, token_blocks
+from .inputs import AttentionInputs
 from .linformer import token_positions
 
 
@@ -54,16 +54,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     return inverse
 
 
-def nystrom(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    landmarks: int,
-    iterations: int,
-    scaling: float,
-    mask: Tensor | None = None,
-) -> Tensor:
+def nystrom(inputs: AttentionInputs, landmarks: int, iterations: int) -> Tensor:
     """Compute Nyström attention; it is exact for S <= m.
 
     Time O(S·m·(d + e) + iterations·m³), temporaries O(S·m + m²) per head.
@@ -71,25 +62,26 @@ def nystrom(
     Returns:
         The output `[B, H, S, e]` in the dtype of `value`.
     """
-    batch, heads, length, _ = query.shape
-    rows, keys, values = (mask_tokens(x.to(compute_dtype(x)), mask) for x in (query, key, value))
-    rows = rows * scaling
-    keys, values = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (keys, values))
+    mask = inputs.mask
+    rows, keys, values = (mask_tokens(x.to(compute_dtype(x)), mask) for x in inputs.tensors)
+    rows = rows * inputs.scaling
+    batch, heads, length, _ = rows.shape
+    keys, values = (x.repeat_interleave(heads // keys.shape[1], dim=1) for x in (keys, values))
     allowed = None if mask is None else mask[:, None, None, :]
     if is_free(length) or length > landmarks:
         pooling, lengths = landmark_pooling(length, landmarks, mask, keys)
         pooling = pooling.unsqueeze(1)
         row_means, key_means = pooling @ rows, pooling @ keys
-        exists = (torch.arange(landmarks, device=key.device) < lengths.unsqueeze(1))[:, None, None, :]
+        exists = (torch.arange(landmarks, device=keys.device) < lengths.unsqueeze(1))[:, None, None, :]
         few = (lengths <= landmarks)[:, None, None, None]
         core = softmax_rows(row_means @ key_means.transpose(-1, -2), exists)
         core = torch.where(few, torch.eye(landmarks, dtype=core.dtype, device=core.device), core)
         right = softmax_rows(row_means @ keys.transpose(-1, -2), allowed)
         values = torch.where(few, pooling @ values, iterative_pinv(core, iterations) @ (right @ values))
         keys, allowed = key_means, exists
-    outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
+    outputs = [inputs.value.new_zeros(batch, heads, 0, values.shape[-1])]
     for _, _, _, (block,) in token_blocks(block_length(batch, heads, keys.shape[2], length), None, rows):
-        outputs.append((softmax_rows(block @ keys.transpose(-1, -2), allowed) @ values).to(value.dtype))
+        outputs.append((softmax_rows(block @ keys.transpose(-1, -2), allowed) @ values).to(inputs.value.dtype))
     return torch.cat(outputs, dim=2)
 
 

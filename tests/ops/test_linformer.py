@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import linformer as ops
 from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv, relative_error
 from tests.reference import naive
@@ -19,7 +20,7 @@ def projections(slots, length, heads=1, seed=0):
 
 
 def blocks(q, k, v, e, f, **kwargs):
-    return ops.causal_blocks(q, k, v, e, f, scaling=SCALING, **kwargs)
+    return ops.causal_blocks(AttentionInputs(q, k, v, SCALING, True, **kwargs), e, f)
 
 
 @pytest.mark.parametrize(("slots", "length"), [(1, 1), (4, 12), (5, 12), (12, 12), (7, 3), (128, 100)])
