@@ -61,15 +61,8 @@ class HybridAttention(LinearAttention):
             )
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
-        return ops.dense_windowed_weights(
-            inputs.query,
-            inputs.key,
-            *self._maps(inputs.scaling)[:2],
-            inside=self._inside(inputs),
-            allowed=inputs.visible(),
-            scaling=inputs.scaling,
-            log_mix=self._log_mix(inputs),
-        )
+        call = self._call(inputs, self._log_mix(inputs))
+        return ops.dense_windowed_weights(call, self._inside(inputs), inputs.visible())
 
     def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(inputs.query)

@@ -9,7 +9,6 @@
 pass the same tests; results differ by rounding. `register_backend` adds more.
 """
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..utils.formatting import near_matches
 from . import gated, kernelized
 from .common import State
 from .fla_backend import FlaBackend
@@ -97,9 +97,7 @@ def set_backend(name: str) -> None:
     global _selected
     names = ["auto", *_BACKENDS]
     if name not in names:
-        near = difflib.get_close_matches(str(name), names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown backend {name!r}.{hint} There are: {', '.join(names)}.")
+        raise ValueError(f"Unknown backend {name!r}.{near_matches(str(name), names)} There are: {', '.join(names)}.")
     _selected = name
 
 

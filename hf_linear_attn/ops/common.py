@@ -88,11 +88,13 @@ class KVState(NamedTuple):
         scales = [part.log_scale for part in parts if part.log_scale is not None]
         return KVState(torch.stack([part.total for part in parts], dim), torch.stack(scales, dim) if scales else None)
 
-    def at(self, index: int, dim: int = 0) -> KVState:
-        """Return one entry of a dimension."""
-        return KVState(
-            self.total.select(dim, index), None if self.log_scale is None else self.log_scale.select(dim, index)
-        )
+    def apply(self, function: Callable[[Tensor], Tensor]) -> KVState:
+        """Apply a function of the leading dimensions to both tensors."""
+        return KVState(function(self.total), None if self.log_scale is None else function(self.log_scale))
+
+    def at(self, index: int | slice, dim: int = 0) -> KVState:
+        """Return one entry of a dimension, or a part of them."""
+        return self.apply(lambda tensor: tensor[(slice(None),) * dim + (index,)])
 
     def plus(self, other: KVState) -> KVState:
         """Add two sums, relative to the larger of their scales."""
@@ -120,17 +122,7 @@ class KVState(NamedTuple):
             weights = (seen - finite_or_zero(top).unsqueeze(-1)).exp()
             joined = (weights @ total.movedim(dim, -3).flatten(-2)).unflatten(-1, total.shape[-2:])
             states = KVState(joined.movedim(-3, dim), top.movedim(-1, dim))
-        count = self.total.shape[dim]
-        return states.part(slice(0, count), dim), states.at(-1, dim)
-
-    def part(self, index: slice, dim: int = 0) -> KVState:
-        """Return some entries of a dimension."""
-        at = (slice(None),) * dim + (index,)
-        return KVState(self.total[at], None if self.log_scale is None else self.log_scale[at])
-
-    def flip(self) -> KVState:
-        """Return the entries of the first dimension in reverse order."""
-        return KVState(self.total.flip(0), None if self.log_scale is None else self.log_scale.flip(0))
+        return states.at(slice(0, self.total.shape[dim]), dim), states.at(-1, dim)
 
     def state(self) -> State:
         """Return the entries of a state."""

@@ -18,8 +18,6 @@ it (bidirectional: and after it), its neighbours. Everything farther comes from 
 added up from the beginning (and from the end) and never subtracted, so that no digits cancel.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import NamedTuple
 
@@ -166,16 +164,9 @@ class Tokens(NamedTuple):
     query_index: Tensor | None
 
 
-def gather_tokens(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_mix: Tensor,
-    window: int,
-    mask: Tensor | None,
-    state: State | None,
-) -> Tokens:
+def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Tokens:
     """Put the ring of a state (or zeros) before new tokens, and padding first; log_mix `[B | 1, H, L | 1]`."""
+    query, key, value, mask, state, window = call.query, call.key, call.value, call.mask, call.state, call.window
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
     if state is None:
@@ -211,6 +202,15 @@ def make_ring(tokens: Tokens, length: int) -> State:
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in ring.items()}
 
 
+class _Part(NamedTuple):
+    """For a block of rows and one of its neighbours: 0 in the window and `-inf` elsewhere (None: all of it is in the
+    window), and 1 for the keys that a row sees outside of its window, 0 elsewhere (None: there are none). `[R·c, c]`.
+    """
+
+    bias: Tensor | None
+    outside: Tensor | None
+
+
 class _Blocks(NamedTuple):
     """n blocks of keys, the blocks first (slices of them then need no copy for a batched product): `[k, 0]`, or
     `[k, BLOCKED]` at padding, `[n, B, G, c, d + 1]`, `[v, 1]`, features, and the sums of each block."""
@@ -226,15 +226,6 @@ class _Blocks(NamedTuple):
         logits = rows.query @ self.key[now].transpose(-1, -2)
         logits = logits if part.bias is None else logits + part.bias
         return Columns(logits, None if part.outside is None else self.features.apply(lambda x: x[now]), part.outside)
-
-
-class _Part(NamedTuple):
-    """For a block of rows and one of its neighbours: 0 in the window and `-inf` elsewhere (None: all of it is in the
-    window), and 1 for the keys that a row sees outside of its window, 0 elsewhere (None: there are none). `[R·c, c]`.
-    """
-
-    bias: Tensor | None
-    outside: Tensor | None
 
 
 def _neighbours(call: WindowedCall, size: int, reach: int) -> list[_Part]:
@@ -364,7 +355,7 @@ def accumulate(
     first: State = {}
     older = 0
     if call.causal:
-        tokens = gather_tokens(call.query, call.key, call.value, log_mix, window, call.mask, call.state)
+        tokens = gather_tokens(call, log_mix)
         sinks, first = first_tokens(call)
         query, valid, log_mix, older = tokens.query, tokens.valid, tokens.log_mix, window
         position = torch.arange(-window, length, device=query.device)
@@ -405,10 +396,10 @@ def accumulate(
         now = count if free else min(step, count - start)
         if not free:
             blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
-        far_sums, carried = blocks.kv_state.part(slice(0, now)).running(carried)
+        far_sums, carried = blocks.kv_state.at(slice(0, now)).running(carried)
         if not call.causal:
-            behind, _ = blocks.kv_state.part(slice(2 * reach, None)).flip().running(later)
-            far_sums = far_sums.plus(behind.flip())
+            behind, _ = blocks.kv_state.at(slice(2 * reach, None)).apply(lambda x: x.flip(0)).running(later)
+            far_sums = far_sums.plus(behind.apply(lambda x: x.flip(0)))
         span = slice(None) if free else slice(start * size, (start + now) * size)
         mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
         rows = make_query_rows(query[:, :, span], call.query_features, start * size, groups, call.scaling, mix)
@@ -449,18 +440,14 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     Returns:
         The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token (causal).
     """
-    if call.state is not None and _is_step(call.query, call.mask, call.state):
-        return _step(call, call.state)
+    mask, state = call.mask, call.state
+    # One token in every row is a step. A mask is read on a CPU only.
+    readable = not torch.compiler.is_compiling() and call.query.device.type == "cpu"
+    if state is not None and call.query.shape[2] == 1 and (mask is None or (readable and bool(mask.all()))):
+        return _step(call, state)
     accumulator, state = accumulate(call, normalise=True)
     out = accumulator.values
     return (out, state) if call.causal else (attend_from_sinks(out, call, end_tokens(call)), None)
-
-
-def _is_step(query: Tensor, mask: Tensor | None, state: State | None) -> bool:
-    """Return whether a call is one real token in every row, after a state. (A mask is read on a CPU only.)"""
-    if state is None or query.shape[2] != 1:
-        return False
-    return mask is None or (not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all()))
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
@@ -521,32 +508,18 @@ def inside_window(mask: Tensor | None, query: Tensor, key: Tensor, window: int, 
     return (distance.abs() < window) & ((distance >= 0) | (not causal))
 
 
-def dense_windowed_weights(
-    query: Tensor,
-    key: Tensor,
-    query_features: FeatureFunction,
-    key_features: FeatureFunction,
-    *,
-    inside: Tensor,
-    allowed: Tensor,
-    scaling: float,
-    log_mix: Tensor,
-) -> Tensor:
+def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor) -> Tensor:
     """Compute explicit normalised weights `[B, H, L, S]`, for analysis. O(L·S) time and memory.
 
     Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, S, d]`.
-        query_features: The feature map of queries.
-        key_features: The feature map of keys.
+        call: The call, whose window and mask are not read.
         inside: `[B | 1, H | 1, L, S]`, which keys have exact weights.
         allowed: `[B | 1, H | 1, L, S]`, which keys are visible at all.
-        scaling: τ.
-        log_mix: `[H]` or `[B | 1, H, L | 1]`.
     """
+    query, key, log_mix = call.query, call.key, call.log_mixing_weights()
     batch, groups = key.shape[:2]
-    log_mix = log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
-    rows = _block_rows(make_query_rows(query, query_features, 0, groups, scaling, log_mix), 1, query.shape[2])
+    rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
+    rows = _block_rows(rows, 1, query.shape[2])
     if not key.shape[2]:
         return rows.query.new_zeros(*query.shape[:3], 0)
     key = mask_tokens(key.to(rows.query.dtype), allowed.any(dim=2).any(dim=1).expand(batch, -1))
@@ -555,6 +528,6 @@ def dense_windowed_weights(
         for flags in (inside & allowed, ~inside & allowed)
     )
     logits = (rows.query @ functional.pad(key, (0, 1)).transpose(-1, -2)).masked_fill(~exact, float("-inf"))
-    columns = Columns(logits, key_features(key, 0), outside.to(key.dtype))
+    columns = Columns(logits, call.key_features(key, 0), outside.to(key.dtype))
     weights = row_weights(rows.features, [columns])[0][0].view(*query.shape[:3], -1)
     return divide(weights, weights.sum(dim=-1))

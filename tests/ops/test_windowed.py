@@ -22,12 +22,15 @@ def maps(built):
     return (lambda x, start: built.query(x, SCALING)), (lambda x, start: built.key(x, SCALING))
 
 
-def fast(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None, sinks=0):
+def call_of(built, q, k, v, *, window, causal, log_mix=None, mask=None, state=None, sinks=0):
     log_mix = LOG_MIX[: q.shape[1]] if log_mix is None else log_mix
     size = built.num_features
     options = {"window": window, "scaling": SCALING, "log_mix": log_mix, "sinks": sinks}
-    call = WindowedCall(q, k, v, *maps(built), None, size, causal, mask=mask, state=state, **options)
-    return windowed.windowed(call)
+    return WindowedCall(q, k, v, *maps(built), None, size, causal, mask=mask, state=state, **options)
+
+
+def fast(*inputs, **options):
+    return windowed.windowed(call_of(*inputs, **options))
 
 
 def definition(precise, q, k, v, *, window, causal, log_mix=None, mask=None, sinks=0):
@@ -177,7 +180,5 @@ def test_dense_weights_are_the_weights_of_the_fast_form(name, causal):
     out, _ = fast(built, q, k, v, window=6, causal=causal, mask=mask)
     allowed = naive.visible(mask, 2, 80, 80, causal)
     inside = windowed.inside_window(mask, q, k, 6, causal)
-    weights = windowed.dense_windowed_weights(
-        q, k, *maps(built), inside=inside, allowed=allowed, scaling=SCALING, log_mix=LOG_MIX[:4]
-    )
+    weights = windowed.dense_windowed_weights(call_of(built, q, k, v, window=6, causal=causal), inside, allowed)
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ v.repeat_interleave(2, dim=1), out)))

@@ -272,12 +272,11 @@ def test_half_precision(name, causal, dtype):
 @pytest.mark.parametrize("name", MAPS)
 def test_explicit_weights_give_the_same_output(name, causal, padding):
     case = Case(name, 26, causal, mask=padding_mask([26, 12], 26, padding))
-    q, k, v, mix = case.leaves
+    q, k, v, _ = case.leaves
     inside = windowed.inside_window(case.mask, q, k, WINDOW, causal)
     allowed = naive.visible(case.mask, 2, 26, 26, causal)
-    weights = windowed.dense_windowed_weights(
-        q, k, *case.features(), inside=inside, allowed=allowed, scaling=0.4, log_mix=mix
-    )
+    call = WindowedCall(q, k, v, *case.features(), None, 0, causal, **case.settings())
+    weights = windowed.dense_windowed_weights(call, inside, allowed)
     out = weights @ naive.repeat_heads(v, 4)
     assert_close(*(t.transpose(1, 2)[case.mask] for t in (out, case.fast())), torch.float64)
 

@@ -213,18 +213,13 @@ def _run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> No
         outputs[name].copy_(parameter_gradient(part[..., : outputs[name].shape[-1]], outputs[name]))
 
 
-@functools.cache
-def _kernel(name: str) -> Any:
-    return getattr(library(), f"hla_{name}")
-
-
 def launch(name: str, filled: Arguments) -> None:
     """Run a kernel.
 
     Raises:
         MemoryError: The kernel could not allocate its buffers.
     """
-    if _kernel(name)(ctypes.byref(filled)):
+    if getattr(library(), f"hla_{name}")(ctypes.byref(filled)):
         raise MemoryError(
             f"The native kernel {name!r} could not allocate memory. Free some, or use set_backend('torch')."
         )

@@ -33,16 +33,14 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         log_mix = call.log_mixing_weights().float()
         del learned["mix_weight"]
     length, mask, tokens = call.query.shape[2], call.mask, None
-    tensors = (call.query, call.key, call.value, log_mix)
     if not length:
         return empty(*call.query.shape[:3], call.value.shape[3], dtype=call.value.dtype), call.state
     sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
-    inputs: Tensors = {}
+    inputs: Tensors = {"query": call.query, "key": call.key, "value": call.value, "mix": log_mix}
     if call.causal and (mask is not None or call.state is not None):
-        tokens = gather_tokens(*tensors, call.window, mask, call.state)
-        tensors, mask = (*tokens[:3], tokens.log_mix), None
+        tokens, mask = gather_tokens(call, log_mix), None
+        inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mix}
         inputs["skip"], numbers["offset"] = (~tokens.valid).sum(dim=1), call.window
-    inputs |= dict(zip(("query", "key", "value", "mix"), tensors, strict=True))
     if mask is not None:
         inputs["mask"] = mask
     if sinks is not None:
@@ -67,8 +65,8 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if not call.return_state:
         return out, None
     if tokens is None:
-        query, key, value, log_mix = (tensor[:, :, -call.window :] for tensor in tensors)
-        tokens = gather_tokens(query, key, value, log_mix, call.window, None, None)
+        query, key, value = (tensor[:, :, -call.window :] for tensor in (call.query, call.key, call.value))
+        tokens = gather_tokens(call.replace(query=query, key=key, value=value), log_mix)
         length = min(length, call.window)
     return out, {**after, **make_ring(tokens, length), **first}
 

@@ -329,7 +329,7 @@ def _backward(
         dtype, width = x.dtype if fused.weight is None else torch.float32, fused.width(x.shape[3])
         before.append(token_major(batch, x.shape[1], x.shape[2], width, dtype, x.device))
     to_value = token_major(batch, groups, keys, value_size, value.dtype, value.device)
-    outputs = rows(before[1]), rows(to_value)
+    to_query, outputs = rows(before[0]), (rows(before[1]), rows(to_value))
     split = blocks(query, call, chunked=call.causal)
     if states is not None:
         query_states, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
@@ -337,7 +337,7 @@ def _backward(
         key_split = blocks(key, call)
         launch(
             kernels.backward_bidirectional, (batch * heads, split.spans), rows(query), rows(gradient), None, 0,
-            *factors, states, rows(before[0]), None, maps[0], heads, groups, length, split.span, states.shape[1],
+            *factors, states, to_query, None, maps[0], heads, groups, length, split.span, states.shape[1],
             split.columns, split.tokens, warps=8,
         )  # fmt: skip
         launch(
@@ -350,15 +350,7 @@ def _backward(
     shape = *maps, heads, groups, length, split.spans, split.columns, split.tokens
     kv_state, _ = sum_tokens(key, value, call.mask, maps[1], split)
     scan(kv_state, value_size)
-    launch(
-        kernels.backward_causal_queries,
-        (batch * heads, split.spans),
-        *inputs,
-        kv_state,
-        rows(before[0]),
-        *shape,
-        warps=8,
-    )
+    launch(kernels.backward_causal_queries, (batch * heads, split.spans), *inputs, kv_state, to_query, *shape, warps=8)
     del kv_state
     kv_state, _ = sum_tokens(query, gradient, None, maps[0], split, gradient=factors)
     scan(kv_state, value_size, repeats=heads // groups, reverse=True)
