@@ -50,18 +50,13 @@ static void add_to_rows(const float* row, int width, int count, float* to, const
       store(to + (size_t)t * width + j, load(to + (size_t)t * width + j) + load(row + j) * (scale ? scale[t] : 1.0f));
 }
 
-// From the gradient of a block's features to that of x, in back.x_gradient.
-static void query_backward(const Call& c, const FeatureBlock& block, long b, long h, int count, BackwardBuffers& back) {
-  const size_t index = (b * c.heads + h) * c.query_map.segment();
+// From the gradient of a block's features to that of x, in back.x_gradient. head: among those of all rows of the batch.
+static void features_backward(const FeatureBlock& block, long head, int count, BackwardBuffers& back, float* weight_gradient,
+                              float* bias_gradient) {
+  const size_t index = head * block.map->segment();
   block.backward(count, back.feature_gradient, back.slope, back.x_gradient,
-                 c.query_weight_gradient ? c.query_weight_gradient + index * c.size : nullptr,
-                 c.query_bias_gradient ? c.query_bias_gradient + index : nullptr);
-}
-static void key_backward(const Call& c, const FeatureBlock& block, long b, long g, int count, BackwardBuffers& back) {
-  const size_t index = (b * c.groups + g) * c.key_map.segment();
-  block.backward(count, back.feature_gradient, back.slope, back.x_gradient,
-                 c.key_weight_gradient ? c.key_weight_gradient + index * c.size : nullptr,
-                 c.key_bias_gradient ? c.key_bias_gradient + index : nullptr);
+                 weight_gradient ? weight_gradient + index * block.map->input : nullptr,
+                 bias_gradient ? bias_gradient + index : nullptr);
 }
 
 static inline void clear_masked(const uint8_t* mask, long start, int count, float* rows, int width) {
@@ -77,7 +72,7 @@ static void write_key_gradients(const Call& c, const FeatureBlock& keys, long b,
   clear_masked(c.mask_of(b), start, count, back.feature_gradient, keys.row);
   clear_masked(c.mask_of(b), start, count, back.value_gradient, c.e_row());
   write_rows<T>(c.value_gradient, b, g, start, count, c.value_size, back.value_gradient, c.e_row());
-  key_backward(c, keys, b, g, count, back);
+  features_backward(keys, b * c.groups + g, count, back, c.key_weight_gradient, c.key_bias_gradient);
   write_rows<T>(c.key_gradient, b, g, start, count, c.size, back.x_gradient, keys.x_row);
 }
 
@@ -107,7 +102,7 @@ static int bidirectional_backward(const Call& c) {
           add_rows(queries.features, m_row, count, slopes.k, back.normaliser_gradient);
           multiply(count, m_row, e_row, back.gradient, e_row, 1, transposed, m_row, back.feature_gradient, m_row, false);
           add_to_rows(state.k, m_row, count, back.feature_gradient, back.normaliser_gradient);
-          query_backward(c, queries, b, h, count, back);
+          features_backward(queries, b * c.heads + h, count, back, c.query_weight_gradient, c.query_bias_gradient);
           write_rows<T>(c.query_gradient, b, h, start, count, c.size, back.x_gradient, queries.x_row);
         }
       transpose(m_row, e_row, slopes.kv, e_row, transposed, m_row);
@@ -135,8 +130,7 @@ static void weight_gradients(int count, int e_row, const float* value, const flo
 
 // Gradients of a causal form of one key-value head, in two passes: in the order of the sequence to the queries, and back to
 // keys and values. `form` reads and writes:
-//     int read_keys(start, count)             keys and values, up to as many as share a reference
-//     void read_keys_again(start, count)      the same for the second pass
+//     int read_keys(start, count, again)      keys and values, in the first pass up to as many as share a reference
 //     void read_queries(h, start, count)      features, dn and dd
 //     void write_query_gradient(h, start, count), write_key_gradients(start, count)
 struct CausalBackward {
@@ -173,7 +167,7 @@ struct CausalBackward {
     blocks.clear();
     for (long start = begin; start < c.length; start += blocks.back().count) {
       const float before = state.scale;
-      const int count = form.read_keys(start, (int)std::min<long>(c.length - start, BLOCK));
+      const int count = form.read_keys(start, (int)std::min<long>(c.length - start, BLOCK), false);
       blocks.push_back({start, count, state.scale});
       if (keys.map->scaled()) scale_all(state_t, (long)m_row * e_row, rescale_factor(before, state.scale));
       transpose_tokens(count, e_row, back.value, value_t);
@@ -193,7 +187,7 @@ struct CausalBackward {
     for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
       const long start = block->start;
       const int count = block->count;
-      form.read_keys_again(start, count);
+      form.read_keys(start, count, true);
       if (keys.map->scaled()) {
         keys.scale_rows(count, block->reference);
         scale_all(state.kv, state.numbers(), rescale_factor(block->reference, later));
@@ -227,24 +221,20 @@ struct KernelizedForm {
   CausalBackward& pass;
   long b, g;
 
-  int read_keys(long start, int count) {
-    count = read_causal_keys<T>(c, b, g, start, count, pass.keys, pass.state);
-    read_values(start, count);
-    return count;
-  }
-  void read_keys_again(long start, int count) {
-    pass.keys.read<T>(c.key, b, g, start, count, c.mask_of(b));
-    read_values(start, count);
-  }
-  void read_values(long start, int count) {
+  int read_keys(long start, int count, bool again) {
+    if (again)
+      pass.keys.read<T>(c.key, b, g, start, count, c.mask_of(b));
+    else
+      count = read_causal_keys<T>(c, b, g, start, count, pass.keys, pass.state);
     read_rows<T>(c.value, b, g, start, count, c.value_size, c.mask_of(b), pass.back.value, c.e_row());
+    return count;
   }
   void read_queries(long h, long start, int count) {
     pass.queries.read<T>(c.query, b, h, start, count, nullptr);
     row_gradients<T>(c, b, h, start, count, c.normaliser + (b * c.heads + h) * c.length + start, pass.back);
   }
   void write_query_gradient(long h, long start, int count) {
-    query_backward(c, pass.queries, b, h, count, pass.back);
+    features_backward(pass.queries, b * c.heads + h, count, pass.back, c.query_weight_gradient, c.query_bias_gradient);
     write_rows<T>(c.query_gradient, b, h, start, count, c.size, pass.back.x_gradient, c.x_row());
   }
   void write_key_gradients(long start, int count) {

@@ -56,15 +56,6 @@ class BuildError(RuntimeError):
     """The kernels cannot be compiled or loaded here; the message says why and what would help."""
 
 
-def cache_folder() -> Path:
-    """Return `$HF_LINEAR_ATTN_CACHE`, else `hf_linear_attn` in the user's cache folder."""
-    folder = os.environ.get(CACHE_VARIABLE)
-    if folder:
-        return Path(folder).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hf_linear_attn"
-
-
 def compiler() -> str:
     """Return the C++ compiler: `$CXX`, else the first of g++, clang++, c++ that is installed.
 
@@ -137,11 +128,16 @@ def _cached_library(instructions: str) -> Path:
     parts = [part for path in sources for part in (path.name.encode(), path.read_bytes())]
     setting = repr((compiler(), _version(compiler()), instructions, FLAGS, _openmp(), _processor())).encode()
     digest = hashlib.sha256(b"\0".join([*parts, setting])).hexdigest()[:16]
-    return _private(cache_folder()) / f"kernels-{digest}.so"
+    return _cache_folder() / f"kernels-{digest}.so"
 
 
-def _private(folder: Path) -> Path:
-    """Create the folder if needed and check that no one else may write there: its files are executed."""
+def _cache_folder() -> Path:
+    """Return `$HF_LINEAR_ATTN_CACHE`, else `hf_linear_attn` in the user's cache folder, created if needed.
+
+    No one else may write there: its files are executed.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path(base, "hf_linear_attn")).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()

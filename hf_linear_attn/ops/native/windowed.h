@@ -202,11 +202,8 @@ struct Band {
       for (int t = i; t < i + tile_rows; ++t)  // a separate pass, because it waits for the maxima
         for (const Columns& part : touched) {
           float* row = weights + (size_t)t * stride();
-          if (top[t] == -INFINITY) {  // no key in the window
-            for (int j = part.begin; j < part.end; j += LANES) store(row + j, Vec{});
-          } else {
-            for (int j = part.begin; j < part.end; j += LANES) store(row + j, exp_of(load(row + j) - top[t]));
-          }
+          const bool any = top[t] != -INFINITY;  // key in the window
+          for (int j = part.begin; j < part.end; j += LANES) store(row + j, any ? exp_of(load(row + j) - top[t]) : Vec{});
         }
     }
   }
@@ -428,20 +425,16 @@ struct Far {
   template <typename T>
   void begin(const Call& c, const Stream& s, long start, int count) {
     const long first = s.offset + start, block = start / BLOCK;
-    if (!two_sided) {
+    if (two_sided) {
+      after = keys_at<T>(c, s, first + c.window);  // this one first, so that it does not overwrite the other
+      before = keys_at<T>(c, s, first - c.window);
+    } else {
       before->begin<T>(c, s, first - c.window, count);
-      if (before->has_tokens) before->transpose_features(count);
-      visible = has_keys ? &state : nullptr;
-      return;
     }
-    after = keys_at<T>(c, s, first + c.window);  // this one first, so that it does not overwrite the other
-    before = keys_at<T>(c, s, first - c.window);
     for (FarKeys* keys : {after, before})
       if (keys->has_tokens) keys->transpose_features(count);
-    if (block >= num_later_states) {
-      visible = has_keys ? &state : nullptr;
-      return;
-    }
+    visible = has_keys ? &state : nullptr;
+    if (block >= num_later_states) return;  // always, where the window is not two-sided
     combined.set_sum(state, later_states[block]);
     visible = &combined;
   }

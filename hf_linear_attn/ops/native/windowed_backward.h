@@ -53,14 +53,11 @@ struct FarForm {
   CausalBackward& pass;
   GradientAccumulators& to;
 
-  int read_keys(long start, int count) {
-    read_keys_again(start, count);
-    return count;
-  }
-  void read_keys_again(long start, int count) {
+  int read_keys(long start, int count, bool) {
     const long first = s.offset + start - c.window;
     pass.keys.read<T>(c.key, s.b, s.g, first, count, s.far());
     read_rows<T>(c.value, s.b, s.g, first, count, c.value_size, s.far(), pass.back.value, to.e_row);
+    return count;
   }
   void read_queries(long h, long start, int count) {
     read_far_queries<T>(c, s, h, start, count, pass.queries);
@@ -78,7 +75,7 @@ struct FarForm {
       scale_all(slope, m_row, mix);
       if (mix != 0.0f) scale_all(feature, m_row, 1.0f / mix);
     }
-    query_backward(c, pass.queries, s.b, h, count, pass.back);
+    features_backward(pass.queries, s.b * c.heads + h, count, pass.back, c.query_weight_gradient, c.query_bias_gradient);
     float* rows = to.query_at(h - s.g * c.repeats(), s.position_of(start));
     add_rows_along(pass.back.x_gradient, to.x_row, count, rows, s.backwards);
   }
@@ -86,7 +83,7 @@ struct FarForm {
     const long first = s.offset + start - c.window, position = s.backwards ? c.keys - 1 - first : first;
     clear_masked(s.far(), first, count, pass.back.feature_gradient, pass.keys.row);
     clear_masked(s.far(), first, count, pass.back.value_gradient, to.e_row);
-    key_backward(c, pass.keys, s.b, s.g, count, pass.back);
+    features_backward(pass.keys, s.b * c.groups + s.g, count, pass.back, c.key_weight_gradient, c.key_bias_gradient);
     clear_masked(s.far(), first, count, pass.back.x_gradient, to.x_row);
     add_rows_along(pass.back.x_gradient, to.x_row, count, to.key_at(position), s.backwards);
     add_rows_along(pass.back.value_gradient, to.e_row, count, to.value_at(position), s.backwards);
