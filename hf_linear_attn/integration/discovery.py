@@ -55,7 +55,8 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     for name, module in modules.items():
         if source_guards.calls_interface(type(module)):
             causal = _is_causal(module, [modules[parent] for parent in parent_names(name)])
-            cross = _is_cross(name, module)
+            kinds = (type(module).__name__, name.rpartition(".")[2])
+            cross = getattr(module, "is_cross_attention", False) is True or any(map(CROSS_ATTENTION.search, kinds))
             layers.append(AttentionLayer(name, module, cross, _span(module), _obstacle(module), causal))
     return layers
 
@@ -146,12 +147,6 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
             if isinstance(value, int) and value > 0:
                 return value
     return None
-
-
-def _is_cross(name: str, module: nn.Module) -> bool:
-    if getattr(module, "is_cross_attention", False) is True:
-        return True
-    return bool(CROSS_ATTENTION.search(type(module).__name__) or CROSS_ATTENTION.search(name.rpartition(".")[2]))
 
 
 def _span(module: nn.Module) -> str:

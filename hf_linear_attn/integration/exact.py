@@ -85,15 +85,13 @@ class AttentionCall:
 Observer = Callable[[AttentionCall], None]
 
 
-@contextmanager
-def observe_attention(model: nn.Module, observer: Observer) -> Iterator[None]:
+def observe_attention(model: nn.Module, observer: Observer) -> AbstractContextManager[None]:
     """Run a patched model with exact attention, and call `observer` with each patched layer's inputs and exact output.
 
     Every layer then sees the hidden states of the exact model. Attention transfer and the measures of fidelity are
     built on this. Caches of the model contain keys and values inside of this context: do not pass them on.
     """
-    with _running_exactly(list(attention_modules(model)), observer):
-        yield
+    return _running_exactly(list(attention_modules(model)), observer)
 
 
 def exact_attention(model: Any, layers: Iterable[int] | None = None) -> AbstractContextManager[None]:

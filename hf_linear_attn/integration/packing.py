@@ -261,7 +261,8 @@ class Documents:
     def __init__(self, boundaries: Tensor, shape: tuple[int, int], padding: Tensor | None = None) -> None:
         self.shape = shape
         device = boundaries.device
-        edges = _checked_edges(boundaries.tolist(), shape)
+        edges: list[int] = boundaries.tolist()
+        _check_edges(edges, shape)
         lengths = [stop - start for start, stop in pairwise(edges)]
         if padding is None or bool(padding.all()):
             self._tokens = torch.arange(edges[-1], device=device)
@@ -273,9 +274,10 @@ class Documents:
             lengths = [stop - start for start, stop in pairwise(real_edges)]
         self.lengths = [length for length in lengths if length]
         self._starts = [0, *accumulate(self.lengths)]
-        self.groups = [self._group(numbers) for numbers in _group_by_length(self.lengths)]
+        self.groups = [self.group(numbers) for numbers in _group_by_length(self.lengths)]
 
-    def _group(self, numbers: list[int]) -> Group:
+    def group(self, numbers: Sequence[int]) -> Group:
+        """Return some of the documents as one padded batch, in this order."""
         device = self._tokens.device
         starts = torch.tensor([self._starts[number] for number in numbers], device=device)
         lengths = torch.tensor([self.lengths[number] for number in numbers], device=device)
@@ -287,10 +289,6 @@ class Documents:
         same_length = all(self.lengths[number] == longest for number in numbers)
         return Group(index, None if same_length else mask)
 
-    def as_single_group(self) -> Group:
-        """Return all documents as one padded batch, in order, for what must see them at once."""
-        return self._group(list(range(len(self.lengths))))
-
 
 def document_numbers(boundaries: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return the number of the document that each token of a batch lies in, `[B, S]`."""
@@ -298,7 +296,7 @@ def document_numbers(boundaries: Tensor, shape: tuple[int, int]) -> Tensor:
     return torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True).view(shape)
 
 
-def _checked_edges(edges: list[int], shape: tuple[int, int]) -> list[int]:
+def _check_edges(edges: list[int], shape: tuple[int, int]) -> None:
     batch, length = shape
     ascending = all(start <= stop for start, stop in pairwise(edges))
     if len(edges) < 2 or edges[0] != 0 or edges[-1] != batch * length or not ascending:
@@ -312,7 +310,6 @@ def _checked_edges(edges: list[int], shape: tuple[int, int]) -> list[int]:
             f"A document of {BOUNDARIES} lies over two rows of the batch (at token {crossed[0]} of {batch} x "
             f"{length}): each row must begin a document."
         )
-    return edges
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:
@@ -348,7 +345,8 @@ def run_packed(
     Returns:
         The output `[B, S, H, e]`, and the weights `[B, H, S, S]` if `forward` returns any.
     """
-    groups = [documents.as_single_group()] if single_batch and documents.lengths else documents.groups
+    count = len(documents.lengths)
+    groups = [documents.group(range(count))] if single_batch and count else documents.groups
     batch, length = documents.shape
     indices, outputs = [], []
     weights: list[tuple[Group, Tensor]] = []

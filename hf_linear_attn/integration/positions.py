@@ -131,12 +131,8 @@ class PositionChange:
                     if vars(module).get(attribute) == present:
                         setattr(module, attribute, value)
             # Parts may hold copies of the config that is saved (ProphetNet).
-            copies = [
-                config
-                for config in other_configs
-                if type(config) is type(owner.config) and getattr(config, name) == present
-            ]
-            for config in (owner.config, *copies):
+            same_class = [config for config in other_configs if type(config) is type(owner.config)]
+            for config in (owner.config, *(one for one in same_class if getattr(one, name) == present)):
                 setattr(config, name, value)
                 if record:
                     setattr(config, EXTENDED_FROM, limit)

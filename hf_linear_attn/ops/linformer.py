@@ -26,8 +26,10 @@ def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -
     return (overlap.clamp_min(0) * (slots / length)).to(dtype)
 
 
-def token_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the position of each real token among the real tokens of its row `[B, S]`, and their number `[B]`."""
+def token_positions(mask: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the position of each token among the real ones of its row `[B | 1, S]`, and their number `[B | 1]`."""
+    if mask is None:
+        return torch.arange(length, device=device).unsqueeze(0), torch.full((1,), length, device=device)
     return mask.long().cumsum(dim=1) - 1, mask.sum(dim=1)
 
 
@@ -61,18 +63,14 @@ def block_diagonal(kernel: Tensor, slots: int) -> Tensor:
 
 def columns(projection: Tensor, length: int, mask: Tensor | None, resample: bool) -> Tensor:
     """Fit the projection to a sequence of `length` tokens, `[B | 1, h, k, S]`, with zero columns for padding."""
-    n = projection.shape[-1]
-    if mask is None:
-        if length == n or not resample:
-            return projection[..., :length].unsqueeze(0)
-        positions = torch.arange(length, device=projection.device).unsqueeze(0)
-        return resample_projection(projection, positions, torch.tensor([length], device=projection.device))
-    positions, lengths = token_positions(mask)
+    if mask is None and (length == projection.shape[-1] or not resample):
+        return projection[..., :length].unsqueeze(0)
+    positions, lengths = token_positions(mask, length, projection.device)
     if resample:
         fitted = resample_projection(projection, positions, lengths)
     else:
         fitted = projection[..., positions.clamp_min(0)].permute(2, 0, 1, 3)
-    return fitted.masked_fill(~mask[:, None, None, :], 0.0)
+    return fitted if mask is None else fitted.masked_fill(~mask[:, None, None, :], 0.0)
 
 
 def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -104,7 +102,9 @@ def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: T
     if mask is None:
         mask = torch.ones(batch, length, dtype=torch.bool, device=key.device)
     past = inputs.state if inputs.state is not None else _empty_blocks(key, value, block, dtype)
-    index = past["open_count"][:, None] + token_positions(mask)[0]  # of each token, counted from the open block
+    index = (
+        past["open_count"][:, None] + token_positions(mask, length, key.device)[0]
+    )  # of each token, counted from the open block
     blocks = max(-(-(length + block - 1) // block), 1)  # for at most block - 1 open tokens and the new ones
     capacity = blocks * block
     index = torch.where(mask, index, capacity)  # padding goes to one extra position, dropped below

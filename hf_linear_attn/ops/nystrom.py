@@ -23,11 +23,7 @@ def landmark_pooling(length: int, landmarks: int, mask: Tensor | None, like: Ten
     A row of l tokens has `min(m, l)` segments of equal size; a token on a border is shared in proportion. The shares
     are whole numbers of 1/m tokens, so they are exact at any length. Rows past the l-th landmark are zero.
     """
-    if mask is None:
-        positions = torch.arange(length, device=like.device).unsqueeze(0)
-        lengths = torch.full((1,), length, device=like.device)
-    else:
-        positions, lengths = token_positions(mask)
+    positions, lengths = token_positions(mask, length, like.device)
     used = lengths.clamp(max=landmarks)[:, None, None]
     size = lengths[:, None, None]
     edges = torch.arange(landmarks, device=like.device)[None, :, None] * size  # in units of 1/used tokens

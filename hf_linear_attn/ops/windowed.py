@@ -151,22 +151,14 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
     return weights, top
 
 
-class Tokens(NamedTuple):
-    """`window` older tokens and the new ones, with padding moved to the front, so that windows count real tokens."""
+def gather_tokens(call: WindowedCall, log_mix: Tensor) -> tuple[WindowedCall, Tensor, Tensor | None]:
+    """Put `window` older tokens before the new ones, and padding first, so that windows count real tokens.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    valid: Tensor
-    #: Mixing weights of the rows, `[B | 1, H, L | 1]`.
-    log_mix: Tensor
-    #: Index of each new token among the queries `[B, L]` (None: its own index).
-    query_index: Tensor | None
-
-
-def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Tokens:
-    """Put the ring of a state (or zeros) before new tokens, and padding first; log_mix `[B | 1, H, L | 1]`."""
-    query, key, value, mask, state, window = call.query, call.key, call.value, call.mask, call.state, call.window
+    Returns:
+        The call with these queries, keys, values and log_mix `[B | 1, H, L | 1]`; which keys are tokens
+        `[B, window + L]`; and the index of each new token among the queries `[B, L]` (None: its own index).
+    """
+    key, value, mask, state, window = call.key, call.value, call.mask, call.state, call.window
     batch, length = key.shape[0], key.shape[2]
     valid = mask if mask is not None else torch.ones(batch, length, dtype=torch.bool, device=key.device)
     if state is None:
@@ -177,7 +169,7 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Tokens:
         value = torch.cat([state["ring_value"].to(value.dtype), value], dim=2)
         valid = torch.cat([state["ring_mask"], valid], dim=1)
     if mask is None:  # a ring has its padding first already
-        return Tokens(query, key, value, valid, log_mix, None)
+        return call.replace(key=key, value=value, log_mix=log_mix), valid, None
     real, missing = valid.long().cumsum(dim=1), (~valid).long().cumsum(dim=1)
     inverse = torch.where(valid, real + missing[:, -1:], missing) - 1  # where each token goes
     positions = torch.arange(inverse.shape[1], device=inverse.device).expand_as(inverse)
@@ -185,20 +177,16 @@ def gather_tokens(call: WindowedCall, log_mix: Tensor) -> Tokens:
     rows = (order[:, window:] - window).clamp_min(0)
     if log_mix.shape[2] > 1:
         log_mix = take_tokens(log_mix.expand(batch, -1, -1).unsqueeze(-1), rows).squeeze(-1)
-    return Tokens(
-        take_tokens(mask_tokens(query, mask), rows),
-        take_tokens(key, order),
-        take_tokens(value, order),
-        valid.gather(1, order),
-        log_mix,
-        (inverse[:, window:] - window).clamp_min(0),
-    )
+    query = take_tokens(mask_tokens(call.query, mask), rows)
+    key, value = take_tokens(key, order), take_tokens(value, order)
+    index = (inverse[:, window:] - window).clamp_min(0)
+    return call.replace(query=query, key=key, value=value, log_mix=log_mix), valid.gather(1, order), index
 
 
-def make_ring(tokens: Tokens, length: int) -> State:
+def make_ring(call: WindowedCall, valid: Tensor, length: int) -> State:
     """Copy the last `window` tokens, which later tokens see exactly. (A view would retain all tokens in memory.)"""
-    ring = {"ring_key": tokens.key[:, :, length:], "ring_value": tokens.value[:, :, length:]}
-    ring["ring_mask"] = tokens.valid[:, length:]
+    ring = {"ring_key": call.key[:, :, length:], "ring_value": call.value[:, :, length:]}
+    ring["ring_mask"] = valid[:, length:]
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in ring.items()}
 
 
@@ -350,19 +338,16 @@ def accumulate(
     if length == 0:
         empty = call.value.new_zeros(batch, heads, 0, call.value.shape[-1])
         return Accumulator(empty if normalise else with_ones(empty.to(dtype)), empty[..., 0].to(dtype)), call.state
-    log_mix = call.log_mixing_weights()
-    tokens: Tokens | None = None
+    log_mix, older = call.log_mixing_weights(), 0
     first: State = {}
-    older = 0
     if call.causal:
-        tokens = gather_tokens(call, log_mix)
+        inputs, valid, query_index = gather_tokens(call, log_mix)
         sinks, first = first_tokens(call)
-        query, valid, log_mix, older = tokens.query, tokens.valid, tokens.log_mix, window
+        query, log_mix, older = inputs.query, inputs.log_mixing_weights(), window
         position = torch.arange(-window, length, device=query.device)
         far = valid & (position < length - window)  # the others stay in the ring
         if sinks is not None:
             far = far & (position > sinks.position[:, -1:])
-        inputs = call.replace(key=tokens.key, value=tokens.value)
     else:
         inputs, query = call, mask_tokens(call.query, call.mask)
         valid = torch.ones(1, length, dtype=torch.bool, device=query.device) if call.mask is None else call.mask
@@ -410,12 +395,12 @@ def accumulate(
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
             joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]
     out, scale = (join_chunks(torch.cat(joined, dim=3), length, 3).flatten(1, 2) for joined in (values, scales))
-    if tokens is None:
+    if not call.causal:
         return Accumulator(out, scale[..., 0]), None
-    if tokens.query_index is not None:
-        out, scale = (mask_tokens(take_tokens(x, tokens.query_index), call.mask) for x in (out, scale))
+    if query_index is not None:
+        out, scale = (mask_tokens(take_tokens(x, query_index), call.mask) for x in (out, scale))
     after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
-    return Accumulator(out, scale[..., 0]), {**after, **make_ring(tokens, length), **first}
+    return Accumulator(out, scale[..., 0]), {**after, **make_ring(inputs, valid, length), **first}
 
 
 def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KVState) -> list[KVState]:

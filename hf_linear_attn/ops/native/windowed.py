@@ -32,15 +32,16 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
     if mix is not None and mix.saturation is not None:
         log_mix = call.log_mixing_weights().float()
         del learned["mix_weight"]
-    length, mask, tokens = call.query.shape[2], call.mask, None
+    length, mask, valid, query_index = call.query.shape[2], call.mask, None, None
     if not length:
         return empty(*call.query.shape[:3], call.value.shape[3], dtype=call.value.dtype), call.state
     sinks, first = first_tokens(call) if call.causal else (end_tokens(call), {})
-    inputs: Tensors = {"query": call.query, "key": call.key, "value": call.value, "mix": log_mix}
+    tokens = call.replace(log_mix=log_mix)
     if call.causal and (mask is not None or call.state is not None):
-        tokens, mask = gather_tokens(call, log_mix), None
-        inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mix}
-        inputs["skip"], numbers["offset"] = (~tokens.valid).sum(dim=1), call.window
+        (tokens, valid, query_index), mask = gather_tokens(call, log_mix), None
+    inputs = {"query": tokens.query, "key": tokens.key, "value": tokens.value, "mix": tokens.log_mixing_weights()}
+    if valid is not None:
+        inputs["skip"], numbers["offset"] = (~valid).sum(dim=1), call.window
     if mask is not None:
         inputs["mask"] = mask
     if sinks is not None:
@@ -60,15 +61,15 @@ def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
         out = outputs["out"]
     if not call.causal:
         return attend_from_sinks(out, call, sinks), None
-    if tokens is not None and tokens.query_index is not None:
-        out = mask_tokens(take_tokens(out, tokens.query_index), call.mask)
+    if query_index is not None:
+        out = mask_tokens(take_tokens(out, query_index), call.mask)
     if not call.return_state:
         return out, None
-    if tokens is None:
-        query, key, value = (tensor[:, :, -call.window :] for tensor in (call.query, call.key, call.value))
-        tokens = gather_tokens(call.replace(query=query, key=key, value=value), log_mix)
+    if valid is None:
+        key, value = (tensor[:, :, -call.window :] for tensor in (call.key, call.value))
+        tokens, valid, _ = gather_tokens(call.replace(key=key, value=value), log_mix)
         length = min(length, call.window)
-    return out, {**after, **make_ring(tokens, length), **first}
+    return out, {**after, **make_ring(tokens, valid, length), **first}
 
 
 def is_kernel_step(call: WindowedCall, state: State) -> bool:
