@@ -8,6 +8,7 @@ loading reads a part. Context parallelism: `context_parallel`.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import distributed, nn
@@ -45,8 +46,8 @@ def shard_heads(mechanism: LinearAttention, mesh: Any) -> None:
             "that divides both."
         )
     shared = [name for name, value in mechanism.named_parameters() if not value.dim() or value.shape[0] not in heads]
-    if isinstance(mechanism, HeadMixture) or shared:
-        mixture = isinstance(mechanism, HeadMixture)
+    mixture = isinstance(mechanism, HeadMixture)
+    if mixture or shared:
         reason = "its exact_heads are chosen among all heads" if mixture else f"its heads share {shared[0]}"
         raise NotImplementedError(
             f"{type(mechanism).__name__} does not run under tensor parallelism: {reason}. Choose a mechanism with "
@@ -78,10 +79,8 @@ def plan_heads(model: PreTrainedModel, planned: Plan, mechanisms: dict[int, Line
             TensorParallelLayer,
             replace_layer_number_by_wildcard,
         )
-    except (
-        ImportError
-    ):  # Older versions shard in another way: the first call of a split layer says that heads are missing.
-        return None
+    except ImportError:
+        return None  # Older versions shard in another way: the first call of a split layer says that heads are missing.
 
     class HeadParallel(TensorParallelLayer):
         """The style of a mechanism: it shards when the model is split, before the weights are loaded."""
@@ -148,7 +147,7 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
         if model_context.token_mixer or "position_ids" not in model_context.arguments:
             reason = f"has {model_context.token_mixer}" if model_context.token_mixer else "takes no position_ids"
             raise NotImplementedError(f"{type(module).__name__} {reason}: a slice of a sequence cannot be computed.")
-        hooks.append(module.register_forward_pre_hook(_check_positions(ranks), with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_pre_hook(partial(_check_positions, ranks), with_kwargs=True, prepend=True))
     for context in contexts:
         context.ranks = ranks
     try:
@@ -160,22 +159,19 @@ def context_parallel(model: PreTrainedModel, group: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _check_positions(ranks: Ranks) -> Any:
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check the positions of a slice, and leave out the cache unless one is asked for: forward pre-hook."""
-        context: ModelContext = getattr(module, MODEL_CONTEXT)
-        inputs = {**dict(zip(context.arguments, args, strict=False)), **kwargs}
-        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-        if positions is None:
-            raise ValueError("context_parallel needs position_ids: those of the slice in the whole sequence.")
-        padded = mask is not None and not bool(mask.all())
-        if not padded and (bool((positions.diff(dim=1) != 1).any()) or (ranks.rank and not bool(positions.all()))):
-            raise ValueError(
-                f"The position_ids of process {ranks.rank} are not those of a contiguous slice of one sequence. Packed "
-                "documents are not supported, and torch's own context_parallel must not balance the load."
-            )
-        if "use_cache" in context.arguments and inputs.get("use_cache") is None:
-            return args, {**kwargs, "use_cache": False}
-        return None
-
-    return check
+def _check_positions(ranks: Ranks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Check the positions of a slice, and leave out the cache unless one is asked for: forward pre-hook."""
+    context: ModelContext = getattr(module, MODEL_CONTEXT)
+    inputs = {**dict(zip(context.arguments, args, strict=False)), **kwargs}
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None:
+        raise ValueError("context_parallel needs position_ids: those of the slice in the whole sequence.")
+    padded = mask is not None and not bool(mask.all())
+    if not padded and (bool((positions.diff(dim=1) != 1).any()) or (ranks.rank and not bool(positions.all()))):
+        raise ValueError(
+            f"The position_ids of process {ranks.rank} are not those of a contiguous slice of one sequence. Packed "
+            "documents are not supported, and torch's own context_parallel must not balance the load."
+        )
+    if "use_cache" in context.arguments and inputs.get("use_cache") is None:
+        return args, {**kwargs, "use_cache": False}
+    return None

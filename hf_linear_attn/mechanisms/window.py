@@ -161,21 +161,18 @@ class WindowAttention(HybridAttention):
             return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
         if inputs.ranks is not None:
             if not inputs.causal:
-                return self._bidirectional_slice(inputs, inputs.ranks), None
+                if self.options.saturation is not None:
+                    raise NotImplementedError(
+                        "A bidirectional window with a saturation counts tokens of other slices. Set saturation to "
+                        "null to use context_parallel."
+                    )
+                call = self._call(inputs, self._log_mix(inputs), self.options.sink_tokens)
+                return parallel.windowed_slice(call, inputs.ranks), None
             # Neither sums nor borders depend on the mixing weights.
             call = self._call(inputs, self.log_mix, self.options.sink_tokens)
             inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
         out, state_after = backends.attend(self._call(inputs, self._mix_of_call(inputs), self.options.sink_tokens))
         return out, state_after if inputs.return_state else None
-
-    def _bidirectional_slice(self, inputs: AttentionInputs, ranks: parallel.Ranks) -> Tensor:
-        if self.options.saturation is not None:
-            raise NotImplementedError(
-                "A bidirectional window with a saturation counts tokens of other slices. Set saturation to null to use "
-                "context_parallel."
-            )
-        call = self._call(inputs, self._log_mix(inputs), self.options.sink_tokens)
-        return parallel.windowed_slice(call, ranks)
 
     def _is_within_window(self, inputs: AttentionInputs) -> bool:
         """Return whether this is exact attention, which is faster: no key is outside of a window, none is padding.

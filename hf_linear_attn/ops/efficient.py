@@ -50,11 +50,7 @@ def _no_keys(key: Tensor, value: Tensor) -> KVState:
 
 
 def bidirectional(inputs: AttentionInputs, scale: float) -> Tensor:
-    """Compute the bidirectional form. Time O((L + S)·d·e); temporaries O(block·d).
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `value`.
-    """
+    """Compute the bidirectional form, in the dtype of `value`. Time O((L + S)·d·e); temporaries O(block·d)."""
     query, key, value = inputs.tensors
     batch, heads, length, width = query.shape
     groups, keys, size = key.shape[1], key.shape[2], max(width, value.shape[-1])
@@ -75,12 +71,9 @@ def bidirectional(inputs: AttentionInputs, scale: float) -> Tensor:
 
 
 def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
-    """Compute the same with sums over `j <= i`, continued from `inputs.state`.
+    """Compute the same with sums over `j <= i`, continued from `inputs.state`, and the state after the last token.
 
     Time O(L·d·(PIECE + e)); temporaries O(CHUNK·PIECE·d + CHUNK/PIECE·d·e) per head. One token: O(d·e).
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
     """
     query, key, value = inputs.tensors
     batch, heads, length, _ = query.shape

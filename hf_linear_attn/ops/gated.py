@@ -41,13 +41,10 @@ MAX_DECAY = 1.0
 
 
 def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
-    """Compute causal attention with a decaying state, continued from `call.state`.
+    """Compute the output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
 
     The log scale of query features is ignored, because it cancels in the normaliser. Time O(L·(chunk + m)·(d + e));
     temporaries O(block·m) and the states of the block's chunks.
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
     """
     value, groups = call.value, call.key.shape[1]
     batch, heads, length, _ = call.query.shape

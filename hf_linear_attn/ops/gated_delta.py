@@ -43,12 +43,9 @@ class DeltaKeys(NamedTuple):
 
 
 def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
-    """Compute the gated delta rule, continued from `call.state`; `call.key_features` returns `DeltaKeys`.
+    """Compute the output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
 
-    Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token.
+    `call.key_features` returns `DeltaKeys`. Time O(L·(chunk + m)·(m + e)); temporaries O(block·m).
     """
     value, groups = call.value, call.key.shape[1]
     batch, heads, length, _ = call.query.shape

@@ -52,12 +52,9 @@ def _masked(keys: Features, mask: Tensor | None) -> Features:
 
 
 def bidirectional(call: KernelizedCall) -> Tensor:
-    """Compute `o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j m_j φ(k_j) v_jᵀ`, `z = Σ_j m_j φ(k_j)`.
+    """Compute `o_i = φ(q_i)ᵀ S / φ(q_i)ᵀ z` with `S = Σ_j m_j φ(k_j) v_jᵀ`, `z = Σ_j m_j φ(k_j)`, in the dtype of v.
 
     Time O((L + S)·m·(d + e)); temporaries O(block·m), independent of L and S.
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `call.value`.
     """
     kv_state = key_sums(call)
     if kv_state is None:  # no keys at all
@@ -91,13 +88,9 @@ def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
 
 
 def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | None]:
-    """Compute the same sums over `j <= i` only, continued from `call.state`.
+    """Compute the same over `j <= i`, continued from `call.state`, and if `call.return_state` the state after them.
 
     Time O(L·(chunk + m)·(d + e)); temporaries O(block·m). A single token is the recurrent step: O(m·e).
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `call.value`, and the state after the last token if
-        `call.return_state`.
     """
     query, key, value, state, signed = call.query, call.key, call.value, call.state, call.signed
     batch, heads, length, _ = query.shape
@@ -163,7 +156,7 @@ def _causal_chunk(query: Tensor, keys: Features, value: Tensor, kv_state: KVStat
 
 
 def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: bool = False) -> Tensor:
-    """Compute explicit normalised weights, for analysis and for masks that no recurrence supports.
+    """Compute explicit normalised weights `[B, H, L, S]`, for analysis and for masks that no recurrence supports.
 
     Masked entries are removed by selection before anything is summed. O(L·S) time and memory.
 
@@ -172,9 +165,6 @@ def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: b
         keys: Features of keys `[B, G, S, m]`.
         allowed: `[B | 1, H | 1, L, S]`, True where query i sees key j.
         signed: Whether features can be negative.
-
-    Returns:
-        The weights `[B, H, L, S]`.
     """
     groups = keys.values.shape[1]
     grouped = group_heads(query.values, groups)

@@ -83,16 +83,13 @@ def low_rank_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float
 
 
 def causal_blocks(inputs: AttentionInputs, project_key: Tensor, project_value: Tensor) -> tuple[Tensor, State | None]:
-    """Compute block-causal compressed attention, continued from `inputs.state`.
+    """Compute block-causal compressed attention, continued from `inputs.state`, and the state if it is asked for.
 
     Blocks count real tokens only, so padding on either side changes nothing. The state consists of the slots of
     finished blocks `slot_key [B, G, N, d]`, `slot_value`, their number `slot_count [B]`, and the open block
     `open_key [B, G, c, d]`, `open_value`, `open_count [B]`. Time O(L·(c + L·r/c)·d), state O(L·r/c).
 
-    project_key and project_value are `[h, r, c]` with h = G or 1.
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `value`, and the state or None.
+    project_key and project_value are `[h, r, c]` with h = G or 1; the output has the dtype of `value`.
     """
     (query, key, value), mask = inputs.tensors, inputs.mask
     dtype = compute_dtype(query)

@@ -31,10 +31,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
-    """Compute the bidirectional form. Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
+    """Compute the bidirectional form, `[B, H, L, e]` in the dtype of `value`.
 
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `value`.
+    Time O((L + S)·l·d), temporaries O((L + S)·l) per head.
     """
     dtype, mask = compute_dtype(inputs.query), inputs.mask
     query, keys, values = (mask_tokens(tensor.to(dtype), mask) for tensor in inputs.tensors)
@@ -44,12 +43,10 @@ def bidirectional(inputs: AttentionInputs, packed: Tensor) -> Tensor:
 
 
 def causal(inputs: AttentionInputs, packed: Tensor, activation: Activation, query_scale: float) -> tuple[Tensor, State]:
-    """Compute the causal form, continued from `inputs.state`, in two causal passes with linear-time sums.
+    """Compute the causal form, continued from `inputs.state`, and the state after the last token.
 
-    Time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l)) per head; one token is O(l·(d + e)).
-
-    Returns:
-        The output `[B, H, L, e]` in the dtype of `value`, and the state after the last token.
+    There are two causal passes with linear-time sums: time O(L·(CHUNK + l)·(d + e)), temporaries O(CHUNK·(CHUNK + l))
+    per head; one token is O(l·(d + e)).
     """
     (query, key, value), mask, state = inputs.tensors, inputs.mask, inputs.state
     dtype = compute_dtype(query)

@@ -51,12 +51,9 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def nystrom(inputs: AttentionInputs, landmarks: int, iterations: int) -> Tensor:
-    """Compute Nyström attention; it is exact for S <= m.
+    """Compute Nyström attention, `[B, H, S, e]` in the dtype of `value`; it is exact for S <= m.
 
     Time O(S·m·(d + e) + iterations·m³), temporaries O(S·m + m²) per head.
-
-    Returns:
-        The output `[B, H, S, e]` in the dtype of `value`.
     """
     mask = inputs.mask
     rows, keys, values = (mask_tokens(x.to(compute_dtype(x)), mask) for x in inputs.tensors)

@@ -4,8 +4,6 @@ What a process must know of the others' slices are sums over keys and, for windo
 size does not depend on the length. Each function is called by all processes of a group at once, forward and backward.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +131,7 @@ class Edges(NamedTuple):
     counts: Tensor
 
     @staticmethod
-    def of(call: WindowedCall, ranks: Ranks, numbers: Tensor, index: Tensor) -> Edges:
+    def of(call: WindowedCall, ranks: Ranks, numbers: Tensor, index: Tensor) -> "Edges":
         """Exchange those tokens of the own slice that are at `index [B, k]`, numbered as `token_numbers` says."""
         batch, _, length, _ = call.key.shape
         real = torch.ones_like(numbers, dtype=torch.bool) if call.mask is None else call.mask.expand(batch, -1)

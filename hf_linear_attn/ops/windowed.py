@@ -436,12 +436,9 @@ def windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
 
 
 def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
-    """Compute one token after a state in O((window + m)·d), without a loop; the state is written anew.
+    """Compute one token after a state in O((window + m)·d), without a loop, and the state after it, written anew.
 
     The oldest key of the ring moves into `kv` and `k_sum` unless it is a sink, and the new key is appended to the ring.
-
-    Returns:
-        The output `[B, H, 1, e]` in the dtype of `call.value`, and the state after the token.
     """
     query, key, value = call.query, call.key, call.value
     dtype = compute_dtype(query)

@@ -3,11 +3,7 @@
 #include "steps.h"
 #include "windowed_backward.h"
 
-namespace {
-
 enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-}  // namespace
 
 #define DISPATCH(function, call)                                                           \
   switch ((call)->dtype) {                                                                 \
