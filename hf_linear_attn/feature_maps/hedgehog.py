@@ -64,8 +64,6 @@ class HedgehogFeatureMap(FeatureMap):
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
         temperature = self.options.temperature or (scaling * self.shape.head_dim) ** 0.5
         activation = _FUSED[self.options.activation]
-        query, key = (
-            FusedMap(activation, weight, bias, in_scale=temperature, bias_scale=temperature)
-            for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
-        )
+        query = FusedMap(activation, self.query_weight, self.query_bias, in_scale=temperature, bias_scale=temperature)
+        key = FusedMap(activation, self.key_weight, self.key_bias, in_scale=temperature, bias_scale=temperature)
         return query, key

@@ -47,9 +47,7 @@ class T2RFeatureMap(FeatureMap):
         self.key_bias = constant_parameter(shape.num_key_value_heads, self.num_features, value=options.bias_init)
 
     def fused(self, scaling: float, positions: tuple[Tensor, Tensor] | None = None) -> FusedMaps | None:
-        temperature = (scaling * self.shape.head_dim) ** 0.5
-        query, key = (
-            FusedMap("relu", weight, bias, in_scale=temperature, epsilon=self.options.epsilon)
-            for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias))
-        )
+        temperature, epsilon = (scaling * self.shape.head_dim) ** 0.5, self.options.epsilon
+        query = FusedMap("relu", self.query_weight, self.query_bias, in_scale=temperature, epsilon=epsilon)
+        key = FusedMap("relu", self.key_weight, self.key_bias, in_scale=temperature, epsilon=epsilon)
         return query, key

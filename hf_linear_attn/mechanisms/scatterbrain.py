@@ -7,7 +7,7 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape, FeatureFunctions, option
 from ..feature_maps.random_features import gaussian, layer_seed
 from ..ops import buckets, windowed
-from ..ops.common import Features, State, mask_tokens
+from ..ops.common import Features, State, mask_tokens, weighted_mean
 from ..registry import register_attention
 from .base import AttentionInputs
 from .window import HybridAttention, HybridOptions
@@ -66,7 +66,7 @@ class ScatterbrainAttention(HybridAttention):
         if inputs.query.shape[2] == 0:
             return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[-1]), inputs.state
         accumulator, stored = buckets.add_buckets(accumulator, call, hashing)
-        out = mask_tokens(accumulator.normalised(), inputs.mask).to(inputs.value.dtype)
+        out = mask_tokens(weighted_mean(accumulator.values), inputs.mask).to(inputs.value.dtype)
         return out, None if after is None else {**after, **stored}
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:

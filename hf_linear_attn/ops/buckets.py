@@ -71,8 +71,7 @@ def make_pool(
 ) -> tuple[Tensor, _Pool]:
     """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end.
 
-    Returns:
-        The position of each new token among the real ones of its row `[B, L]`, and the pool.
+    The position of each new token among the real ones of its row `[B, L]` is returned before the pool.
     """
     positions = token_numbers(mask, key.shape[0], key.shape[2], key.device) - 1
     bucket = hashing.bucket(key)
@@ -119,20 +118,15 @@ def select_keys(
     return index, valid & ~again.tril(-1).any(dim=-1)
 
 
-def _dot(rows: Tensor, gathered: Tensor) -> Tensor:
-    """`[B, G, n, d] x [B, G, n, C, d] -> [B, G, n, C]`."""
-    return (gathered @ rows.unsqueeze(-1)).squeeze(-1)
-
-
 def _correct(
     rows: QueryRows, base: Accumulator, matches: tuple[Tensor, Tensor], pool: _Pool, key_features: FeatureFunction
 ) -> Accumulator:
     """Replace estimates by exact weights: rows `[B, G, n, …]`, base sums `[B, G, n, …]`."""
     (index, valid), dtype = matches, rows.query.dtype
     key, value = _take(pool.key, index).to(dtype), with_ones(_take(pool.value, index).to(dtype))
-    logit = _dot(rows.query[..., :-1], key).masked_fill(~valid, float("-inf"))
+    logit = (key @ rows.query[..., :-1].unsqueeze(-1)).squeeze(-1).masked_fill(~valid, float("-inf"))
     features = key_features(key.flatten(2, 3), 0)
-    estimate = _dot(rows.features.values, features.values.view(*index.shape, -1))
+    estimate = (features.values.view(*index.shape, -1) @ rows.features.values.unsqueeze(-1)).squeeze(-1)
     assert features.log_scale is not None
     assert rows.features.log_scale is not None
     # At most 0 where it counts: the band's scale bounds every estimate. The clamp is for the others.

@@ -22,13 +22,13 @@ from .common import (
     State,
     block_length,
     compute_dtype,
-    divide,
     finite_or_zero,
     group_heads,
     mask_tokens,
     refuse_free_length,
     split_chunks,
     token_blocks,
+    weighted_mean,
     with_ones,
 )
 from .inputs import AttentionInputs
@@ -62,7 +62,7 @@ def bidirectional(inputs: AttentionInputs, scale: float) -> Tensor:
         base = finite_or_zero(top)
         weights = torch.exp(logits - base.unsqueeze(2)).transpose(-1, -2)
         total = total * torch.exp(before - base).unsqueeze(-1) + weights @ with_ones(values)
-    table = divide(total[..., :-1], total[..., -1])
+    table = weighted_mean(total)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for _, _, _, (rows,) in token_blocks(block_length(batch, heads, size, length), None, query):
         folded = torch.softmax(rows * scale, dim=-1).reshape(batch, groups, -1, width)

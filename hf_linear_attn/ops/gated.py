@@ -19,7 +19,6 @@ from .common import (
     KVState,
     State,
     block_length,
-    divide,
     finite_or_zero,
     group_heads,
     is_free,
@@ -28,6 +27,7 @@ from .common import (
     running_maximum,
     split_chunks,
     token_blocks,
+    weighted_mean,
     with_ones,
 )
 from .fused import GatedCall, GatedKeys
@@ -56,7 +56,7 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
         rows = group_heads(call.query_features(query, start).values, groups)
         keys = masked_keys(call.key_features(key, start), part)
         out, carry = _block(rows, keys, with_ones(values), carry, chunk)
-        outputs.append(normalise(out, call.signed).flatten(1, 2).to(value.dtype))
+        outputs.append(weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype))
     return torch.cat(outputs, dim=2), call.state if carry is None else carry.state()
 
 
@@ -64,11 +64,6 @@ def masked_keys(keys: GatedKeys, mask: Tensor | None) -> GatedKeys:
     """Remove the features and the decay of padding; mask `[B, L]`."""
     scale = None if keys.log_scale is None else mask_tokens(keys.log_scale, mask, float("-inf"))
     return GatedKeys(mask_tokens(keys.values, mask), mask_tokens(keys.log_decay, mask), scale)
-
-
-def normalise(numerator: Tensor, signed: bool) -> Tensor:
-    """Turn `Σ w [v, 1]` `[…, e + 1]` into the weighted mean of v `[…, e]`."""
-    return divide(numerator[..., :-1], numerator[..., -1], signed=signed)
 
 
 def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, chunk: int) -> tuple[Tensor, KVState]:

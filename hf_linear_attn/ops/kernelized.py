@@ -24,10 +24,11 @@ from .common import (
     is_free,
     mask_tokens,
     token_blocks,
+    weighted_mean,
     with_ones,
 )
 from .fused import GatedCall, GatedKeys, KernelizedCall, WindowedCall
-from .gated import gated_causal, normalise
+from .gated import gated_causal
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks
 #: of 128 tokens take 1.3 times as many operations (64 features), in calls that are hardly more efficient.
@@ -83,7 +84,7 @@ def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
     for start, _, _, (rows,) in token_blocks(block_length(batch, heads, width, length), None, query):
         features = call.query_features(rows, start).values
         out = features.reshape(batch, groups, -1, features.shape[-1]) @ kv_state.total
-        outputs.append(normalise(out.view(batch, heads, rows.shape[2], -1), signed).to(value.dtype))
+        outputs.append(weighted_mean(out.view(batch, heads, rows.shape[2], -1), signed=signed).to(value.dtype))
     return torch.cat(outputs, dim=2)
 
 
@@ -116,7 +117,7 @@ def causal(call: KernelizedCall, chunk: int = CHUNK) -> tuple[Tensor, State | No
                 if call.return_state or start + now.stop < length:
                     own = KVState.of(chunk_k, chunk_v, signed=signed)
                     kv_state = own if kv_state is None else kv_state.plus(own)
-            outputs.append(normalise(out.view(batch, heads, now.stop - low, -1), signed).to(value.dtype))
+            outputs.append(weighted_mean(out.view(batch, heads, now.stop - low, -1), signed=signed).to(value.dtype))
     return torch.cat(outputs, dim=2), kv_state.state() if call.return_state and kv_state is not None else None
 
 

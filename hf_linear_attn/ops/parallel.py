@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
-from .common import KVState, State, compute_dtype, divide, finite_or_zero, mask_tokens, with_ones
+from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, weighted_mean, with_ones
 from .fused import KernelizedCall, WindowedCall
 from .kernelized import key_sums, masked_key_features
 from .sinks import Sinks, first_with_number, take_tokens, token_numbers
@@ -245,7 +245,7 @@ def _exact_sinks(out: Tensor, call: WindowedCall, ranks: Ranks, position: Tensor
     total = (logits - finite_or_zero(top).unsqueeze(-1)).exp() @ with_ones(value)
     gathered, _ = ranks.gather_states(KVState(total.flatten(1, 2).unsqueeze(2), top.flatten(1)))
     total = _add_states(gathered, torch.ones(ranks.size, dtype=torch.bool, device=key.device)).total.squeeze(2)
-    exact = divide(total[..., :-1], total[..., -1]).view(*query.shape[:3], -1)
+    exact = weighted_mean(total).view(*query.shape[:3], -1)
     here = here & ~twice.unsqueeze(-1)
     placed = here.to(exact.dtype).transpose(1, 2).unsqueeze(1) @ exact
     return mask_tokens(out, ~here.any(dim=1)) + placed.to(out.dtype)

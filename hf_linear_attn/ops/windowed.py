@@ -37,6 +37,7 @@ from .common import (
     is_free,
     join_chunks,
     mask_tokens,
+    weighted_mean,
     with_ones,
 )
 from .fused import WindowedCall
@@ -64,10 +65,6 @@ class Accumulator(NamedTuple):
 
     values: Tensor
     log_scale: Tensor
-
-    def normalised(self) -> Tensor:
-        """Return the weighted means `[…, n, e]`."""
-        return divide(self.values[..., :-1], self.values[..., -1])
 
 
 class QueryRows(NamedTuple):
@@ -264,20 +261,17 @@ class _KeyBlocks:
         valid = self.valid[:, tokens]
         select = valid if self.masked else None
         key = mask_tokens(self.key[:, :, tokens].to(self.dtype), select)
-        value = self._split(count, with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)))
+        value = split_blocks(with_ones(mask_tokens(self.value[:, :, tokens].to(self.dtype), select)), self.size, count)
         bias = key.new_zeros(valid.shape).masked_fill(~valid, BLOCKED)[:, None, :, None].expand(*key.shape[:3], 1)
         values, log_scale = self.key_features(key[:, :, some], start * self.size - self.before)
         # All of it is finite here, so a product drops padding as well as a selection would, and several times faster.
         far = self.far[:, tokens][:, some]
-        values = self._split(featured, values * far.to(values.dtype)[:, None, :, None])
+        values = split_blocks(values * far.to(values.dtype)[:, None, :, None], self.size, featured)
         if log_scale is not None:
-            log_scale = self._split(featured, mask_tokens(log_scale, far, float("-inf")))
+            log_scale = split_blocks(mask_tokens(log_scale, far, float("-inf")), self.size, featured)
         features = Features(values, log_scale)
         kv_state = KVState.of(features, value[:featured])
-        return _Blocks(self._split(count, torch.cat([key, bias], dim=-1)), value, features, kv_state)
-
-    def _split(self, count: int, tensor: Tensor) -> Tensor:
-        return split_blocks(tensor, self.size, count)
+        return _Blocks(split_blocks(torch.cat([key, bias], dim=-1), self.size, count), value, features, kv_state)
 
 
 def _block_rows(rows: QueryRows, count: int, size: int) -> QueryRows:
@@ -391,7 +385,7 @@ def accumulate(
         rows = _block_rows(rows, now, size)
         sink_columns = None if sinks is None else _sink_columns(sinks, rows, start * size, call)
         part = _attend(rows, blocks, far_sums, parts, sink_columns)
-        out = part.normalised().to(call.value.dtype) if normalise else part.values
+        out = weighted_mean(part.values).to(call.value.dtype) if normalise else part.values
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
             joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]
     out, scale = (join_chunks(torch.cat(joined, dim=3), length, 3).flatten(1, 2) for joined in (values, scales))
