@@ -188,7 +188,7 @@ def test_padding_is_bounded():
 
 def test_boundaries_are_worked_out_once_a_forward_pass(monkeypatch):
     model, made = patched("hedgehog", LLAMA), []
-    monkeypatch.setattr(Documents, "_group", lambda self, part, old=Documents._group: made.append(1) or old(self, part))
+    monkeypatch.setattr(Documents, "group", lambda self, part, old=Documents.group: made.append(1) or old(self, part))
     logits(model, **as_ids(packed((9, 9))))
     assert len(made) == 1
 
