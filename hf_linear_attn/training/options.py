@@ -197,4 +197,4 @@ class ConvertConfig(TrainingRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.task_type == "embedding" and self.teacher.enabled:
-            raise ValueError("task_type embedding has no labels to fine-tune on: leave the section teacher out.")
+            raise ValueError("task_type embedding has no labels to fine-tune a teacher on: leave out that section.")
