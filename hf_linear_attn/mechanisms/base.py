@@ -30,6 +30,8 @@ class LinearAttention(nn.Module):
     distribution = True
     #: Whether `attention_weights` and `branch_weights` work for some of the queries, so that memory can be bounded.
     separable_queries = False
+    #: What attention transfer matches by default where the weights are a distribution: "weights" or "outputs".
+    transfer_loss = "weights"
     #: Learning rate that suits the learned parts in attention transfer.
     transfer_lr = 1e-2
 

@@ -63,6 +63,7 @@ class HeadMixture(LinearAttention):
         self.dense_masks = mechanism.dense_masks
         self.distribution = mechanism.distribution
         self.separable_queries = mechanism.separable_queries
+        self.transfer_loss = mechanism.transfer_loss
         self.transfer_lr = mechanism.transfer_lr
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:

@@ -180,18 +180,19 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
     """Return the loss of one layer's attention, without a gradient; optionally add the gradients of the learned parts.
 
     Args:
-        kind: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution, and are known
-            for some of the queries or there are at most `MAX_WEIGHTS_LENGTH` keys; outputs otherwise.
+        kind: `"weights"`, `"outputs"` or `"auto"`: the mechanism's `transfer_loss`, but outputs where its weights are
+            no distribution, or known for all queries at once only and there are more than `MAX_WEIGHTS_LENGTH` keys.
         backward: Whether to add gradients to the `.grad` of the learned parts.
         seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
             from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
     """
-    separable = call.mechanism.separable_queries and call.query.shape[2] == call.key.shape[2]
-    by_weights = kind == "weights" or (
-        kind == "auto" and call.mechanism.distribution and (separable or call.key.shape[2] <= MAX_WEIGHTS_LENGTH)
-    )
+    mechanism = call.mechanism
+    separable = mechanism.separable_queries and call.query.shape[2] == call.key.shape[2]
+    if kind == "auto":
+        known = mechanism.distribution and (separable or call.key.shape[2] <= MAX_WEIGHTS_LENGTH)
+        kind = mechanism.transfer_loss if known else "outputs"
     total = torch.zeros((), device=call.query.device)
-    if not by_weights:
+    if kind == "outputs":
         return total + _evaluate(lambda: attention_outputs_loss(call), backward)
     queries = call.real_queries()
     count = queries.sum().clamp_min(1)

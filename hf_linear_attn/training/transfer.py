@@ -86,8 +86,8 @@ def transfer_attention(
       layer: in expectation this is the loss of all queries, at a fraction of its cost;
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`.
 
-    A hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the window would
-    do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
+    For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the
+    window would do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
 
     Args:
         model: A patched model. Its learned parts are trained in float32.
@@ -97,8 +97,8 @@ def transfer_attention(
         steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
-        loss: `"weights"`, `"outputs"` or `"auto"`: weights if the mechanism's weights are a distribution, outputs
-            otherwise (and beyond 1,024 tokens for mechanisms that need all queries at once).
+        loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `window` in decoders, weights for others whose weights
+            are a distribution, outputs otherwise (and beyond 1,024 tokens where all queries are needed at once).
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.

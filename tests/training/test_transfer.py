@@ -35,7 +35,7 @@ def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, list[torch.Tensor]]
     learned = [parameter for name, parameter in model.named_parameters() if ".linear_attention." in name]
     for parameter in learned:
         parameter.grad = None
-    layer_losses = AttentionTransferLoss(model)(batch(), step=1)
+    layer_losses = AttentionTransferLoss(model, "weights")(batch(), step=1)
     return layer_losses, [parameter.grad.clone() for parameter in learned if parameter.grad is not None]
 
 
@@ -82,7 +82,7 @@ def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: py
     def loss_and_gradients(seed: int | None) -> torch.Tensor:
         for parameter in parameters:
             parameter.grad = None
-        loss = losses.layer_loss(call, "auto", backward=True, seed=seed)
+        loss = losses.layer_loss(call, "weights", backward=True, seed=seed)
         grads = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
         return torch.cat([loss.reshape(1), *grads]).double()
 
@@ -94,6 +94,20 @@ def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: py
     error = (drawn.mean(0) - expected).abs()
     assert bool((error <= 5 * drawn.std(0) / len(drawn) ** 0.5 + 1e-6).all())
     assert torch.equal(loss_and_gradients(7), drawn[7])
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "kind"),
+    [("hedgehog", GPT2, "weights"), ("window", GPT2, "outputs"), ("window", BERT, "weights"), ("gla", GPT2, "outputs")],
+    ids=str,
+)
+def test_the_default_loss_suits_the_mechanism(name: str, family: Family, kind: str) -> None:
+    model, calls = model_of(name, family), []
+    with torch.no_grad(), observe_attention(model, calls.append):
+        model(**batch())
+    default, expected = (losses.layer_loss(calls[0], loss, backward=False) for loss in ("auto", kind))
+    assert torch.equal(default, expected)
+    assert float(default) > 0
 
 
 def test_long_rows_cost_no_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
