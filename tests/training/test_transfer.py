@@ -98,7 +98,12 @@ def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("name", "family", "kind"),
-    [("hedgehog", GPT2, "weights"), ("window", GPT2, "outputs"), ("window", BERT, "weights"), ("gla", GPT2, "outputs")],
+    [
+        ("hedgehog", GPT2, "weights"),
+        ("window", GPT2, "outputs"),
+        ("window", BERT, "weights"),
+        ("gated-delta", GPT2, "outputs"),
+    ],
     ids=str,
 )
 def test_the_default_loss_suits_the_mechanism(name: str, family: Family, kind: str) -> None:
