@@ -321,9 +321,7 @@ class LayerSearch:
     """
 
     exact: PreTrainedModel
-    patched: (
-        PreTrainedModel  # a copy with the mechanism in every layer that may be converted, its learned parts trained
-    )
+    patched: PreTrainedModel  # a copy, linear in every layer that may be converted, with its learned parts trained
     timed: PreTrainedModel  # the copy that is timed: another one where long inputs need it
     metrics: Mapping[str, QualityMetric]  # on the data of the `choice` and on other data of the `verification`
     budget: Budget

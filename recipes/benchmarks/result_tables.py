@@ -506,3 +506,13 @@ def quantization_table(path: Path = RESULTS / "quantization.json") -> str:
             lines.append(cells)
         parts.append(markdown_table([model, "MB", rows[0]["metric"], *kinds], lines))
     return "\n\n".join(parts)
+
+
+def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
+    """The perplexity of a converted decoder before and after attention transfer, by the loss of the transfer."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        stages = read_json(path)["stages"]
+        cells = [f"{stages[stage]['perplexity']:.2f}" for stage in ("teacher", "patched", "transferred")]
+        lines.append([f"`--transfer.loss {path.stem}`", *cells])
+    return markdown_table(["loss", "exact", "untrained", "after attention transfer"], lines)

@@ -184,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": result_tables.profile_tables,
     "smollm2": smollm2_table,
     "stream": result_tables.stream_table,
+    "transfer-loss": result_tables.transfer_loss_table,
 }
 
 
