@@ -50,12 +50,14 @@ from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, option, parse_config
+from hf_linear_attn.utils.arguments import UsageError, option, parse_config, to_dict
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
 EXACT, CONTROL = "exact", "control"
+#: Options that measurements depend on: what is compared must have the same.
+MEASURED_BY = ("contexts", "test_tokens", "recall_lengths", "recall_tasks", "recall_trials", "decoding_contexts")
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
 NEAR_ONLY = {"mix_init": -30.0}
 VARIANTS = ("mixture", CONTROL, "near", "random", "window", "linear")
@@ -175,15 +177,25 @@ class Study:
     # ---------------------------------------------------------------------------------------------- measurements
 
     def measure(self, variant: str) -> None:
-        """Train and measure a variant; each measurement is saved as soon as it is there."""
+        """Train and measure a variant; each measurement is saved as soon as it is there.
+
+        Raises:
+            UsageError: Some are there already, by other options.
+        """
         path = self.folder / "measurements" / f"{variant}.json"
-        known: dict[str, Any] = read_json(path) if path.exists() else {}
+        settings = {name: to_dict(self.config)[name] for name in MEASURED_BY}
+        known: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
+        for name, value in known.get("settings", {}).items():
+            if value != settings[name]:
+                raise UsageError(
+                    f"{path} was measured with {name} {value}, not {settings[name]}. Remove it, or give that."
+                )
         expected = {"perplexity": self.perplexity, "recall": self.recall, "samples": self.samples}
         if variant != EXACT:
             expected["decoding"] = self.decoding
         if expected.keys() <= known.keys():
             return
-        model = self.load(variant) if known or variant == EXACT else self.train(variant)
+        model = self.load(variant) if path.exists() or variant == EXACT else self.train(variant)
         for name, measurement in expected.items():
             if name not in known:
                 self.console.print(f"{variant}: measuring {name} ...")

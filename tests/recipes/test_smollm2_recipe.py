@@ -45,7 +45,7 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
+def test_variants_are_converted_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = "--variants=[mixture, control, near, random, window, linear]"
     assert main(arguments_of(tmp_path, variants, "--exact_share=0.34")) == 0
     out = tmp_path / "out"
@@ -63,6 +63,9 @@ def test_variants_are_converted_measured_and_compared(tmp_path: Path) -> None:
     measured = {path: path.stat().st_mtime_ns for path in (out / "measurements").iterdir()}
     assert main(arguments_of(tmp_path / "again", variants, f"--output={out}", "--exact_share=0.34")) == 0
     assert {path: path.stat().st_mtime_ns for path in (out / "measurements").iterdir()} == measured
+    others = ("--exact_share=0.34", "--test_tokens=96")
+    assert main(arguments_of(tmp_path / "others", variants, f"--output={out}", *others)) == 2
+    assert "test_tokens 48, not 96" in capsys.readouterr().err
 
 
 def test_wrong_options_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
