@@ -143,11 +143,11 @@ def _reset(tokenizer: Any) -> None:
 
 
 def _map(
-    dataset: Dataset, tokenizer: Any, function: Callable[..., Any], columns: list[str], kept: Sequence[str] = ()
+    dataset: Dataset, tokenizer: Any, function: Callable[..., Any], columns: list[str], labels: Sequence[str] = ()
 ) -> Dataset:
-    """The data set with what the function makes of the columns in place of all but the kept ones."""
+    """The data set with what the function makes of the columns in place of all but the labels."""
     _reset(tokenizer)
-    dataset = dataset.select_columns([*columns, *kept])
+    dataset = dataset.select_columns([*columns, *labels])
     folders = [Path(file["filename"]).parent for file in dataset.cache_files]
     return dataset.map(
         function,

@@ -105,9 +105,9 @@ def _load_folder(folder: Path) -> DatasetDict:
             raise ValueError(f"{str(folder)!r} has two files for {split}: {files[split].name}, {name}. Remove one.")
         files[split] = folder / name
     if not files:
-        found = ", ".join(names[:10]) or "nothing"
+        listed = ", ".join(names[:10]) or "nothing"
         missing = "no saved data set and no files named by split (train.*, validation.*, test.*)"
-        raise FileNotFoundError(f"{str(folder)!r} holds {missing}; found {found}.")
+        raise FileNotFoundError(f"{str(folder)!r} holds {missing}; found {listed}.")
     return _load_files(files)
 
 

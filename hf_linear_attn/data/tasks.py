@@ -145,8 +145,8 @@ def _read_rows(path: Path, layout: FileLayout, task: Task) -> dict[str, list[Any
             raise ValueError(f"{where}: there is no {', '.join(missing)}; found {', '.join(row)}.")
         for name, column in zip(task.columns, layout.text, strict=True):
             if not isinstance(row[column], str) or not row[column].strip():
-                found = f"column {column!r} holds no text: {shortened(row[column])}"
-                raise ValueError(f"{location(path, line)}: {found}. {REMEDY}")
+                problem = f"column {column!r} holds no text: {shortened(row[column])}"
+                raise ValueError(f"{location(path, line)}: {problem}. {REMEDY}")
             table[name].append(row[column])
         try:
             table["label"].append(_label(row[layout.label], task, layout))

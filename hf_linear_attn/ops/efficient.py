@@ -78,14 +78,14 @@ def causal(inputs: AttentionInputs, scale: float) -> tuple[Tensor, State]:
     query, key, value = inputs.tensors
     batch, heads, length, _ = query.shape
     refuse_free_length(length, "Causal efficient attention")
-    sums = _no_keys(key, value) if inputs.state is None else KVState.from_state(inputs.state)
+    state = _no_keys(key, value) if inputs.state is None else KVState.from_state(inputs.state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (keys, values) in token_blocks(CHUNK, inputs.mask, key, value):
         features = torch.softmax(query[:, :, start:stop].to(keys.dtype) * scale, dim=-1)
         logits = mask_tokens(keys * scale, part, float("-inf"))
-        out, sums = _causal_chunk(group_heads(features, key.shape[1]), logits, with_ones(values), sums)
+        out, state = _causal_chunk(group_heads(features, key.shape[1]), logits, with_ones(values), state)
         outputs.append(out.flatten(1, 2).to(value.dtype))
-    return torch.cat(outputs, dim=2), sums.state()
+    return torch.cat(outputs, dim=2), state.state()
 
 
 def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, before: KVState) -> tuple[Tensor, KVState]:
