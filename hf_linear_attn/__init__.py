@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from .evaluation.api import evaluate as evaluate
     from .evaluation.fidelity import Fidelity as Fidelity
     from .evaluation.fidelity import measure_fidelity as measure_fidelity
+    from .evaluation.head_search import ExactHeads as ExactHeads
+    from .evaluation.head_search import find_exact_heads as find_exact_heads
+    from .evaluation.head_search import find_retrieval_heads as find_retrieval_heads
     from .evaluation.recall import Recall as Recall
-    from .evaluation.recall import RetrievalHeads as RetrievalHeads
-    from .evaluation.recall import find_retrieval_heads as find_retrieval_heads
     from .evaluation.recall import measure_recall as measure_recall
     from .evaluation.results import Evaluation as Evaluation
     from .integration.context import is_patched as is_patched
@@ -58,7 +59,8 @@ _NAMES = {
     "config": ("LayerConfig", "LinearAttentionConfig"),
     "evaluation.api": ("evaluate",),
     "evaluation.fidelity": ("Fidelity", "measure_fidelity"),
-    "evaluation.recall": ("Recall", "RetrievalHeads", "find_retrieval_heads", "measure_recall"),
+    "evaluation.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
+    "evaluation.recall": ("Recall", "measure_recall"),
     "evaluation.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),

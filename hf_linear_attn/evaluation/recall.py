@@ -1,7 +1,6 @@
 """Recall of something said once, far back: by distance and by depth, with synthetic prompts made of tokens.
 
 Decoders answer by generating, greedily. Encoders answer by retrieval: which of many long documents holds a sentence?
-`find_retrieval_heads` shows which heads of an exact decoder look the answer up (Wu et al. 2024, arXiv:2404.15574).
 """
 
 from __future__ import annotations
@@ -17,15 +16,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker
 from ..data.text import pad_token, padded_batches
-from ..integration.discovery import attention_shape, longest_input, self_attention
-from ..integration.exact import AttentionCall, observe_attention
+from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
-from ..mechanisms.softmax import EXACT, softmax_weights
-from ..patching import is_patched, patch_model
-from ..utils.models import shared_copy
 from .fidelity import evaluation_mode
 from .metrics import QualityMetric, Score, Values, sentence_embeddings, value
 from .progress import OnBatch, report_nothing
@@ -107,7 +101,7 @@ def measure_recall(
         raise ValueError(
             f"trials and batch_size must be positive and depths in 0 to 1, got {trials}, {batch_size}, {depths}."
         )
-    _check_positions(model, max(lengths, default=0) + (KEY if decoder else 0))
+    check_positions(model, max(lengths, default=0) + (KEY if decoder else 0))
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
     cells = [(task, length, depth) for task in chosen for length in lengths for depth in depths]
     rows: list[dict[str, Any]] = []
@@ -135,7 +129,7 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
     Raises:
         ValueError: As `measure_recall`, before anything is measured.
     """
-    _check_positions(exact, max(lengths) + KEY)
+    check_positions(exact, max(lengths) + KEY)
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
     decoder = exact.can_generate()
     trials = RECALL_PROMPTS if decoder else RECALL_DOCUMENTS
@@ -164,7 +158,8 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
     return QualityMetric("recall", measure, RECALL, {"lengths": list(lengths), "trials": trials, "seed": seed})
 
 
-def _check_positions(model: Any, length: int) -> None:
+def check_positions(model: Any, length: int) -> None:
+    """Raise a ValueError for prompts and answers of so many tokens that a table of positions has no place for."""
     limit = longest_input(model) if isinstance(model, PreTrainedModel) else None
     if limit is not None and length > limit and has_position_table(model):
         raise ValueError(f"Prompts and answers of {length} tokens are beyond the model's {limit} positions.")
@@ -207,90 +202,3 @@ def _embed(model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
     with evaluation_mode(model):
         inputs = [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
         return torch.cat([model(batch)["sentence_embedding"].float().cpu() for batch in inputs])
-
-
-@dataclass(frozen=True)
-class RetrievalHeads:
-    """How much the key-value heads of a model look up.
-
-    Attributes:
-        table: One row per key-value head, the highest score first: `layer`, `head`, `score` (the share of the
-            attention that falls on the answer, of the best of its query heads), `chosen`.
-        heads: Layer -> its chosen heads.
-    """
-
-    table: pandas.DataFrame
-    heads: dict[int, tuple[int, ...]]
-
-    def plan(self, attention: str = DEFAULT_ATTENTION) -> dict[str, Any]:
-        """Return a plan for `patch_model` with this mechanism, in which the chosen heads stay exact."""
-        sizes = self.table.groupby("layer").size()
-        layers = {
-            str(layer): EXACT if len(heads) == sizes[layer] else {"exact_heads": list(heads)}
-            for layer, heads in self.heads.items()
-        }
-        return {"default": attention, **layers}
-
-
-@torch.no_grad()
-def find_retrieval_heads(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    *,
-    share: float = 0.2,
-    length: int = 512,
-    prompts: int = 6,
-    seed: int = 0,
-) -> RetrievalHeads:
-    """Find the key-value heads of an exact decoder that look something up.
-
-    `score = max_h mean_i Σ_j w_ij`: prompts with a pass key, the queries i that predict its tokens, the keys j where it
-    was said, the query heads h that share the key-value head. Only the weights of these queries are computed; the mask
-    takes a byte for each pair of tokens.
-
-    Args:
-        model: A decoder with exact attention.
-        tokenizer: Its tokenizer.
-        share: Share of all key-value heads to choose.
-        length: Tokens of a prompt.
-        prompts: Number of prompts; their depths are spread evenly.
-        seed: Seed of the prompts.
-
-    Raises:
-        ValueError: The model is patched, or numbers are out of range.
-        NotImplementedError: Its attention is not causal, or does not go through the attention interface.
-    """
-    import pandas as pd
-
-    if is_patched(model):
-        raise ValueError(f"This {type(model).__name__} is patched. Give the exact model.")
-    if not 0 < share <= 1 or prompts < 1:
-        raise ValueError(f"share must lie in 0 to 1 and prompts be positive, got {share} and {prompts}.")
-    layers = self_attention(model)
-    if not all(layer.causal for layer in layers):
-        raise NotImplementedError(f"{type(model).__name__} has bidirectional attention: it predicts no next token.")
-    _check_positions(model, length + KEY)
-    maker = PromptMaker(tokenizer, model.config.vocab_size)
-    probed = patch_model(shared_copy(model).eval(), "elu")  # any mechanism: what is observed runs exactly
-    totals = {id(layer.module): torch.zeros(()) for layer in self_attention(probed)}
-    for number in range(prompts):
-        prompt = TASKS["pass_key"](maker, random.Random(f"{seed} {number}"), length, (number + 0.5) / prompts)
-        start, count = prompt.position, len(prompt.answer)
-
-        def observer(call: AttentionCall, start: int = start, count: int = count) -> None:
-            allowed = call.allowed[:, :, -count:]
-            weights = softmax_weights(call.query[:, :, -count:], call.key, allowed, call.scaling)
-            score = weights[..., start : start + count].sum(dim=-1).mean(dim=(0, 2)).cpu()
-            totals[id(call.module)] = totals[id(call.module)] + score / prompts
-
-        with observe_attention(probed, observer):
-            probed.base_model(torch.tensor([prompt.ids + prompt.answer[:-1]], device=model.device), use_cache=False)
-    rows = []
-    for index, (layer, total) in enumerate(zip(layers, totals.values(), strict=True)):
-        groups = attention_shape(layer, index, None).num_key_value_heads
-        scores = total.view(groups, -1).amax(dim=1).tolist()
-        rows += [{"layer": index, "head": head, "score": score} for head, score in enumerate(scores)]
-    table = pd.DataFrame(rows).sort_values("score", ascending=False, kind="stable", ignore_index=True)
-    table["chosen"] = table.index < max(1, round(share * len(table)))
-    chosen = table[table["chosen"]].sort_values(["layer", "head"]).groupby("layer")["head"].agg(tuple)
-    return RetrievalHeads(table, chosen.to_dict())

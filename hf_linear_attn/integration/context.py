@@ -41,7 +41,7 @@ class LayerContext:
     causal: bool | None
     runs_exactly: bool = False
     #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
-    observer: Callable[[Any], None] | None = None
+    observer: Callable[[Any], Tensor | None] | None = None
     #: The processes of context parallelism, inside of `context_parallel`.
     ranks: Ranks | None = None
 

@@ -82,14 +82,15 @@ class AttentionCall:
         return AttentionInputs(*tensors, self.scaling, self.causal, self.padding, start=self.start)
 
 
-Observer = Callable[[AttentionCall], None]
+Observer = Callable[[AttentionCall], Tensor | None]
 
 
 def observe_attention(model: nn.Module, observer: Observer) -> AbstractContextManager[None]:
     """Run a patched model with exact attention, and call `observer` with each patched layer's inputs and exact output.
 
-    Every layer then sees the hidden states of the exact model. Attention transfer and the measures of fidelity are
-    built on this. Caches of the model contain keys and values inside of this context: do not pass them on.
+    Every layer then sees the hidden states of the exact model, unless the observer returns a tensor `[B, H, L, e]`:
+    that replaces the output. Attention transfer, the measures of fidelity and the choice of exact heads are built on
+    this. Caches of the model contain keys and values inside of this context: do not pass them on.
     """
     return _running_exactly(list(attention_modules(model)), observer)
 
@@ -135,7 +136,10 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
         allowed = _visible_keys(call)
         padding = allowed if call.mask is not None and call.mask.dim() == 4 else call.mask
         tensors = (call.query, call.key, call.value, padding, allowed)
-        observer(AttentionCall(call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2)))
+        replaced = observer(
+            AttentionCall(call.module, mechanism, *tensors, call.scaling, call.causal, out.transpose(1, 2))
+        )
+        out = out if replaced is None else replaced.transpose(1, 2)
     return out, weights
 
 

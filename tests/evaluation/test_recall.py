@@ -1,4 +1,4 @@
-"""Recall: prompts by their parts, models of which the answer is known, and the attention of heads against eager's."""
+"""Recall: prompts by their parts, and models of which the answer is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, find_retrieval_heads, measure_recall
+from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, measure_recall
 
 from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -162,47 +162,3 @@ def test_text_that_a_tokenizer_can_encode_is_used() -> None:
 def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure_recall(tiny_model("gpt2"), tiny_tokenizer(), **{"lengths": (60,), **options})
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Retrieval heads
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
-    torch.manual_seed(0)
-    model = tiny_model(architecture)
-    result = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, prompts=2, seed=7)
-    groups = 2 if architecture == "llama" else 4
-    eager = tiny_model(architecture, attn_implementation="eager")
-    eager.load_state_dict(model.state_dict())
-    maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
-    expected = torch.zeros(2, 4)
-    for number in range(2):
-        prompt = TASKS["pass_key"](maker, random.Random(f"7 {number}"), 48, (number + 0.5) / 2)
-        count = len(prompt.answer)
-        with torch.no_grad():
-            weights = eager(torch.tensor([prompt.ids + prompt.answer[:-1]]), output_attentions=True).attentions
-        for layer, weight in enumerate(weights):
-            fallen = weight[0, :, -count:, prompt.position : prompt.position + count].sum(-1).mean(-1)
-            expected[layer] += fallen / 2
-    best = expected.view(2, groups, -1).amax(-1)
-    for row in result.table.itertuples():
-        assert row.score == pytest.approx(float(best[row.layer, row.head]), rel=1e-4)
-    assert result.table["score"].is_monotonic_decreasing
-    assert result.table["chosen"].sum() == groups
-    chosen = {(layer, group) for layer, numbers in result.heads.items() for group in numbers}
-    assert chosen == set(result.table[result.table["chosen"]][["layer", "head"]].itertuples(index=False, name=None))
-    assert not hla.is_patched(model)
-    mixed = hla.patch_report(hla.patch_model(model, result.plan("elu"))).layers
-    exact = {row.index: tuple(range(groups)) if row.attention == "softmax" else row.exact_heads for row in mixed}
-    assert {index: heads for index, heads in exact.items() if heads} == result.heads
-
-
-def test_retrieval_heads_are_those_of_an_exact_decoder() -> None:
-    with pytest.raises(ValueError, match="is patched"):
-        find_retrieval_heads(hla.patch_model(tiny_model("gpt2"), "elu"), tiny_tokenizer())
-    with pytest.raises(NotImplementedError, match="predicts no next token"):
-        find_retrieval_heads(tiny_model("bert"), tiny_tokenizer())
-    with pytest.raises(ValueError, match="share must lie in 0 to 1"):
-        find_retrieval_heads(tiny_model("gpt2"), tiny_tokenizer(), share=0.0)

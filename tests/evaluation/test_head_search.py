@@ -1,0 +1,147 @@
+"""Exact heads: the probe's scores against eager attention, gains against numerical derivatives, and what is chosen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.evaluation.head_search import find_exact_heads, find_retrieval_heads
+
+from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_scores_are_the_weights_of_eager_attention(architecture: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(architecture)
+    result = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, prompts=2, seed=7)
+    groups = 2 if architecture == "llama" else 4
+    eager = tiny_model(architecture, attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    maker = PromptMaker(tiny_tokenizer(), VOCABULARY)
+    expected = torch.zeros(2, 4)
+    for number in range(2):
+        prompt = TASKS["pass_key"](maker, random.Random(f"7 {number}"), 48, (number + 0.5) / 2)
+        count = len(prompt.answer)
+        with torch.no_grad():
+            weights = eager(torch.tensor([prompt.ids + prompt.answer[:-1]]), output_attentions=True).attentions
+        for layer, weight in enumerate(weights):
+            fallen = weight[0, :, -count:, prompt.position : prompt.position + count].sum(-1).mean(-1)
+            expected[layer] += fallen / 2
+    best = expected.view(2, groups, -1).amax(-1)
+    for row in result.table.itertuples():
+        assert row.score == pytest.approx(float(best[row.layer, row.head]), rel=1e-4)
+    assert result.table["score"].is_monotonic_decreasing
+    assert result.table["chosen"].sum() == groups
+    chosen = {(layer, group) for layer, numbers in result.heads.items() for group in numbers}
+    assert chosen == set(result.table[result.table["chosen"]][["layer", "head"]].itertuples(index=False, name=None))
+    assert not hla.is_patched(model)
+    mixed = hla.patch_report(hla.patch_model(model, result.plan("elu"))).layers
+    exact = {row.index: tuple(range(groups)) if row.attention == "softmax" else row.exact_heads for row in mixed}
+    assert {index: heads for index, heads in exact.items() if heads} == result.heads
+
+
+def test_retrieval_heads_are_those_of_an_exact_decoder() -> None:
+    with pytest.raises(ValueError, match="is patched"):
+        find_retrieval_heads(hla.patch_model(tiny_model("gpt2"), "elu"), tiny_tokenizer())
+    with pytest.raises(NotImplementedError, match="predicts no next token"):
+        find_retrieval_heads(tiny_model("bert"), tiny_tokenizer())
+    with pytest.raises(ValueError, match="share must lie in 0 to 1"):
+        find_retrieval_heads(tiny_model("gpt2"), tiny_tokenizer(), share=0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Gains
+
+
+def batch_of(length: int = 24, padding: int = 5) -> dict[str, Tensor]:
+    ids = torch.randint(5, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, length - padding :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def divergence_with_gate(model: Any, batch: dict[str, Tensor], layer: int, head: int, gate: float) -> float:
+    """The divergence of a patched float64 model from the exact one, with one key-value head exact by a share."""
+    modules = [module for module in model.modules() if hasattr(module, "linear_attention")]
+
+    def mix(call: hla.AttentionCall) -> Tensor:
+        gates = torch.zeros(call.query.shape[1], dtype=torch.float64)
+        if call.module is modules[layer]:
+            repeats = call.query.shape[1] // call.key.shape[1]
+            gates[head * repeats : (head + 1) * repeats] = gate
+        gates = gates[:, None, None]
+        return gates * call.output + (1 - gates) * call.linear_output()
+
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        with hla.exact_attention(model):
+            exact = model(**batch)
+        with hla.observe_attention(model, mix):
+            own = model(**batch)
+        if "logits" in exact:
+            p, q = exact.logits[real].log_softmax(-1), own.logits[real].log_softmax(-1)
+            return float((p.exp() * (p - q)).sum(-1).mean())
+        pooled = [
+            torch.stack([row[mask].mean(0) for row, mask in zip(out.last_hidden_state, real, strict=True)])
+            for out in (exact, own)
+        ]
+        return float((1 - functional.cosine_similarity(*pooled, dim=-1)).mean())
+
+
+@pytest.mark.parametrize(("architecture", "groups"), [("llama", 2), ("gpt2", 4), ("bert", 4)])
+def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int) -> None:
+    torch.manual_seed(0)
+    model, batch = tiny_model(architecture).double(), batch_of()
+    result = find_exact_heads(model, [batch], "window", share=0.5, window_size=4, mix_init=-3.0)
+    assert len(result.table) == 2 * groups
+    assert result.table["gain"].is_monotonic_decreasing
+    patched = hla.patch_model(model, "window", window_size=4, mix_init=-3.0)
+    for row in result.table.itertuples():
+        ends = [divergence_with_gate(patched, batch, row.layer, row.head, gate) for gate in (-1e-4, 1e-4)]
+        # Embeddings of an encoder are pooled in float32, which bounds the digits of a small difference.
+        assert row.gain == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-3, abs=1e-6)
+
+
+def test_the_probe_chooses_first_and_text_the_others() -> None:
+    torch.manual_seed(0)
+    model = tiny_model("gpt2")
+    probe = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, seed=3).table
+    options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "share": 0.5, "length": 48, "seed": 3, "window_size": 4}
+    result = find_exact_heads(model, [batch_of()], "window", retrieval_share=0.5, **options)
+    cells = list(result.table[["layer", "head"]].itertuples(index=False, name=None))
+    assert cells[:2] == list(probe[["layer", "head"]].itertuples(index=False, name=None))[:2]
+    assert result.table["gain"][2:].is_monotonic_decreasing
+    assert result.table["chosen"].tolist() == [True] * 4 + [False] * 4
+    assert {(layer, head) for layer, heads in result.heads.items() for head in heads} == set(cells[:4])
+    assert result.plan()["default"] == {"attention": "window", "window_size": 4}
+    without = find_exact_heads(model, [batch_of()], "window", share=0.5, window_size=4)
+    assert "score" not in without.table
+
+
+def test_the_model_is_unchanged() -> None:
+    model = tiny_model("llama").train()
+    next(model.parameters()).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    find_exact_heads(model, [batch_of()], "hedgehog")
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+    assert not hla.is_patched(model)
+
+
+def test_arguments_of_the_search_are_checked() -> None:
+    model = tiny_model("gpt2")
+    with pytest.raises(ValueError, match="no batches"):
+        find_exact_heads(model, [])
+    with pytest.raises(ValueError, match="retrieval_share must lie in 0 to 1"):
+        find_exact_heads(model, [batch_of()], retrieval_share=2.0)
+    with pytest.raises(ValueError, match="is patched"):
+        find_exact_heads(hla.patch_model(model, "elu"), [batch_of()])
