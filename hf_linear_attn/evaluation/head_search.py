@@ -52,7 +52,7 @@ class ExactHeads:
     @classmethod
     def first_rows(cls, table: pandas.DataFrame, count: int, attention: Mapping[str, Any] | None = None) -> ExactHeads:
         """Return the choice of the first `count` rows of a table; the attention is `DEFAULT_ATTENTION` by default."""
-        table = table.reset_index(drop=True)
+        table = table.drop(columns="chosen", errors="ignore").reset_index(drop=True)
         table["chosen"] = table.index < count
         heads = _heads_by_layer(table[:count])
         return cls(table, heads, {"attention": DEFAULT_ATTENTION} if attention is None else attention)
