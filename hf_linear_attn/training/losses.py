@@ -14,9 +14,10 @@ from ..integration.exact import AttentionCall
 #: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
 MAX_WEIGHTS_LENGTH = 1024
 
-#: Queries of a row that the loss on weights draws at each step, where a row has more. At 1,024 tokens all of them cost
-#: 7 to 14 forward passes of a language model of 30 layers, and so many 0.3 (hedgehog) to 0.5 (window) of one.
-SAMPLED_QUERIES = 64
+#: Queries of a row that the loss on weights draws at each step, where a row has more; half as many of rows of up to
+#: `SHORT_ROW` tokens. At 1,024 tokens all of them cost 7 to 14 forward passes of a language model of 30 layers, and so
+#: many 0.3 (hedgehog) to 0.5 (window) of one.
+SAMPLED_QUERIES, SHORT_ROW = 64, 512
 
 #: Length of the runs of neighbouring queries that are drawn. Each run computes the features of all its keys again: with
 #: runs of 8 a step of all-MiniLM-L6-v2 took twice the time and came as near to exact attention (cosine .985 after 60).
@@ -227,7 +228,8 @@ def _query_ranges(call: AttentionCall, seed: int | None) -> list[tuple[int, int,
         size = max(1, min(length, BLOCK_ENTRIES // (heads * call.key.shape[2])))
         return [(start, min(start + size, length), 1) for start in range(0, length, size)]
     generator = torch.Generator().manual_seed(seed)
-    runs, parts = -(-length // RUN_LENGTH), SAMPLED_QUERIES // RUN_LENGTH
+    drawn = SAMPLED_QUERIES // 2 if length <= SHORT_ROW else SAMPLED_QUERIES
+    runs, parts = -(-length // RUN_LENGTH), max(drawn // RUN_LENGTH, 1)
     ranges = []
     for part in range(parts):
         first, last = part * runs // parts, (part + 1) * runs // parts

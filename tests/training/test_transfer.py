@@ -88,6 +88,7 @@ def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: py
 
     expected = loss_and_gradients(None)
     monkeypatch.setattr(losses, "SAMPLED_QUERIES", 6)
+    monkeypatch.setattr(losses, "SHORT_ROW", 0)
     monkeypatch.setattr(losses, "RUN_LENGTH", 2)  # 9 runs, the last of them shorter; 3 are drawn
     drawn = torch.stack([loss_and_gradients(seed) for seed in range(200)])
     assert float(drawn[:, 0].std()) > 0
@@ -128,12 +129,16 @@ def test_long_rows_cost_no_more_queries(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(AttentionCall, "exact_weights", weights)
     monkeypatch.setattr(losses, "SAMPLED_QUERIES", 8)
     monkeypatch.setattr(losses, "RUN_LENGTH", 4)
+    monkeypatch.setattr(losses, "SHORT_ROW", 89)
     objective = AttentionTransferLoss(model)
     ids = torch.randint(1, VOCABULARY, (1, 90))
     first, again, other = (objective({"input_ids": ids}, step=step) for step in (1, 1, 2))
     assert compared == [4] * 2 * 2 * 3  # two runs, two layers, three steps
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    compared.clear()
+    objective({"input_ids": ids[:, :89]}, step=1)
+    assert compared == [4] * 2  # one run of a short row
 
 
 def test_the_loss_is_the_mean_divergence() -> None:
