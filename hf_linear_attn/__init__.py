@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from .evaluation.api import evaluate as evaluate
     from .evaluation.fidelity import Fidelity as Fidelity
     from .evaluation.fidelity import measure_fidelity as measure_fidelity
-    from .evaluation.head_search import ExactHeads as ExactHeads
-    from .evaluation.head_search import find_exact_heads as find_exact_heads
-    from .evaluation.head_search import find_retrieval_heads as find_retrieval_heads
     from .evaluation.recall import Recall as Recall
     from .evaluation.recall import measure_recall as measure_recall
     from .evaluation.results import Evaluation as Evaluation
@@ -47,6 +44,9 @@ if TYPE_CHECKING:
     from .training.arguments import AttentionTransferConfig as AttentionTransferConfig
     from .training.arguments import DistillationConfig as DistillationConfig
     from .training.arguments import FinetuningConfig as FinetuningConfig
+    from .training.head_search import ExactHeads as ExactHeads
+    from .training.head_search import find_exact_heads as find_exact_heads
+    from .training.head_search import find_retrieval_heads as find_retrieval_heads
     from .training.trainers import DistillationTrainer as DistillationTrainer
     from .training.trainers import FinetuningTrainer as FinetuningTrainer
     from .training.transfer import AttentionTransferTrainer as AttentionTransferTrainer
@@ -59,7 +59,7 @@ _NAMES = {
     "config": ("LayerConfig", "LinearAttentionConfig"),
     "evaluation.api": ("evaluate",),
     "evaluation.fidelity": ("Fidelity", "measure_fidelity"),
-    "evaluation.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
+    "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "evaluation.recall": ("Recall", "measure_recall"),
     "evaluation.results": ("Evaluation",),
     "integration.context": ("is_patched",),

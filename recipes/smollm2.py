@@ -174,7 +174,9 @@ class Study:
         """Convert the model, or load what an earlier call has converted."""
         folder = self.folder / variant
         shared = {field.name: getattr(self.config, field.name) for field in fields(ConvertConfig)}
-        changes: dict[str, Any] = {"output": str(folder), "resume": folder.exists(), "options": {}, "attention": None}
+        # The plans below have the exact heads.
+        changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0}
+        changes |= {"output": str(folder), "resume": folder.exists()}
         if variant == CONTROL:
             changes["control"] = True
         else:

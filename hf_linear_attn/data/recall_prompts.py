@@ -5,6 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from ..integration.discovery import longest_input
+from ..integration.positions import has_position_table
 from .text import encode_text, special_tokens
 
 #: Text that prompts are filled with. A tokenizer that cannot encode it gets random tokens instead.
@@ -143,3 +147,10 @@ TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
     "key_value": _key_value,
     "induction": _induction,
 }
+
+
+def check_positions(model: Any, length: int) -> None:
+    """Raise a ValueError for prompts and answers of so many tokens that a table of positions has no place for."""
+    limit = longest_input(model) if isinstance(model, PreTrainedModel) else None
+    if limit is not None and length > limit and has_position_table(model):
+        raise ValueError(f"Prompts and answers of {length} tokens are beyond the model's {limit} positions.")

@@ -1,12 +1,10 @@
 """How near a patched model is to exact attention, without labels."""
 
-import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +14,7 @@ from transformers import PreTrainedModel
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
-
-Batch = Mapping[str, Tensor]
+from ..utils.models import Batch, model_inputs
 
 
 @contextmanager
@@ -29,18 +26,6 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def accepted(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
-    """Return those of the arguments that a model's forward pass takes."""
-    known = inspect.signature(model.forward).parameters
-    return {name: value for name, value in arguments.items() if name in known}
-
-
-def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
-    tensors = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-    return accepted(model, **tensors, use_cache=False)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker
+from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker, check_positions
 from ..data.text import pad_token, padded_batches
-from ..integration.discovery import longest_input
-from ..integration.positions import has_position_table
 from .fidelity import evaluation_mode
 from .metrics import QualityMetric, Score, Values, sentence_embeddings, value
 from .progress import OnBatch, report_nothing
@@ -156,13 +154,6 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
         return values
 
     return QualityMetric("recall", measure, RECALL, {"lengths": list(lengths), "trials": trials, "seed": seed})
-
-
-def check_positions(model: Any, length: int) -> None:
-    """Raise a ValueError for prompts and answers of so many tokens that a table of positions has no place for."""
-    limit = longest_input(model) if isinstance(model, PreTrainedModel) else None
-    if limit is not None and length > limit and has_position_table(model):
-        raise ValueError(f"Prompts and answers of {length} tokens are beyond the model's {limit} positions.")
 
 
 def _generate(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:

@@ -16,9 +16,8 @@ from ..integration.positions import accepts_longer_inputs, has_position_table, p
 from ..registry import AttentionEntry
 from ..streaming import cache_bytes
 from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
-from ..utils.models import shared_copy
+from ..utils.models import accepted, shared_copy
 from ..utils.timing import Timing, time_interleaved
-from .fidelity import accepted
 from .metrics import Values, value
 from .records import Record
 from .resources import count_flops, free_memory, peak_memory
@@ -66,15 +65,13 @@ def _own_value(
     return own.transpose(1, 2).contiguous(), None
 
 
-def timing_options(
-    entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, longest: int
-) -> dict[str, Any]:
-    """Return the options of a mechanism that is timed at up to `longest` tokens.
+def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, length: int) -> dict[str, Any]:
+    """Return the options of a mechanism that is timed at up to `length` tokens.
 
     A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
     """
     sized = any(item.name == "max_length" for item in fields(entry.options))
-    return {**options, "max_length": longest} if sized and (limit is None or longest > limit) else dict(options)
+    return {**options, "max_length": length} if sized and (limit is None or length > limit) else dict(options)
 
 
 def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:

@@ -6,14 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..utils.arguments import check_positive
-from .options import (
-    AttentionLoss,
-    DistillConfig,
-    StageConfig,
-    TransferConfig,
-    check_attention_loss,
-    check_loss_weights,
-)
+from .options import AttentionLoss, DistillConfig, StageConfig, TransferConfig, check_attention_loss, check_loss_weights
 
 
 def _as_in(section: Any, name: str) -> Any:

@@ -50,10 +50,9 @@ def comparison_with_teacher(facts: dict[str, Any], state: dict[str, Any]) -> str
     floor = facts.get("most_frequent_answer")
     rows = sum(count for name, count in facts["data"].items() if name.startswith("valid") and name.endswith("_rows"))
     if floor is not None and teacher - floor <= 2 * (0.25 / rows) ** 0.5:  # two standard errors
-        return (
-            f"The teacher's {metric} ({teacher:.4f}) is not clearly better than that of always giving the most "
-            f"frequent answer ({floor:.4f}): it has not learned the task, so nothing can be said about attention."
-        )
+        constant = f"that of always giving the most frequent answer ({floor:.4f})"
+        reason = "it has not learned the task, so nothing can be said about attention."
+        return f"The teacher's {metric} ({teacher:.4f}) is not clearly better than {constant}: {reason}"
     denominator, numerator = (teacher, student) if higher else (student, teacher)
     if denominator <= 0:
         return ""
@@ -71,10 +70,8 @@ def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
     stages = [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
     if not stages:
         return []
-    names = list(dict.fromkeys(name for _, metrics in stages for name in metrics))
-    rows = [
-        [title, *(f"{metrics[name]:.4f}" if name in metrics else "–" for name in names)] for title, metrics in stages
-    ]
+    names = list(dict.fromkeys(name for _, values in stages for name in values))
+    rows = [[title, *(f"{values[name]:.4f}" if name in values else "–" for name in names)] for title, values in stages]
     sentence = comparison_with_teacher(facts, state)
     return _table(["", *names], rows, numbers=len(names)) + (["", sentence] if sentence else [])
 
@@ -87,10 +84,8 @@ def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
 
 def exactness(counts: dict[str, int]) -> str:
     """Return a sentence about the inputs that the mechanism attends to exactly."""
-    return (
-        f"Inputs of up to {counts['exact_length']:,} tokens are attended to exactly; of {counts['inputs']:,} training "
-        f"inputs {counts['longer']:,} are longer."
-    )
+    longer = f"of {counts['inputs']:,} training inputs {counts['longer']:,} are longer"
+    return f"Inputs of up to {counts['exact_length']:,} tokens are attended to exactly; {longer}."
 
 
 def speed_table(state: dict[str, Any]) -> list[str]:
@@ -132,8 +127,16 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         "Options": ["```json", json.dumps(options, indent=1, ensure_ascii=False), "```"],
         "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
     }
+    # The Hub refuses names of models and data sets that are none of its own.
+    repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
+    header = ModelCardData(
+        library_name="transformers",
+        tags=["hf-linear-attn", *(["linear-attention"] if kinds else [])],
+        base_model=config.model if _on_hub(config.model) else None,
+        datasets=[str(repository)] if _on_hub(repository) else None,
+    )
     parts = [
-        _header(config, linear=bool(kinds)),
+        f"---\n{header.to_yaml()}\n---",
         f"# {source.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
         f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
         *([LOADING] if kinds else []),
@@ -145,18 +148,6 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
 def public_options(config: TrainingRunConfig) -> dict[str, Any]:
     """Return all options of a run by their dotted names, of local paths the last part only."""
     return {name: _public(value) for name, value in flatten(to_dict(config)).items()}
-
-
-def _header(config: TrainingRunConfig, linear: bool) -> str:
-    """What the Hub reads. It refuses names of models and data sets that are none of its own."""
-    data = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
-    fields = ModelCardData(
-        library_name="transformers",
-        tags=["hf-linear-attn", *(["linear-attention"] if linear else [])],
-        base_model=config.model if _on_hub(config.model) else None,
-        datasets=[str(data)] if _on_hub(data) else None,
-    )
-    return f"---\n{fields.to_yaml()}\n---"
 
 
 def _on_hub(name: str | None) -> bool:

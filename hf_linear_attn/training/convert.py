@@ -1,7 +1,9 @@
 """Fine-tuning, and conversion of a fine-tuned model to a linear one, from options to a measured checkpoint."""
 
+import bisect
 import copy
 import inspect
+import itertools
 import json
 import uuid
 from collections.abc import Callable
@@ -14,7 +16,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ..config import LinearAttentionConfig
 from ..data.encode import row_lengths
+from ..data.recall_prompts import KEY
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
 from ..integration.positions import accepts_longer_inputs, synthetic_inputs
@@ -24,17 +28,10 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
+from . import models
 from .card import exactness, model_card, results_table
+from .head_search import find_exact_heads
 from .losses import mean_pooling
-from .models import (
-    add_adapters,
-    load_model,
-    load_tokenizer,
-    longest_row,
-    patch_as_configured,
-    read_attention,
-    train_tokenizer,
-)
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
 from .sharding import is_sharded
@@ -45,6 +42,9 @@ MIN_LONGER_SHARE = 0.05
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
+
+#: Tokens of training text that choose exact heads, and the longest prompt that probes them.
+SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -71,7 +71,7 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
 
 def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
-    read_attention(config)
+    models.read_attention(config)
     run = Run(config, console)
     path = run.folder / RESULTS_FILE
     if config.resume and path.is_file():
@@ -97,11 +97,11 @@ def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[s
 def _finetune(run: Run) -> dict[str, Any]:
     config = run.config
     torch.manual_seed(config.seed)
-    model, _ = load_model(config, run.data)
+    model, _ = models.load_model(config, run.data)
     if is_patched(model) and config.control:
         raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
     if not is_patched(model):
-        patch_as_configured(model, config)
+        models.patch_as_configured(model, config)
     facts = _facts(run, model)
     if "trained" not in run.state:
         model, progress = run.train("train", model)
@@ -120,7 +120,7 @@ def _convert(run: Run) -> dict[str, Any]:
     run.measure("teacher", teacher)
     student = copy.deepcopy(teacher)
     if not config.control:
-        patch_as_configured(student, config)
+        models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
     if not config.control:
         run.measure("patched", student)
@@ -136,7 +136,7 @@ def _convert(run: Run) -> dict[str, Any]:
 
 def _load_data(run: Run) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
-    max_length, reason = longest_row(config, tokenizer)
+    max_length, reason = models.longest_row(config, tokenizer)
     run.say(f"Reading {config.data.task or config.data.dataset} ...")
     with run.process.main_process_first():
         data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
@@ -154,31 +154,31 @@ def _tokenizer(run: Run) -> Any:
     """The model's tokenizer, or one that is trained on the training text first and saved in the run's folder."""
     config = run.config
     if config.train_tokenizer is None:
-        return load_tokenizer(config)
+        return models.load_tokenizer(config)
     folder = run.folder / "tokenizer"
     run.prepare_folder()
     if run.is_main_process and not folder.exists():
         column = config.data.text_columns[0]
         rows = load_splits(config.data, config.seed, (column,))["train"]
-        tokenizer = train_tokenizer(iter(rows[column]), config.train_tokenizer, longest_row(config)[0])
+        tokenizer = models.train_tokenizer(iter(rows[column]), config.train_tokenizer, models.longest_row(config)[0])
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     run.process.wait_for_everyone()
-    return load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
+    return models.load_tokenizer(TrainingRunConfig(tokenizer=str(folder)))
 
 
 def _teacher(run: Run) -> PreTrainedModel:
     """The exact model that is converted, fine-tuned first if the config says so."""
     config, data, folder = run.config, run.data, run.folder / "teacher"
     if "teacher stage" in run.state:
-        return load_model(config, data, str(folder))[0]
+        return models.load_model(config, data, str(folder))[0]
     torch.manual_seed(config.seed)
-    model, new_parameters = load_model(config, data)
+    model, new_parameters = models.load_model(config, data)
     if is_patched(model):
         raise ValueError(f"{config.model!r} is patched already. Give the exact model that it was made from.")
     if not config.control:
         # A mechanism that does not fit the model is an error before any training.
-        patch_as_configured(shared_copy(model), config)
+        models.patch_as_configured(shared_copy(model), config)
     if not config.teacher.enabled:
         if new_parameters:
             reason = f"{config.model!r} has no head for this task ({new_parameters[0]} is missing)"
@@ -188,6 +188,24 @@ def _teacher(run: Run) -> PreTrainedModel:
     run.save(folder, model)
     run.record("teacher stage", progress)
     return model
+
+
+def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig | None:
+    """The plan with the key-value heads that stay exact, chosen once, on the first training rows; None without any."""
+    config, data = run.config, run.data
+    if not config.exact_share:
+        return None
+    if "exact_heads" not in run.state:
+        ends = list(itertools.accumulate(row_lengths(data.train)))
+        rows: Any = data.train.select(range(bisect.bisect_left(ends, SEARCH_TOKENS, hi=len(ends) - 1) + 1))
+        batches = [data.collator([row]) for row in rows]
+        length = min(PROBE_LENGTH, (longest_input(teacher) or PROBE_LENGTH + KEY) - KEY)
+        options = {"share": config.exact_share, "length": length, "seed": config.seed, **config.options}
+        search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
+        run.record("exact_heads", {"plan": search.plan(), "heads": search.table.to_dict("records")})
+        heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
+        run.say(f"Exact heads by layer: {heads}")
+    return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
 
 
 @torch.no_grad()
@@ -222,7 +240,7 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
         run.record("transfer", {"step": 0, "skipped": reason})
         return student
     if "transfer" in run.state:
-        student, _ = load_model(config, data, str(folder))
+        student, _ = models.load_model(config, data, str(folder))
     else:
         if len(rows) < len(data.train):
             run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
@@ -249,9 +267,9 @@ def _distill(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> Pr
         return student
     folder = run.folder / "checkpoints" / "distilled"
     if "distilled" in run.state:
-        return load_model(config, run.data, str(folder))[0].eval()
+        return models.load_model(config, run.data, str(folder))[0].eval()
     if config.distill.lora_rank:
-        model, progress = run.train("distill", add_adapters(student, config.distill))
+        model, progress = run.train("distill", models.add_adapters(student, config.distill))
         student = model.merge_and_unload()
     else:
         student, progress = run.train("distill", student, teacher_model=teacher)
@@ -268,15 +286,15 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
     device, limit = run.process.device, longest_input(teacher)
     lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or accepts_longer_inputs(teacher)]
     tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
-    models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
+    timed = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
     accepted = inspect.signature(teacher.forward).parameters
     extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
     precision = torch.bfloat16 if config.bf16 else torch.float16
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in timed}
     try:
         for length in lengths:
             inputs = {**synthetic_inputs(teacher, tokens, length), **extra}
-            calls = {name: partial(model, **inputs) for name, model in models.items()}
+            calls = {name: partial(model, **inputs) for name, model in timed.items()}
             with torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
                 timings = time_interleaved(calls, baseline="teacher", seconds=TIMING_SECONDS, device=device)
             for name, timing in timings.items():
@@ -292,10 +310,9 @@ def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     limit, lengths = exact_length(model), row_lengths(data.train)
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
     if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
-        run.say(
-            f"{exactness(counts)} So these data train {'little' if counts['longer'] else 'nothing'} of the mechanism. "
-            "Give longer inputs, or narrow what is exact (options.window_size or options.block_size)."
-        )
+        share = "little" if counts["longer"] else "nothing"
+        remedy = "Give longer inputs, or narrow what is exact (options.window_size or options.block_size)."
+        run.say(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
     return {
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -66,16 +66,14 @@ def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, 
     return limit, "the model's limit; max_length extends learned positions"
 
 
-def load_model(
-    config: TrainingRunConfig, data: TaskData, source: str | None = None
-) -> tuple[PreTrainedModel, list[str]]:
+def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = None) -> tuple[PreTrainedModel, list[str]]:
     """Load a model, or the one in a folder that the run has saved, in float32 with a head for the task.
 
     A patched checkpoint comes back patched. Returns the model, and the names of its parameters that the checkpoint
     lacks: those of a new head, which is drawn from torch's generator. A checkpoint that lacks more is an error.
     """
-    if source is not None:
-        config = replace(config, model=source, model_type=None, from_config=False, revision=None, config_overrides={})
+    if path is not None:
+        config = replace(config, model=path, model_type=None, from_config=False, revision=None, config_overrides={})
     auto: Any = getattr(transformers, AUTO_CLASSES[data.task_type])
     changes = dict(data.config_changes)
     if config.model_type is not None:
@@ -139,9 +137,11 @@ def read_attention(config: TrainingRunConfig) -> LinearAttentionConfig | None:
     return attention.with_default("seed", config.seed)
 
 
-def patch_as_configured(model: PreTrainedModel, config: TrainingRunConfig) -> None:
-    """Patch a model in place by name or by plan, unless its attention is to stay exact."""
-    attention = read_attention(config)
+def patch_as_configured(
+    model: PreTrainedModel, config: TrainingRunConfig, attention: LinearAttentionConfig | None = None
+) -> None:
+    """Patch a model in place as its run says (None: by name or by plan), unless its attention is to stay exact."""
+    attention = attention or read_attention(config)
     if attention is not None and config.max_length is not None:
         # The positions are extended already. Mechanisms that are built for a largest length are left.
         attention = attention.with_default("max_length", config.max_length)
@@ -185,8 +185,7 @@ def _checked(model: PreTrainedModel, data: TaskData, config: TrainingRunConfig) 
         extend_positions(model, config.max_length, tokenizer=data.tokenizer)
         limit = config.max_length
     if limit is not None and data.longest > limit:
-        raise ValueError(
-            f"The longest row has {data.longest} tokens, and {type(model).__name__} has positions for {limit}. "
-            f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
-        )
+        problem = f"The longest row has {data.longest} tokens, and {type(model).__name__} has positions for {limit}"
+        remedy = f"Truncate the rows (data.max_length {limit}), or add positions (max_length {data.longest})."
+        raise ValueError(f"{problem}. {remedy}")
     return model

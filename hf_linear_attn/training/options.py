@@ -190,11 +190,18 @@ class FinetuneConfig(TrainingRunConfig):
 class ConvertConfig(TrainingRunConfig):
     """Options of `convert`: (teacher) -> attention transfer -> distillation -> a measured linear model."""
 
+    exact_share: float = option(
+        0.0, "share of the key-value heads that stay exact (see `find_exact_heads`)", common=True
+    )
     teacher: TeacherConfig = option(factory=TeacherConfig)
     transfer: TransferConfig = option(factory=TransferConfig)
     distill: DistillConfig = option(factory=DistillConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.exact_share < 1:
+            raise ValueError(f"exact_share must lie in 0 to 1, got {self.exact_share!r}.")
+        if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
+            raise ValueError("exact_share chooses heads in all layers. Give attention, and leave plan and layers out.")
         if self.task_type == "embedding" and self.teacher.enabled:
             raise ValueError("task_type embedding has no labels to fine-tune a teacher on: leave out that section.")

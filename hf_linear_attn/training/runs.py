@@ -49,15 +49,8 @@ RESULTS_FILE = "results.json"
 
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (
-    "resume",
-    "overwrite",
-    "output",
-    "save_steps",
-    "save_total_limit",
-    "report_to",
-    "dataloader_num_workers",
-    "hub_model_id",
-    "hub_private_repo",
+    *("resume", "overwrite", "output", "save_steps", "save_total_limit"),
+    *("report_to", "dataloader_num_workers", "hub_model_id", "hub_private_repo"),
 )
 
 

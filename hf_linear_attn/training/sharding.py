@@ -60,10 +60,9 @@ def check_sharding(accelerator: Accelerator) -> None:
     elif kind == "FSDP" and accelerator.is_fsdp2:
         plugin: Any = accelerator.state.fsdp_plugin
         if plugin.cpu_ram_efficient_loading:
-            raise ValueError(
-                "fsdp_cpu_ram_efficient_loading leaves every process but the first without weights, which patching and "
-                "attention transfer need. Set it to false (as recipes/accelerate/fsdp2.yaml does)."
-            )
+            problem = "leaves every process but the first without weights, which patching and attention transfer need"
+            remedy = "Set it to false (as recipes/accelerate/fsdp2.yaml does)."
+            raise ValueError(f"fsdp_cpu_ram_efficient_loading {problem}. {remedy}")
     elif kind.startswith(("FSDP", "MEGATRON")):
         raise NotImplementedError(
             f"accelerate is configured for {kind}{' with fsdp_version 1' if kind == 'FSDP' else ''}, which this "

@@ -14,18 +14,9 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rota
 from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
+from . import losses
 from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
-from .losses import (
-    count_targets,
-    embedding_loss,
-    hidden_loss,
-    logits_loss,
-    mean_pooling,
-    row_losses,
-    select_targets,
-    task_loss,
-)
 from .reproducible import EpochSampler, SeededCollator
 from .sharding import check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
 
@@ -65,9 +56,7 @@ class FinetuningTrainer(Trainer):
     model: nn.Module
     data_collator: SeededCollator
 
-    def __init__(
-        self, model: PreTrainedModel | nn.Module | None = None, args: FinetuningConfig | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None, args: FinetuningConfig | None = None, **kwargs: Any) -> None:
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"args must be a {self.config_class.__name__}, got a {type(args).__name__}.")
@@ -80,7 +69,8 @@ class FinetuningTrainer(Trainer):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._loss_shifts_labels = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         #: A model without a head learns sentence embeddings.
-        self._task_loss = embedding_loss if type(base).__name__ in MODEL_MAPPING_NAMES.values() else task_loss
+        has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
+        self._task_loss = losses.task_loss if has_head else losses.embedding_loss
         self.data_collator = SeededCollator(self.data_collator, args.seed)
         self._sampler: EpochSampler | None = None
         self._skeleton: Any = None
@@ -103,16 +93,19 @@ class FinetuningTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         training = torch.is_grad_enabled()
         if training and self.args.disable_dropout:
-            _disable_dropout(self.model)
+            self.model.eval()
+            for module in self.model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.training = True  # Activations are recomputed in training mode only.
         parts, weights, outputs = self.loss_terms(model, inputs, labels)
         if not training:
             predictions = self._predictions(outputs, inputs)
-            rows = row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
-            losses, counts = self.accelerator.gather_for_metrics(rows)
-            self._evaluation_totals.append(torch.stack([losses.double().sum(), counts.sum().double()]).cpu())
+            rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
+            by_row, counts = self.accelerator.gather_for_metrics(rows)
+            self._evaluation_totals.append(torch.stack([by_row.double().sum(), counts.sum().double()]).cpu())
         loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
         if num_items_in_batch is None:
-            total: Any = count_targets(labels, self._loss_shifts_labels).sum()
+            total: Any = losses.count_targets(labels, self._loss_shifts_labels).sum()
         else:
             total = torch.as_tensor(num_items_in_batch).flatten()[0]
         scale = 1.0 / max(float(total), 1.0)
@@ -134,14 +127,14 @@ class FinetuningTrainer(Trainer):
         """
         outputs = model(**self._forward_arguments(inputs))
         predictions = self._predictions(outputs, inputs)
-        loss = self._task_loss(*select_targets(predictions, labels, self._loss_shifts_labels))
+        loss = self._task_loss(*losses.select_targets(predictions, labels, self._loss_shifts_labels))
         return {"task": loss}, {"task": 1.0}, outputs
 
     def _predictions(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the logits, or the sentence embeddings of a model without a head."""
-        if self._task_loss is task_loss:
+        if self._task_loss is losses.task_loss:
             return outputs.logits
-        return mean_pooling(outputs.last_hidden_state, inputs.get("attention_mask"))
+        return losses.mean_pooling(outputs.last_hidden_state, inputs.get("attention_mask"))
 
     def _forward_arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch without labels, unless the model makes its decoder's inputs of them."""
@@ -292,10 +285,9 @@ class FinetuningTrainer(Trainer):
         checkpoint, processes = Path(str(resume_from_checkpoint)), self.args.world_size
         before = len(list(checkpoint.glob("rng_state_*.pth"))) or 1
         if (checkpoint / "trainer_state.json").is_file() and before != processes:
-            raise ValueError(
-                f"{str(checkpoint)!r} was written by {before} process(es), and this run has {processes}: the order of "
-                "the data would change. Resume with as many as before."
-            )
+            counts = f"was written by {before} process(es), and this run has {processes}"
+            remedy = "Resume with as many as before."
+            raise ValueError(f"{str(checkpoint)!r} {counts}: the order of the data would change. {remedy}")
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -403,15 +395,14 @@ class DistillationTrainer(FinetuningTrainer):
 
     def __init__(
         self,
-        model: PreTrainedModel | nn.Module | None = None,
+        model: nn.Module | None = None,
         teacher_model: PreTrainedModel | None = None,
         args: DistillationConfig | None = None,
         **kwargs: Any,
     ) -> None:
         if teacher_model is None and not hasattr(model, "disable_adapter"):
-            raise ValueError(
-                f"{type(model).__name__} has no teacher. Pass teacher_model, or a model with PEFT adapters."
-            )
+            remedy = "Pass teacher_model, or a model with PEFT adapters."
+            raise ValueError(f"{type(model).__name__} has no teacher. {remedy}")
         super().__init__(model, args, **kwargs)
         self.teacher = teacher_model
         if teacher_model is not None:
@@ -431,23 +422,23 @@ class DistillationTrainer(FinetuningTrainer):
             return super().loss_terms(model, inputs, labels)
         arguments = self._forward_arguments(inputs)
         with_hidden = config.hidden_weight > 0
-        with_logits = config.logits_weight > 0 and self._task_loss is task_loss  # the labels of embeddings are theirs
-        needs_teacher = with_hidden or with_logits
-        target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
+        # The labels of embeddings are the teacher's.
+        with_logits = config.logits_weight > 0 and self._task_loss is losses.task_loss
+        target: Any = self.teacher_outputs(arguments, with_hidden) if with_hidden or with_logits else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
-        rows, classes = select_targets(self._predictions(outputs, inputs), labels, shift)
+        rows, classes = losses.select_targets(self._predictions(outputs, inputs), labels, shift)
         parts = {}
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
         if with_logits:
-            target_rows, _ = select_targets(target.logits, labels, shift)
-            parts["logits"] = logits_loss(rows, target_rows, config.temperature)
+            target_rows, _ = losses.select_targets(target.logits, labels, shift)
+            parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature)
         if with_hidden:
             if outputs.hidden_states is None or target.hidden_states is None:
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
-            errors = hidden_loss(outputs.hidden_states, target.hidden_states, inputs.get("attention_mask"))
+            errors = losses.hidden_loss(outputs.hidden_states, target.hidden_states, inputs.get("attention_mask"))
             # Weighted by row, so that the sum does not depend on how the rows are spread over processes.
-            parts["hidden"] = (errors * count_targets(labels, shift)).sum()
+            parts["hidden"] = (errors * losses.count_targets(labels, shift)).sum()
         weights = {"task": config.task_weight, "logits": config.logits_weight, "hidden": config.hidden_weight}
         return parts, weights, outputs
 
@@ -470,14 +461,6 @@ class DistillationTrainer(FinetuningTrainer):
 
 def _is_learned(name: str) -> bool:
     return f".{SUBMODULE}." in f".{name}"
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    """Put the model into eval mode, except for layers that recompute their activations, which ask for training mode."""
-    model.eval()
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
 
 
 def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:

@@ -4,7 +4,6 @@ The model runs with exact attention, so every layer sees the hidden states of th
 gives the losses of all layers. The exact and the linear form share q, k and v: no second model is in memory.
 """
 
-import inspect
 import itertools
 import math
 import time
@@ -26,13 +25,13 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.arguments import check_positive
+from ..utils.models import Batch, model_inputs
 from .arguments import AttentionTransferConfig
 from .losses import layer_loss
 from .options import check_attention_loss
 from .sharding import meta_copy, reshard, shard_frozen_model
 from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss
 
-Batch = Mapping[str, Tensor]
 ProgressFunction = Callable[[int, int, float], None]
 
 #: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
@@ -180,7 +179,6 @@ class AttentionTransferLoss:
         self.tokens = 0
         # The head and its logits over a vocabulary are of no use here.
         self.backbone = model if whole_model or model.config.is_encoder_decoder else model.base_model
-        self._arguments = set(inspect.signature(self.backbone.forward).parameters)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -231,13 +229,7 @@ class AttentionTransferLoss:
         What the model does not take of the batch, such as labels for a backbone, is left out.
         """
         losses: list[Tensor] = []
-        inputs: dict[str, Any] = {
-            name: value.to(self.model.device) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-            if name in self._arguments and name != "labels"
-        }
-        if "use_cache" in self._arguments:
-            inputs["use_cache"] = False
+        inputs = model_inputs(self.backbone, batch)
 
         def observe(call: AttentionCall) -> None:
             # Every step draws other queries in each layer. An evaluation draws the same ones every time.

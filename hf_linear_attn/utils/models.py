@@ -1,19 +1,40 @@
-"""Model copies, quiet loading and devices."""
+"""Model copies, inputs, quiet loading and devices."""
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
+
+Batch = Mapping[str, Any]
+"""What the tokenizer returns: tensors `[B, L]` by their names."""
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that can be patched independently and shares the model's parameters and buffers, uncopied."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
+    """Return those of the arguments that a model's forward pass takes."""
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
+    """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
+    tensors = {
+        name: value.to(model.device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+        if name != "labels"
+    }
+    return accepted(model, **tensors, use_cache=False)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,35 @@ def test_causal_language_model(folder: Path, tmp_path: Path) -> None:
     assert stages["distilled"]["perplexity"] == pytest.approx(torch.tensor(stages["distilled"]["loss"]).exp().item())
     model = hla.load_pretrained(str(tmp_path / "out" / "model"))
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_some_heads_stay_exact(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None}
+    untrained = {"transfer__max_steps": 0, "distill__max_steps": None, "distill__num_train_epochs": 0.0}
+    config = convert_config(
+        folder / kind,
+        folder / "text" / "text.txt" if kind == "decoder" else folder / "task",
+        tmp_path / "out",
+        **(text if kind == "decoder" else {}),
+        **untrained,
+        attention="window",
+        options={"window_size": 2},
+        exact_share=0.4,
+    )
+    results = convert(config, console=quiet())
+    layers = hla.patch_report(hla.load_pretrained(str(tmp_path / "out" / "model"))).layers
+    heads = {layer.index: layer.exact_heads for layer in layers if layer.exact_heads}
+    assert sum(len(numbers) for numbers in heads.values()) == 3  # of 8
+    chosen = results["stages"]["exact_heads"]
+    assert ("score" in chosen["heads"][0]) is (kind == "decoder")
+    assert {(row["layer"], row["head"]) for row in chosen["heads"] if row["chosen"]} == {
+        (layer, head) for layer, numbers in heads.items() for head in numbers
+    }
+    # A resumed run takes the recorded heads.
+    monkeypatch.setattr(stages, "find_exact_heads", None)
+    (tmp_path / "out" / "results.json").unlink()
+    assert convert(replace(config, resume=True), console=quiet())["stages"]["exact_heads"] == chosen
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (ConvertConfig, {"bf16": True, "fp16": True}, "exclude each other"),
         (ConvertConfig, {"plan": "p.json", "layers": (0,)}, "plan says what every layer gets"),
         (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
+        (ConvertConfig, {"exact_share": 1.5}, "exact_share must lie in 0 to 1, got 1.5"),
+        (ConvertConfig, {"exact_share": 0.2, "layers": (0,)}, "leave plan and layers out"),
         (FinetuneConfig, {"control": True, "attention": "elu"}, "control trains the exact model"),
     ],
 )

@@ -13,17 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import DEFAULT_ATTENTION
-from ..data.recall_prompts import KEY, TASKS, PromptMaker
+from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
 from ..data.task_data import IGNORED
 from ..integration.context import attention_modules
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
-from ..training.losses import embedding_loss, logits_loss, mean_pooling, select_targets, task_loss
-from ..utils.models import shared_copy
-from .fidelity import Batch, model_inputs
-from .recall import check_positions
+from ..utils.models import Batch, model_inputs, shared_copy
+from .losses import embedding_loss, logits_loss, mean_pooling, select_targets, task_loss
 
 if TYPE_CHECKING:
     import pandas

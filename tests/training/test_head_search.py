@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
-from hf_linear_attn.evaluation.head_search import find_exact_heads, find_retrieval_heads
+from hf_linear_attn.training.head_search import find_exact_heads, find_retrieval_heads
 
 from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
 
