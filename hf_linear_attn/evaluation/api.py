@@ -24,14 +24,7 @@ from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
 from . import models
-from .config import (
-    PYTHON_DOCUMENTATION,
-    EvaluateConfig,
-    EvaluationData,
-    resolve_settings,
-    split_task,
-    with_options,
-)
+from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
 from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pair_metric, task_inputs, text_inputs
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
@@ -156,10 +149,9 @@ def _prepare_all(model: Any, config: EvaluateConfig, tokenizer: Any, text: Text 
         identities = [group.identity for group in first.groups]
         for group in other.groups:
             if group.layers and group.identity not in identities:
-                raise ValueError(
-                    f"{', '.join(group.folders)}, of the task {task!r}, has layers that no converted checkpoint of "
-                    "MODEL has; time is measured on MODEL. Give one converted in the same way: --converted FOLDER."
-                )
+                problem = f"of the task {task!r}, has layers that no converted checkpoint of MODEL has"
+                remedy = "Give one converted in the same way: --converted FOLDER."
+                raise ValueError(f"{', '.join(group.folders)}, {problem}; time is measured on MODEL. {remedy}")
         other.task = task
         evaluators.append(other)
     return evaluators

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ..utils.arguments import check_exclusive, option
+from ..utils.arguments import check_exclusive, check_positive, option
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -111,8 +111,7 @@ class SpeedConfig:
         _check_values("speed.", self, lengths=16, batch_size=1)
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"speed.dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"speed.seconds must be positive, got {self.seconds!r}.")
+        check_positive("speed.", self, "seconds")
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,7 @@ class EvaluateConfig:
         common=True,
     )
     baseline: tuple[str, ...] | None = option(
-        None,
-        "checkpoints with exact attention, tuned as the converted ones were (TASK=FOLDER: of a task's model)",
+        None, "checkpoints with exact attention, tuned as the converted ones were (TASK=FOLDER: of a task's model)"
     )
     data: EvaluationData = option(factory=EvaluationData, help="what to evaluate on")
     length: int | None = option(

@@ -32,7 +32,6 @@ def harness_model(model: PreTrainedModel | str, tokenizer: Any = None, *, batch_
         auto_class = AutoModelForCausalLM
         model = load_pretrained(model, auto_class) if patched else auto_class.from_pretrained(model)
     if tokenizer is None or tokenizer.eos_token_id is None:
-        raise ValueError(
-            "lm_eval needs a tokenizer with an end-of-sequence token: give it with the model, and set its eos_token."
-        )
+        remedy = "give it with the model, and set its eos_token."
+        raise ValueError(f"lm_eval needs a tokenizer with an end-of-sequence token: {remedy}")
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, backend="causal", batch_size=batch_size)

@@ -24,6 +24,7 @@ from .metrics import SENTENCE_PAIRS, QualityMetric, Values, bootstrap_stderr, se
 from .progress import OnBatch
 
 Batch = dict[str, Tensor]
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInp
         for documents, count in counts
     )
 
-    def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
+    def batches(rows: Rows) -> list[Batch]:
         return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
 
     inputs = _inputs(train, test, batches, settings, text.source, text.sha256)
@@ -87,7 +88,7 @@ def task_inputs(
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
     rows = [row for part in labeled.values() for row in part]
 
-    def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
+    def batches(rows: Rows, *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
         size = settings.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
@@ -103,19 +104,12 @@ def task_inputs(
 
 
 def _inputs(
-    train: list[dict[str, Any]],
-    test: list[dict[str, Any]],
-    batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
-    settings: Settings,
-    source: str,
-    digest: str,
+    train: list[Any], test: Rows, batches: Callable[[Rows], list[Batch]], settings: Settings, source: str, digest: str
 ) -> EvaluationInputs:
     """Split the training rows, draw those for the fidelity, and describe all of them."""
     if len(train) < 4 or len(test) < 2:
-        raise ValueError(
-            f"{source} gives {len(train)} inputs to train on and {len(test)} to measure on; 4 and 2 are needed. "
-            "Give more data."
-        )
+        counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
+        raise ValueError(f"{source} gives {counts}; 4 and 2 are needed. Give more data.")
     random.Random(settings.seed).shuffle(train)
     count = max(1, min(settings.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
@@ -164,7 +158,7 @@ def sentence_pair_metric(folder: str, tokenizer: Any, settings: Settings, max_ro
     return QualityMetric("sts", measure, SENTENCE_PAIRS, {"data": digest.hexdigest(), "pairs": len(rows)})
 
 
-def row_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def row_lengths(rows: Rows) -> dict[str, int]:
     """Return the number of rows, their tokens, and the median and largest length: what the inputs really were."""
     lengths = [len(row["input_ids"]) for row in rows]
     median = round(statistics.median(lengths)) if lengths else 0
@@ -173,7 +167,5 @@ def row_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def inputs_text(facts: Mapping[str, int]) -> str:
     """Return what `row_lengths` says as text."""
-    return (
-        f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens (median {facts['median']:,}, longest "
-        f"{facts['longest']:,})"
-    )
+    lengths = f"median {facts['median']:,}, longest {facts['longest']:,}"
+    return f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens ({lengths})"

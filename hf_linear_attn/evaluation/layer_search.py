@@ -137,10 +137,9 @@ class Budget:
         units = [unit for unit in DAMAGE_UNITS.values() if unit.measurement == measurement]
         if self.unit is None or self.unit in units:
             return self.unit or units[0]
-        raise ValueError(
-            f"The budget {self.text!r} is for {MODEL_KINDS[self.unit.measurement][0]}; this is "
-            f"{MODEL_KINDS[measurement][0]}. Give a budget such as {units[0].example!r} or '2x at 4096'."
-        )
+        expected, actual = (MODEL_KINDS[name][0] for name in (self.unit.measurement, measurement))
+        remedy = f"Give a budget such as {units[0].example!r} or '2x at 4096'."
+        raise ValueError(f"The budget {self.text!r} is for {expected}; this is {actual}. {remedy}")
 
     def accepts(self, row: Mapping[str, Any], *, informative: bool) -> bool:
         """Return whether a row of the curve is within the budget. `informative`: whether its quality says anything."""
@@ -249,11 +248,9 @@ class LayerSearchResult:
         exact, last = self.references["choice"], self.curve[-1]
         if not self.informative:
             scores = [self.format_score(values["score"]) for values in self.references.values()]
-            sentences.append(
-                "The score says nothing about attention: the exact model is not clearly better there than the model "
-                f"without attention ({self.score['title']} "
-                "{} against {}, and {} against {} on the data of the verification).".format(*scores)
-            )
+            comparison = "{} against {}, and {} against {} on the data of the verification".format(*scores)
+            problem = "the exact model is not clearly better there than the model without attention"
+            sentences.append(f"The score says nothing about attention: {problem} ({self.score['title']} {comparison}).")
         counts = ", ".join(str(row["count"]) for row in self.curve if row["chance"])
         if counts:
             change = "the score is better although the outputs differ largely"
@@ -287,12 +284,10 @@ def format_divergence(value: float | None) -> str:
     return format(value, ".0e") if EXACT_DIVERGENCE < abs(value) < 5e-5 else fixed(value, 4)
 
 
-def order_layers(
-    layers: Sequence[int], divergence: Callable[[Sequence[int]], float | None], *, greedy: bool
-) -> list[int]:
+def order_layers(layers: Sequence[int], measure: Callable[[Sequence[int]], float | None], *, greedy: bool) -> list[int]:
     """Order layers by the divergence from the exact model that they cause, the smallest first.
 
-    `divergence` measures with these layers linear (None: not a number): each one by itself, or where the search is
+    `measure` returns it with these layers linear (None: not a number): each one by itself, or where the search is
     greedy, beside those that come before it.
     """
     path: list[int] = []
@@ -300,7 +295,7 @@ def order_layers(
     harm: dict[int, float] = {}
     while len(remaining) > 1:
         if greedy or not path:
-            values = {layer: divergence([*path, layer]) for layer in remaining}
+            values = {layer: measure([*path, layer]) for layer in remaining}
             harm = {layer: math.inf if value is None else value for layer, value in values.items()}
         path.append(min(remaining, key=harm.__getitem__))
         remaining.remove(path[-1])
@@ -380,17 +375,15 @@ class LayerSearch:
         if budget_length is not None:
             again = self.time("verification", chosen["layers"], budget_length, 3 * self.seconds)
             verified["speedup"][str(budget_length)] = again
-        patched = {index: patch_report(self.patched).layers[index] for index in candidates}
+        report = {index: patch_report(self.patched).layers[index] for index in candidates}
         divergence = MODEL_KINDS[self.unit.measurement][1]
         return LayerSearchResult(
             budget=self.budget,
             unit=self.unit,
             score={"title": self.score.title, "digits": self.score.digits, "divergence": divergence},
             baseline=self.baseline,
-            attention=patched[candidates[0]].attention,
-            mechanisms={
-                str(index): {"attention": layer.attention, **layer.options} for index, layer in patched.items()
-            },
+            attention=report[candidates[0]].attention,
+            mechanisms={str(index): {"attention": layer.attention, **layer.options} for index, layer in report.items()},
             num_layers=len(self.names),
             layers=chosen["layers"],
             met=within_budget and self.budget.accepts(verified, informative=informative),

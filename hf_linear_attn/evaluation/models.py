@@ -55,7 +55,10 @@ class ExactModel:
         """Describe a loaded model on its device."""
         state = environment(model.device)
         device = {key: state["hardware"][key] for key in ("device", "cpu", "threads")}
-        device.update(dtype=dtype_name(model), backend=backend_in_use(model.device))
+        backend = get_backend()
+        if backend == "auto":  # the one that serves kernelized attention where it can; some calls fall back to torch
+            backend = "native" if model.device.type == "cpu" and unavailable_reason() is None else "torch"
+        device.update(dtype=dtype_name(model), backend=backend)
         return cls(model.eval(), tokenizer, kind, name, weights_fingerprint(model), device, state["versions"])
 
     @property
@@ -93,13 +96,6 @@ class ExactModel:
 def dtype_name(model: PreTrainedModel) -> str:
     """Return the name of the model's precision, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
-
-
-def backend_in_use(device: torch.device) -> str:
-    """Return the backend that serves kernelized attention here where it can; some calls fall back to torch."""
-    if get_backend() != "auto":
-        return get_backend()
-    return "torch" if device.type != "cpu" or unavailable_reason() is not None else "native"
 
 
 def check_mechanism(name: str) -> None:
@@ -186,10 +182,9 @@ def is_decoder(config: Any) -> bool:
         ValueError: It is an encoder-decoder model.
     """
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"Model type {config.model_type!r} is an encoder-decoder, which is not evaluated here (patch_model serves "
-            "it). Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
-        )
+        problem = "is an encoder-decoder, which is not evaluated here (patch_model serves it)"
+        remedy = "Give an encoder (BERT, RoBERTa, …) or a decoder (GPT-2, Llama, …)."
+        raise ValueError(f"Model type {config.model_type!r} {problem}. {remedy}")
     architecture = (config.architectures or [""])[0]
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if architecture == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):

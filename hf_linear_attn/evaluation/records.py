@@ -45,8 +45,8 @@ COLUMNS = (
     *("stderr", "p20", "p80", "speedup", "speedup_p20", "speedup_p80", "rounds", "layer", "head", "step", "position"),
 )
 
-Values = Sequence[Mapping[str, Any]]
-"""Each has `metric` and `value`, and may have `unit`, `p20`, `p80`, `layer` and other columns of the table."""
+Values = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Rows with `metric`, `value` and perhaps other columns of the table, such as `p20`; or a mapping metric -> value."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,13 @@ class Records:
     def add(
         self,
         conditions: Conditions,
-        values: Values | Mapping[str, Any],
+        values: Values,
         *,
         label: str = "",
         group: str | None = None,
         seconds: float | None = None,
     ) -> Record:
-        """Write a measurement to the file. Values are rows with `metric` and `value`, or a mapping metric -> value.
+        """Write a measurement to the file.
 
         Raises:
             RuntimeError: No run was started.
@@ -187,9 +187,7 @@ class Records:
         self._records.setdefault(record.id, []).append(record)
         return record
 
-    def measure(
-        self, conditions: Conditions, function: Callable[[], Values | Mapping[str, Any]], *, label: str = ""
-    ) -> Record:
+    def measure(self, conditions: Conditions, function: Callable[[], Values], *, label: str = "") -> Record:
         """Return what is known under the conditions, or else call `function` and write its values to the file."""
         record = self.known(conditions, label)
         if record is not None:
@@ -207,10 +205,9 @@ class Records:
         for number, line in enumerate(JsonLinesFile(path).read(), start=1):
             location, version = f"{str(path)!r}, line {number}", line.get("format_version")
             if version != FORMAT_VERSION:
-                raise ValueError(
-                    f"{location} has format version {version!r}; hf-linear-attn reads version {FORMAT_VERSION}. Choose "
-                    "another folder, or use the release that wrote it."
-                )
+                problem = f"has format version {version!r}; hf-linear-attn reads version {FORMAT_VERSION}"
+                remedy = "Choose another folder, or use the release that wrote it."
+                raise ValueError(f"{location} {problem}. {remedy}")
             try:
                 kind = KINDS[line["kind"]]
                 item = kind(**{field.name: line[field.name] for field in fields(kind)})

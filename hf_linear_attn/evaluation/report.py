@@ -139,21 +139,16 @@ def method(evaluation: Evaluation) -> dict[str, str]:
         lines["sentence pairs"] = data["sentence_pairs"]
     tokens = evaluation.value("perplexity", "tokens", label=EXACT_LABEL)
     if tokens is not None:
-        lines["perplexity"] = (
-            f"{tokens:,.0f} predicted tokens in windows of at most {evaluation.longest_quality_input():,}, "
-            f"{settings['stride']:,} apart; each token is counted once"
-        )
+        windows = f"windows of at most {evaluation.longest_quality_input():,}, {settings['stride']:,} apart"
+        lines["perplexity"] = f"{tokens:,.0f} predicted tokens in {windows}; each token is counted once"
     if settings["steps"]:
-        lines["attention transfer"] = (
-            f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {settings['seeds']}. It trains the "
-            "mechanisms' own parameters only; hf-linear-attn convert can train all weights afterwards"
-        )
+        steps = f"{settings['steps']} steps on {inputs_text(data['train'])}; seeds {settings['seeds']}"
+        scope = "the mechanisms' own parameters only; hf-linear-attn convert can train all weights afterwards"
+        lines["attention transfer"] = f"{steps}. It trains {scope}"
     lines["fidelity"] = f"{inputs_text(data['fidelity'])}; errors of the attention outputs on the exact model's inputs"
     lines |= {label: ", ".join(folders) for label, folders in info["checkpoints"].items()}
-    lines["times"] = (
-        f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}, kernels: "
-        f"{info['backend']}; exact attention is {info['model']['attention']}"
-    )
+    rounds = f"median of interleaved rounds, {settings['seconds']:g} s per length, in {settings['dtype']}"
+    lines["times"] = f"{rounds}, kernels: {info['backend']}; exact attention is {info['model']['attention']}"
     lines["machine"] = f"{hardware['cpu']}, threads: {hardware['threads']}, {hardware['platform']}"
     lines["versions"] = ", ".join(f"{name} {version}" for name, version in info["environment"]["versions"].items())
     lines["records"] = f"{len(info['records'])} measurements in records.jsonl, runs: {info['runs']}"

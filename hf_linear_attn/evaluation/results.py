@@ -294,11 +294,9 @@ class Evaluation:
         for score in self.scores:
             exact, (floor, name) = self.compare(EXACT_LABEL, score), self._floor(score)
             if exact is not None and floor is not None and not exact.assessment.valid:
-                lines.append(
-                    f"{score.title}: these data cannot judge attention: the exact model "
-                    f"({fixed(exact.own.mean, score.digits)}) is not clearly better than {name} "
-                    f"({fixed(floor.mean, score.digits)}). No verdict is given."
-                )
+                own, lowest = (fixed(quality.mean, score.digits) for quality in (exact.own, floor))
+                problem = f"the exact model ({own}) is not clearly better than {name} ({lowest})"
+                lines.append(f"{score.title}: these data cannot judge attention: {problem}. No verdict is given.")
         if self._quality_of_short_inputs():
             lines.append(f"Quality was measured on inputs of at most {self.longest_quality_input():,} tokens.")
         timed, own = self.info["settings"]["dtype"], self.info["model"]["dtype"]
