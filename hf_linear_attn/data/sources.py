@@ -91,9 +91,8 @@ def _load_folder(folder: Path) -> DatasetDict:
             saved = datasets.load_from_disk(str(folder))
             return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({"train": saved})
         except (OSError, ValueError, LookupError) as error:
-            raise OSError(
-                f"{str(folder)!r} is empty or no complete saved data set ({error}). Save it again."
-            ) from error
+            problem = f"is empty or no complete saved data set ({error})"
+            raise OSError(f"{str(folder)!r} {problem}. Save it again.") from error
     files: dict[str, Path] = {}
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     for name in names:

@@ -88,10 +88,9 @@ class TaskData:
         numbers = list(self.labels) == [str(index) for index in range(len(self.labels))]
         same = [name.lower() for name in names] == [label.lower() for label in self.labels]
         if len(names) != len(self.labels) or not (generic or numbers or same):
-            raise ValueError(
-                f"{model} was trained with the labels {', '.join(names)}, in this order; the data has "
-                f"{', '.join(self.labels)}. Give data with the model's labels, or a model without a head."
-            )
+            problem = f"{model} was trained with the labels {', '.join(names)}, in this order"
+            remedy = "Give data with the model's labels, or a model without a head."
+            raise ValueError(f"{problem}; the data has {', '.join(self.labels)}. {remedy}")
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer that evaluates on this data."""

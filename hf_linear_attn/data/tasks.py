@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 GLUE_HUB = "nyu-mll/glue"
 
+#: Names that the files of GLUE's tasks have by split; the first that exists is read.
+GLUE_FILES = {"train": ("train.tsv", "train_subset.tsv"), "validation": ("dev.tsv", "dev_subset.tsv")}
+
+Names = tuple[str, ...]
+
 #: Range of the scores of a regression task.
 MIN_SCORE, MAX_SCORE = 0.0, 5.0
 
@@ -27,16 +32,10 @@ MIN_SCORE, MAX_SCORE = 0.0, 5.0
 class FileLayout:
     """One layout that the files of a task may have."""
 
-    text: tuple[str, ...]  # the text columns, or keys of a file of JSON lines
+    text: Names  # the text columns, or keys of a file of JSON lines
     label: str  # the label column, likewise
-    #: Split -> names that its file may have; the first that exists is read.
-    files: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "train": ("train.tsv", "train_subset.tsv"),
-            "validation": ("dev.tsv", "dev_subset.tsv"),
-        }
-    )
-    names: tuple[str, ...] = ()  # of all columns, where the first line does not name them
+    files: Mapping[str, Names] = field(default_factory=lambda: GLUE_FILES)
+    names: Names = ()  # of all columns, where the first line does not name them
     widths: tuple[int, ...] = ()  # numbers of columns that rows may have; empty: as many as have a name
     label_names: bool = False  # whether labels are written by name, not by number
 
@@ -46,9 +45,9 @@ class Task:
     """One labelled task."""
 
     name: str  # on the Hub and the command line
-    columns: tuple[str, ...]  # the one or two text columns, after loading
-    labels: tuple[str, ...] | None  # names of the classes in order; None for scores (regression)
-    metrics: tuple[str, ...]  # the first one stands for the task in an average
+    columns: Names  # the one or two text columns, after loading
+    labels: Names | None  # names of the classes in order; None for scores (regression)
+    metrics: Names  # the first one stands for the task in an average
     layouts: tuple[FileLayout, ...] = field(default=(), repr=False)
     hub: tuple[str, str | None] = field(default=("", None), repr=False)  # data set and its configuration
     #: Split of the result -> split of the Hub set.
@@ -177,16 +176,9 @@ _PAIR = ("sentence1", "sentence2")
 _MNLI_DEV = {name: (f"dev_{name.rpartition('_')[2]}.tsv",) for name in ("validation_matched", "validation_mismatched")}
 
 
-def _add(
-    folder: str,
-    columns: tuple[str, ...],
-    labels: tuple[str, ...] | None,
-    metrics: tuple[str, ...],
-    *layouts: FileLayout,
-    **options: Any,
-) -> None:
+def _add(folder: str, columns: Names, labels: Names | None, metrics: Names, *layouts: FileLayout, **parts: Any) -> None:
     name = _task_name(folder)
-    TASKS.add(name, Task(name, columns, labels, metrics, layouts, **{"hub": (GLUE_HUB, name), **options}))
+    TASKS.add(name, Task(name, columns, labels, metrics, layouts, **{"hub": (GLUE_HUB, name), **parts}))
 
 
 # Is the sentence acceptable English? Warstadt et al. 2019, arXiv:1805.12471.
@@ -216,15 +208,10 @@ _add("QQP", _questions, ("not_duplicate", "duplicate"), ("accuracy", "f1"), _qqp
 # Does the premise entail the hypothesis, contradict it, or neither? Williams et al. 2018, arXiv:1704.05426.
 _mnli = FileLayout(_PAIR, "gold_label", {"train": ("train.tsv",), **_MNLI_DEV}, label_names=True)
 _mnli_files = {"train": ("train_subset.tsv",), "validation": ("dev_subset.tsv",)}
-_add(
-    "MNLI",
-    ("premise", "hypothesis"),
-    ("entailment", "neutral", "contradiction"),
-    ("accuracy",),
-    _mnli,
-    FileLayout(_PAIR, "label", _mnli_files, label_names=True),
-    splits={"train": "train", **{name: name for name in _MNLI_DEV}},
-)
+_mnli_subset = FileLayout(_PAIR, "label", _mnli_files, label_names=True)
+_mnli_labels = ("entailment", "neutral", "contradiction")
+_mnli_splits = {"train": "train", **{name: name for name in _MNLI_DEV}}
+_add("MNLI", ("premise", "hypothesis"), _mnli_labels, ("accuracy",), _mnli, _mnli_subset, splits=_mnli_splits)
 
 # Does the sentence answer the question? Rajpurkar et al. 2016, arXiv:1606.05250; Wang et al. 2019, arXiv:1804.07461.
 _qnli = FileLayout(("question", "sentence"), "label", label_names=True)

@@ -90,10 +90,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested dicts as one dict with dotted keys. An empty dict is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
     return flat
 
 
@@ -130,6 +128,10 @@ class _Option:
         return f"{self.help} (default: {default})"
 
 
+Options = Mapping[str, _Option]
+"""Dotted name -> option."""
+
+
 def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str, _Option]:
     """All options of a config class by dotted name; `base` holds the defaults that the parent chose for a section."""
     hints = get_type_hints(config_class)
@@ -147,7 +149,7 @@ def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str
     return options
 
 
-def _find(name: str, options: Mapping[str, _Option], location: str, dashes: str = "") -> _Option:
+def _find(name: str, options: Options, location: str, dashes: str = "") -> _Option:
     """The option of a dotted name, or of a key of a mapping. A UsageError at `location` suggests similar names."""
     if name in options:
         return options[name]
@@ -197,9 +199,8 @@ def parse_config(
         sys.stdout.write(_help(options, program, description, examples, positionals, full="all" in arguments))
         raise SystemExit(0)
     flags = list(_flag_values(arguments, options, positionals))
-    values = [
-        value for name, file in flags if name == "config" for value in _file_values(_read_yaml(file), options, file)
-    ]
+    files = [file for name, file in flags if name == "config"]
+    values = [value for file in files for value in _file_values(_read_yaml(file), options, file)]
     values += [(name, value) for name, value in flags if name not in GENERAL]
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(config_class)
@@ -226,9 +227,7 @@ def parse_config(
     return config
 
 
-def _flag_values(
-    arguments: Sequence[str], options: Mapping[str, _Option], positionals: Sequence[str]
-) -> Iterator[tuple[str, Any]]:
+def _flag_values(arguments: Sequence[str], options: Options, positionals: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield name and value of the flags: of a list all its entries, of a mapping a dict, of others the text."""
     known = {**options, **GENERAL}
     lists: dict[str, list[str]] = {}
@@ -281,11 +280,9 @@ def _read_yaml(file: str) -> dict[str, Any]:
     return content or {}
 
 
-def _file_values(
-    content: Mapping[str, Any], options: Mapping[str, _Option], file: str, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _file_values(values: Mapping[str, Any], options: Options, file: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted name and value of the options in a YAML file. A section without lines says nothing."""
-    for key, value in content.items():
+    for key, value in values.items():
         name = f"{prefix}{key}".replace("-", "_")
         if name not in options and any(known.startswith(f"{name}.") for known in options):
             if not isinstance(value, Mapping | None):
@@ -342,20 +339,13 @@ def _with_flags(message: str, config_class: type) -> str:
     )
 
 
-def _help(
-    options: Mapping[str, _Option],
-    program: str,
-    description: str,
-    examples: str,
-    positionals: Sequence[str],
-    full: bool,
-) -> str:
+def _help(options: Options, prog: str, description: str, examples: str, positionals: Sequence[str], full: bool) -> str:
     """The help; the short one shows the options that are marked `common`, or all if none is."""
     shown = {name: entry for name, entry in options.items() if full or entry.common} or options
     width = min(HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 0)).columns)
     arguments = "".join(f" [{name.upper()}]" for name in positionals)
     parser = argparse.ArgumentParser(
-        usage=f"{program}{arguments} [--config FILE.yaml] [--option VALUE ...]",
+        usage=f"{prog}{arguments} [--config FILE.yaml] [--option VALUE ...]",
         description=description,
         epilog=examples,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=37, width=width),
