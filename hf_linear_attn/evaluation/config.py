@@ -59,14 +59,11 @@ class EvaluationData:
         _check_values("data.", self, max_eval_samples=2)
         entries = [split_task(entry) for entry in self.task or ()]
         names, own = [name for name, _ in entries], [name for name, folder in entries if folder is None]
+        others = "Give all but one with the folder of a model that was fine-tuned for it: --data.task NAME NAME=FOLDER."
         alternative = f"Give it, or data.task with a folder (--data.task {self.own_task}=FOLDER): MODEL is"
         for wrong, message in (
             (len(set(names)) < len(names), f"data.task has an entry twice: {', '.join(names)}."),
-            (
-                len(own) > 1,
-                f"data.task: one model has one head, and cannot answer {' and '.join(own)}. Give all but one with the "
-                "folder of a model that was fine-tuned for it: --data.task NAME NAME=FOLDER.",
-            ),
+            (len(own) > 1, f"data.task: one model has one head, and cannot answer {' and '.join(own)}. {others}"),
             (self.folder and not self.task, "data.folder belongs to a task. Give data.task too (sst2, mrpc, …)."),
             (self.metrics and not (self.task or self.dataset), "data.metrics belongs to data.task or data.dataset."),
             (self.metrics and len(names) > 1, f"data.metrics are those of one task; there are {len(names)}."),

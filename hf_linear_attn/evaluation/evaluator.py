@@ -40,9 +40,7 @@ EXACT_LABEL, NO_ATTENTION = "exact", "none"
 TRANSFER_SETTINGS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
 
 #: The number of learned parameters of a patched model.
-PARAMETERS = QualityMetric(
-    "parameters", lambda model, on_batch: [value("learned_parameters", patch_report(model).parameters)]
-)
+PARAMETERS = QualityMetric("parameters", lambda model, _: [value("learned_parameters", patch_report(model).parameters)])
 
 Loader = Callable[[], PreTrainedModel]
 

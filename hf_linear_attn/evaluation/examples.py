@@ -67,12 +67,11 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
 
 def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
     """Return how alike the models embed the longest input that the exact one takes, and the time each needs."""
-    first = next(iter(models.values()))
+    baseline, first = next(iter(models.items()))
     length = min(longest_input(first) or 2048, 2048)
     batch = padded_batches(token_documents(tokenizer, ["\n\n".join(documents)], length), 1, 0)
     calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
     embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
-    baseline = next(iter(models))
     timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device)
     cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
     times = [format_seconds(timings[label].median) for label in embeddings]

@@ -72,9 +72,7 @@ def measure_fidelity(model: PreTrainedModel, batches: Iterable[Batch]) -> Fideli
 
     def observer(call: AttentionCall) -> None:
         rows = call.real_queries()
-        exact, linear = (
-            out.double().masked_fill(~rows.unsqueeze(-1), 0.0) for out in (call.output, call.linear_output())
-        )
+        exact, linear = (out.double().masked_fill(~rows[..., None], 0.0) for out in (call.output, call.linear_output()))
         terms = torch.full_like(rows, math.nan, dtype=torch.float64)
         if call.mechanism.distribution:
             implied = call.linear_weights().double().clamp_min(1e-30).log()

@@ -67,24 +67,20 @@ _LENGTH = r"(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
 _RECALL = rf"%\s*recall\s*{_LENGTH}"
 _PERCENT = r"%\s*(?:of\s+)?(?:perplexity|ppl)"
 
+_UNITS = (
+    DamageUnit(
+        "perplexity", "perplexity", "perplexity", 100, _PERCENT, "1% perplexity", "{:+.2f}% perplexity", relative=True
+    ),
+    DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+.4f} nats"),
+    DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+.2f} points", sign=-1),
+    DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:.4f} from cosine 1"),
+    DamageUnit(
+        "recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+.0f}% recall", sign=-1, relative=True
+    ),
+)
+
 #: For each measurement, the first unit is shown where the budget is a speedup.
-DAMAGE_UNITS = {
-    unit.name: unit
-    for unit in (
-        DamageUnit(
-            *("perplexity", "perplexity", "perplexity", 100, _PERCENT, "1% perplexity", "{:+.2f}% perplexity"),
-            relative=True,
-        ),
-        DamageUnit("nats", "perplexity", "loss", 1, "nats?", "0.05 nats", "{:+.4f} nats"),
-        DamageUnit("points", "task", "score", -100, "(?:points?|pts?)", "0.5 points", "{:+.2f} points", sign=-1),
-        DamageUnit("cosine", "sentence_embeddings", "score", -1, "cosine", "0.02 cosine", "{:.4f} from cosine 1"),
-        DamageUnit(
-            *("recall", "recall", "recall", -100, _RECALL, "90% recall at 2048", "{:+.0f}% recall"),
-            sign=-1,
-            relative=True,
-        ),
-    )
-}
+DAMAGE_UNITS = {unit.name: unit for unit in _UNITS}
 
 #: The kind of model that has a measurement, and what its divergence is.
 MODEL_KINDS = {

@@ -321,10 +321,8 @@ def bootstrap_stderr(metric: str, predictions: Any, references: Any) -> float | 
     if metric.startswith(HUB_PREFIX):
         return None
     generator = np.random.default_rng(0)
-    scores = []
-    for _ in range(BOOTSTRAP_SAMPLES):
-        rows = generator.integers(0, len(references), len(references))
-        scores.append(compute_metrics([metric], predictions[rows], references[rows])[metric])
+    samples = (generator.integers(0, len(references), len(references)) for _ in range(BOOTSTRAP_SAMPLES))
+    scores = [compute_metrics([metric], predictions[rows], references[rows])[metric] for rows in samples]
     return float(np.nanstd(scores, ddof=1)) if np.isfinite(scores).any() else None
 
 

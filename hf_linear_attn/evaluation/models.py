@@ -31,11 +31,7 @@ from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
 
 #: Kinds of models, and the auto class of each.
-AUTO_CLASSES = {
-    "decoder": "AutoModelForCausalLM",
-    "encoder": "AutoModel",
-    "classifier": "AutoModelForSequenceClassification",
-}
+KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def load_exact(source: str, kind: str, device: torch.device, *, task: str = "") 
         OSError: It cannot be loaded.
         ValueError: Weights are missing, or its attention cannot be replaced.
     """
-    auto_class = getattr(transformers, AUTO_CLASSES[kind])
+    auto_class = getattr(transformers, KINDS[kind])
     precision = {"dtype": torch.float32} if kind == "classifier" else {}
     with loading_errors(f"The model {source!r}"), quiet_transformers():
         folder, gguf_file = split_source(source)
@@ -224,7 +220,7 @@ class CheckpointGroup:
 
     def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
         """Read the weights of one of the checkpoints."""
-        auto_class = getattr(transformers, AUTO_CLASSES[kind])
+        auto_class = getattr(transformers, KINDS[kind])
         with quiet_transformers():
             model = load_pretrained(folder, auto_class) if self.layers else auto_class.from_pretrained(folder)
         return model.eval().to(device)

@@ -96,9 +96,8 @@ def measure_recall(
         if task not in known:
             raise ValueError(f"tasks: {task!r} is none of {', '.join(known)}, which this model can answer.")
     if trials < 1 or batch_size < 1 or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(
-            f"trials and batch_size must be positive and depths in 0 to 1, got {trials}, {batch_size}, {depths}."
-        )
+        numbers = f"{trials}, {batch_size}, {depths}"
+        raise ValueError(f"trials and batch_size must be positive and depths in 0 to 1, got {numbers}.")
     check_positions(model, max(lengths, default=0) + (KEY if decoder else 0))
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
     cells = [(task, length, depth) for task in chosen for length in lengths for depth in depths]

@@ -106,10 +106,9 @@ def lead(evaluation: Evaluation) -> str:
     model, hardware = evaluation.info["model"], evaluation.info["environment"]["hardware"]
     created = evaluation.info["created"].replace("T", " at ").replace("Z", " UTC")
     quick = ", in the quick setting" if evaluation.info["quick"] else ""
-    return (
-        f"{model['class']}, {model['layers']} layers of {model['heads']} heads, {model['parameters']:,} parameters. "
-        f"Measured on {created} on {hardware['device']} ({hardware['cpu']}, threads: {hardware['threads']}){quick}."
-    )
+    size = f"{model['layers']} layers of {model['heads']} heads, {model['parameters']:,} parameters"
+    machine = f"{hardware['device']} ({hardware['cpu']}, threads: {hardware['threads']})"
+    return f"{model['class']}, {size}. Measured on {created} on {machine}{quick}."
 
 
 def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:

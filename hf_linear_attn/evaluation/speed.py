@@ -196,8 +196,7 @@ def measure_decoding(
     ids = torch.full((batch_size, 1), tokens[0], device=device)
 
     def decode(model: PreTrainedModel, cache: DynamicCache, positions: Iterator[int]) -> None:
-        extra = position_inputs(model, 1, next(positions))
-        extra = {name: row.expand(batch_size, -1) for name, row in extra.items()}
+        extra = {name: row.expand(batch_size, -1) for name, row in position_inputs(model, 1, next(positions)).items()}
         model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
 
     steps = {name: partial(decode, model, caches[name], count(length)) for name, model in models.items()}
