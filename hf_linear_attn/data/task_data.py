@@ -272,15 +272,13 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
     return Task(Path(str(data.dataset)).name, data.text_columns, names, metrics), splits
 
 
-def _encode(
-    task_data: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]
-) -> None:
+def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
     """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
-    blocks = task_data.task_type in ("causal-lm", "embedding")  # a document gives several rows
+    blocks = task.task_type in ("causal-lm", "embedding")  # a document gives several rows
     encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
-    task_data.train = _draw(encoded.dataset, data.max_train_samples, seed)
-    task_data.facts = {
-        "train_rows": len(task_data.train),
+    task.train = _draw(encoded.dataset, data.max_train_samples, seed)
+    task.facts = {
+        "train_rows": len(task.train),
         "train_tokens": encoded.tokens,
         "train_truncated": encoded.truncated,
         "train_dropped_tokens": encoded.dropped,
@@ -293,12 +291,12 @@ def _encode(
         # Rows of similar length need less padding.
         lengths = row_lengths(rows)
         rows = rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
-        task_data.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
-        task_data.facts[f"{name}_rows"] = len(rows)
-    every = (task_data.train, *task_data.validation.values())
+        task.validation["" if len(names) == 1 else name.removeprefix("validation").lstrip("_")] = rows
+        task.facts[f"{name}_rows"] = len(rows)
+    every = (task.train, *task.validation.values())
     if not all(len(rows) for rows in every):
-        raise ValueError(f"The data gives {task_data.facts}: there is nothing to train or to evaluate on.")
-    task_data.longest = max(max(row_lengths(rows)) for rows in every)
+        raise ValueError(f"The data gives {task.facts}: there is nothing to train or to evaluate on.")
+    task.longest = max(max(row_lengths(rows)) for rows in every)
 
 
 def _draw(dataset: Dataset, size: int | None, seed: int, *, in_order: bool = False) -> Dataset:

@@ -103,7 +103,6 @@ def speed_table(state: dict[str, Any]) -> list[str]:
 def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any]) -> str:
     """The card as Markdown with its YAML header."""
     source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
-    options = public_options(config)
     kinds = sorted({layer["attention"] for layer in facts["layers"]})
     versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
     numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
@@ -124,7 +123,7 @@ def model_card(config: TrainingRunConfig, facts: dict[str, Any], state: dict[str
         "Quality": quality,
         "Speed": speed,
         "Layers": _table(titles, layers, numbers=2) if layers else [],
-        "Options": ["```json", json.dumps(options, indent=1, ensure_ascii=False), "```"],
+        "Options": ["```json", json.dumps(public_options(config), indent=1, ensure_ascii=False), "```"],
         "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
     }
     # The Hub refuses names of models and data sets that are none of its own.

@@ -2,7 +2,6 @@
 
 import bisect
 import copy
-import inspect
 import itertools
 import json
 import uuid
@@ -26,7 +25,7 @@ from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
-from ..utils.models import shared_copy
+from ..utils.models import accepted, shared_copy
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table
@@ -287,8 +286,7 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
     lengths = [n for n in config.speed.lengths or () if limit is None or n <= limit or accepts_longer_inputs(teacher)]
     tokens = [int(token) for token in cast(Any, run.data.train)[0]["input_ids"]]
     timed = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
-    accepted = inspect.signature(teacher.forward).parameters
-    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in accepted}
+    extra = accepted(teacher, use_cache=False, logits_to_keep=1)
     precision = torch.bfloat16 if config.bf16 else torch.float16
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in timed}
     try:

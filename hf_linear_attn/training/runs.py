@@ -146,16 +146,15 @@ class Run:
     def measure(self, stage: str, model: PreTrainedModel) -> dict[str, float]:
         """Evaluate a model on the validation data once, and store its metrics."""
         if stage not in self.state:
-            data = self.data
             self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
             with quiet_transformers():
-                trainer = FinetuningTrainer(model, arguments, **data.trainer_arguments())
+                trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
                 trainer.remove_callback(PrinterCallback)
                 # The complete model is on each device: nothing is sharded for an evaluation.
                 trainer.is_fsdp_enabled = trainer.is_deepspeed_enabled = False
                 model.to(trainer.args.device)  # type: ignore[arg-type]
-                metrics = data.own_metrics(trainer.evaluate())
+                metrics = self.data.own_metrics(trainer.evaluate())
             trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
             self.record(stage, metrics)
             if self.is_main_process:

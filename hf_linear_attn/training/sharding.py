@@ -78,10 +78,9 @@ def _configure_zero(accelerator: Accelerator) -> None:
     config = plugin.deepspeed_config
     for section, key in (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "autotp_size")):
         if config.get(section, {}).get(key):
-            raise ValueError(
-                f"DeepSpeed's configuration has {section}.{key} = {config[section][key]!r}, which this training does "
-                "not support: its settings choose the optimizer and the schedule, and layers are whole. Leave it out."
-            )
+            problem = f"{section}.{key} = {config[section][key]!r}, which this training does not support"
+            reason = "its settings choose the optimizer and the schedule, and layers are whole"
+            raise ValueError(f"DeepSpeed's configuration has {problem}: {reason}. Leave it out.")
     precision = accelerator.mixed_precision
     if precision not in ("no", "bf16"):
         raise ValueError(f"DeepSpeed with mixed precision {precision!r} is not supported. Use bf16 or no.")

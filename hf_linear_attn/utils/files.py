@@ -76,10 +76,7 @@ def remove_partial_files(folder: Path) -> None:
         else:
             backup.rename(target)
     for partial in folder.glob(".*.part"):
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
 
 
 def check_output(

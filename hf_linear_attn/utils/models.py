@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
 Batch = Mapping[str, Any]
@@ -29,12 +28,8 @@ def accepted(model: Any, **arguments: Any) -> dict[str, Any]:
 
 def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
-    tensors = {
-        name: value.to(model.device) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-        if name != "labels"
-    }
-    return accepted(model, **tensors, use_cache=False)
+    inputs = BatchEncoding({name: value for name, value in batch.items() if name != "labels"})
+    return accepted(model, **inputs.to(model.device), use_cache=False)
 
 
 @contextmanager
