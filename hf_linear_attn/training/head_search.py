@@ -248,7 +248,7 @@ def _divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tens
         return embedding_loss(own, target) / len(own)
     own, target = outputs.logits, exact.logits
     if own.dim() == 3:
-        real = torch.ones(own.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        real = attention_mask.bool() if attention_mask is not None else torch.ones_like(own[..., 0], dtype=torch.bool)
         own, target = own[real], target[real]
     return logits_loss(own, target, 1.0) / len(own)
 

@@ -127,11 +127,11 @@ def _current_wording(text: str) -> str:
 def smollm2_table() -> str:
     """The committed conversions of SmolLM2: a row for each variant, what it is at 2,048 and at 8,192 tokens."""
     measured: dict[str, Any] = {}
-    for folder, kind in (("smollm2-untrained", "untrained"), ("smollm2", "trained")):
+    folders = {"smollm2-probe": "probe only, untrained", "smollm2-untrained": "untrained", "smollm2": "trained"}
+    for folder, kind in folders.items():
         results = read_json(RESULTS / folder / "results.json")
-        window = results["config"]["options.window_size"]
         for name in (EXACT, *VARIANTS):
-            label = name if name in (EXACT, CONTROL) else f"{name}, windows of {window}, {kind}"
+            label = name if name in (EXACT, CONTROL) else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
     table = summary_table(measured)
     table = table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]]
