@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-import pandas
 import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
@@ -16,6 +16,9 @@ from ..utils.formatting import format_seconds
 from ..utils.timing import time_interleaved
 from .metrics import sentence_embeddings
 from .models import ExactModel
+
+if TYPE_CHECKING:
+    import pandas
 
 #: What somebody may look for in the documentation of Python's standard library.
 QUERIES = (
@@ -46,6 +49,8 @@ def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dic
 
 def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
     """Return the documents that each model finds for `QUERIES`, by their first lines, a column for each model."""
+    import pandas
+
     documents = sorted(documents, key=len, reverse=True)[:DOCUMENTS]
     titles = [document.strip().splitlines()[0][:60] for document in documents]
     length = min(PASSAGE, longest_input(next(iter(models.values()))) or PASSAGE)
@@ -67,11 +72,14 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
 
 def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
     """Return how alike the models embed the longest input that the exact one takes, and the time each needs."""
-    baseline, first = next(iter(models.items()))
+    import pandas
+
+    first = next(iter(models.values()))
     length = min(longest_input(first) or 2048, 2048)
     batch = padded_batches(token_documents(tokenizer, ["\n\n".join(documents)], length), 1, 0)
     calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
     embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
+    baseline = next(iter(models))
     timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device)
     cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
     times = [format_seconds(timings[label].median) for label in embeddings]
@@ -82,6 +90,8 @@ def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -
 @torch.no_grad()
 def continued_text(models: Models, tokenizer: object) -> pandas.DataFrame:
     """Return how each decoder goes on after `PROMPT`, greedily."""
+    import pandas
+
     ids = torch.tensor([encode_text(tokenizer, PROMPT)])
     options = {"max_new_tokens": CONTINUATION, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
     texts = {}

@@ -139,7 +139,7 @@ class TrainingRunConfig:
     from_config: bool = option(False, "pretraining with random weights and the config of the model")
     config_overrides: dict[str, Any] = option(factory=dict, help="changes of the config: --config_overrides.n_layer 2")
 
-    seed: int = option(0, "seed of data order, dropout, random features and new heads", common=True)
+    seed: int = option(0, "seed of data order, dropout, random features and new heads")
     device: Literal["auto", "cpu"] = option("auto", "cpu: leave a GPU alone")
     threads: int | None = option(None, "CPU threads (default: torch's)")
     bf16: bool = option(False, "mixed precision in bfloat16", common=True)
