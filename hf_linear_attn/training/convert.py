@@ -201,7 +201,8 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         length = min(PROBE_LENGTH, (longest_input(teacher) or PROBE_LENGTH + KEY) - KEY)
         options = {"share": config.exact_share, "length": length, "seed": config.seed, **config.options}
         search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
-        run.record("exact_heads", {"plan": search.plan(), "heads": search.table.to_dict("records")})
+        plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
+        run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
         run.say(f"Exact heads by layer: {heads}")
     return LinearAttentionConfig.parse(run.state["exact_heads"]["plan"]).with_default("seed", config.seed)
