@@ -1,4 +1,4 @@
-"""`hf-linear-attn plan`: find which layers of a checkpoint to convert, and write a plan file and a report."""
+"""`hf-linear-attn plan`: find which layers or heads of a checkpoint to convert, and write a plan file and a report."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +23,8 @@ class PlanConfig:
 
     model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
     budget: str = option(
-        help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048' or '2x at 4096'",
+        help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048', '2x at 4096' or "
+        "'25% cache at 8192'",
         common=True,
     )
     output: str = option("plan", "folder for the plan and its report", common=True)
@@ -31,7 +32,7 @@ class PlanConfig:
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
     steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
-    search: Literal["rank", "greedy"] = option("rank", "order of layers: measured once, or again after each layer")
+    search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers, or key-value heads", common=True)
     speed: PlanTimingConfig = option(factory=PlanTimingConfig)
     save_model: str | None = option(
         None, "folder for a checkpoint with the planned layers and what they learned", common=True
@@ -50,7 +51,7 @@ class PlanConfig:
 
 
 def plan_command(config: PlanConfig) -> int:
-    """Search the layers of a checkpoint, write the plan and its report to `config.output`, and show a table.
+    """Search the layers or heads of a checkpoint, write the plan and its report to `config.output`, and show a table.
 
     With `resume` a stopped run with the same settings continues; another budget uses the same measurements. Returns 0
     if the budget is met, else 1.

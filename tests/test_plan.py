@@ -110,7 +110,7 @@ def test_files(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
         assert str(folder) not in text
     assert "Each layer by itself" in page
     assert (output / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (result.met, result.layers, result.num_layers) == (True, [0, 1, 2], 3)
+    assert (result.met, result.layers, result.total) == (True, [0, 1, 2], 3)
     assert set(result.curve[1]["speedup"]) == {"32"}
 
 
@@ -175,12 +175,12 @@ def test_lost_parameters_are_trained_again(folder: Path, tmp_path: Path) -> None
 def test_another_budget_uses_the_same_measurements(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run(folder, "gpt2", tmp_path, search="greedy")
+    first = run(folder, "gpt2", tmp_path)
     calls = []
     original = QualityMetric.__call__
     monkeypatch.setattr(QualityMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
     limit = max(first.curve[1]["damage"], 0.0) + 1e-9
-    second = run(folder, "gpt2", tmp_path, search="greedy", resume=True, budget=f"{limit:.12f}% perplexity")
+    second = run(folder, "gpt2", tmp_path, resume=True, budget=f"{limit:.12f}% perplexity")
     assert second.within_budget
     assert second.chosen["damage"] <= limit
     assert len(calls) <= 1  # the verification of another choice
@@ -213,6 +213,24 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
     assert data["choice"]["longest"] == 11  # nine words and two special tokens
     with pytest.raises(ValueError, match="no head for the task 'sst2'"):
         run(folder, "bert", tmp_path / "headless", **settings)
+
+
+def test_heads_of_a_mixture_are_searched_and_saved(folder: Path, tmp_path: Path) -> None:
+    budget = {"budget": "40% cache at 60", "search": "heads", "lengths": (), "save_model": str(tmp_path / "model")}
+    result = run(folder, "gpt2", tmp_path / "out", attention="hedgehog", options={"feature_dim": 4}, **budget)
+    assert (result.part, result.total) == ("key-value heads", 12)
+    assert result.met
+    assert [row["count"] for row in result.curve] == [0, 6, 8, 10, 11, 11, 12]
+    assert result.chosen["cache"]["60"] <= 0.4
+    saved = hla.load_pretrained(str(tmp_path / "model")).eval()
+    exact = {str(row.index): list(row.exact_heads) for row in hla.patch_report(saved).layers if row.exact_heads}
+    assert exact == result.chosen["exact_heads"]
+    assert "by 12 of 12" not in result.summary()[0]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Which key-value heads of gpt2" in page
+    assert "Each layer by itself" not in page
+    with pytest.raises(ValueError, match="'40% cache at 60' is for a causal language model"):
+        run(folder, "bert", tmp_path / "bert", attention="elu", budget="40% cache at 60")
 
 
 def test_encoder_longer_than_its_positions(folder: Path, tmp_path: Path) -> None:

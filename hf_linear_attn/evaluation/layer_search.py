@@ -1,40 +1,41 @@
-"""Which layers of a model to convert, chosen by measuring models with more and more linear layers.
+"""Which layers or key-value heads of a model to convert, chosen by measuring models with more and more linear ones.
 
 `LayerSearch` has the exact model, a patched copy of it whose learned parts are trained, and one quality metric on two
-data sets: the first chooses the layers, the second verifies the choice. The result has a table with one row for each
-number of converted layers, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
+data sets: the first chooses the layers or heads, the second verifies the choice. The result has a table with one row
+for each model, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
-from ..integration.exact import exact_attention
+from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
-from ..patching import CONFIG_FIELD, patch_report
+from ..patching import CONFIG_FIELD, patch_model, patch_report
+from ..streaming import cache_bytes
+from ..training.head_search import ExactHeads
 from ..utils.environment import json_safe
 from ..utils.formatting import fixed
+from ..utils.models import shared_copy
 from ..utils.timing import crossover
-from .metrics import Assessment, QualityMetric, Values, assess
+from .metrics import Assessment, QualityMetric, Values, assess, value
 from .progress import Progress
 from .records import Conditions, Record, Records
-from .speed import FORWARD, measure_passes, without_attention
+from .speed import FORWARD, fill_cache, measure_passes, without_attention
 
 if TYPE_CHECKING:
     import pandas as pd
 
 #: A smaller divergence of the outputs is that of rounding: the mechanism computed exact attention.
 EXACT_DIVERGENCE = 1e-6
-
-#: How the next layer is chosen: by what it does by itself, or beside the layers before it.
-SEARCHES = ("rank", "greedy")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class DamageUnit:
 
 _LENGTH = r"(?:at|@)\s*(?P<length>\d[\d,_]*)\s*(?P<kilo>k)?(?:\s*tokens)?"
 _RECALL = rf"%\s*recall\s*{_LENGTH}"
+_COSTS = {rf"[x×]\s*{_LENGTH}": "speedup", rf"%\s*cache\s*{_LENGTH}": "cache"}
 _PERCENT = r"%\s*(?:of\s+)?(?:perplexity|ppl)"
 
 _UNITS = (
@@ -95,34 +97,40 @@ _NUMBER = r"(?P<limit>\d+(?:\.\d*)?|\.\d+)\s*"
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest damage in a unit, or (`unit` None) the smallest speedup; speedups and recall are at a length."""
+    """The largest damage in a unit, or (`unit` None) the smallest speedup or the largest cache at a length."""
 
     text: str
-    limit: float
+    limit: float  # of a cache: its share of the exact model's
     unit: DamageUnit | None = None
-    length: int | None = None  # tokens
+    length: int | None = None  # tokens, of recall too
+    cost: str = ""  # "speedup" or "cache" where there is no unit
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Read a budget such as `1% perplexity`, `2x at 4096` or `90% recall at 2048` (of the exact model's recall).
+        """Read a budget such as `1% perplexity`, `90% recall at 2048`, `2x at 4096` or `25% cache at 8192`.
+
+        Recall and cache are percentages of the exact model's.
 
         Raises:
             ValueError: The text is no budget, or a speedup of 1 or less, or at fewer than 16 tokens.
         """
         text = text.strip()
         units = {unit.pattern: unit for unit in DAMAGE_UNITS.values()}
-        for pattern, unit in {**units, rf"[x×]\s*{_LENGTH}": None}.items():
+        for pattern in (*units, *_COSTS):
             match = re.fullmatch(_NUMBER + pattern, text, re.IGNORECASE)
             if match is None:
                 continue
-            parts = match.groupdict()
+            parts, unit, cost = match.groupdict(), units.get(pattern), _COSTS.get(pattern, "")
             limit = float(parts["limit"])
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
-            if unit is None and (limit <= 1 or length < 16):
+            if cost == "speedup" and (limit <= 1 or length < 16):
                 raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
-            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None)
+            if cost == "cache":
+                limit /= 100
+            return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None, cost)
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
-        raise ValueError(f"The budget {text!r} cannot be read. Budgets look like {examples} or '2x at 4096'.")
+        remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
+        raise ValueError(f"The budget {text!r} cannot be read. {remedy}")
 
     def unit_of(self, measurement: str) -> DamageUnit:
         """Return the unit in which damage is shown.
@@ -140,16 +148,25 @@ class Budget:
     def accepts(self, row: Mapping[str, Any], *, informative: bool) -> bool:
         """Return whether a row of the curve is within the budget. `informative`: whether its quality says anything."""
         if self.unit is None:
-            return row["speedup"][str(self.length)] >= self.limit
+            cost = self.cost_of(row)
+            return cost >= self.limit if self.cost == "speedup" else cost <= self.limit
         return informative and row["damage"] is not None and row["damage"] <= self.limit and not row["chance"]
+
+    def cost_of(self, row: Mapping[str, Any]) -> float:
+        """Return the speedup of a row of the curve at the budget's length, or its share of the exact model's cache."""
+        return row[self.cost][str(self.length)]
+
+    def format_cost(self, row: Mapping[str, Any]) -> str:
+        """Return `cost_of` as text."""
+        return ("{:.2f}×" if self.cost == "speedup" else "{:.1%} of the cache").format(self.cost_of(row))
 
 
 @dataclass(frozen=True)
 class LayerSearchResult:
-    """The layers to convert, and every measurement that the choice rests on.
+    """The layers or heads to convert, and every measurement that the choice rests on.
 
-    Measured models have `divergence`, `score`, `damage`, `chance` (better than exact, though it diverges largely) and
-    `speedup` by length.
+    Measured models have `divergence`, `score`, `damage`, `chance` (better than exact, though it diverges largely), and
+    `speedup` and `cache` (its share of the exact model's) by length.
     """
 
     budget: Budget  # what the layers were chosen for
@@ -158,30 +175,35 @@ class LayerSearchResult:
     baseline: str  # the exact model's attention implementation, which speedups are relative to
     attention: str  # the mechanism
     mechanisms: dict[str, dict[str, Any]]  # of each layer that was searched (its index as text), with its options
-    num_layers: int  # self-attention layers of the model
-    layers: list[int]  # chosen layer indices
+    part: str  # what is converted: "layers" or "key-value heads"
+    total: int  # self-attention layers of the model, or their key-value heads
     met: bool  # whether the budget is met, on the data of the choice and on those of the verification
     within_budget: bool  # whether it is met on the data of the choice
     informative: bool  # whether the exact model is clearly better than without attention (`metrics.assess`)
-    curve: list[dict[str, Any]]  # a model for each number of converted layers: `count`, `added`, `layers`
-    single_layers: list[dict[str, Any]]  # a model for each layer by itself: `index`, `name`
+    curve: list[dict[str, Any]]  # measured models: `count` of linear parts, `added`, `layers`, `exact_heads` in these
+    single_layers: list[dict[str, Any]]  # a model for each layer by itself: `index`, `name`; none where heads are chosen
     chosen: dict[str, Any]  # the chosen row of the curve
     verified: dict[str, Any]  # the chosen model on the data of the verification
     references: dict[str, dict[str, Any]]  # values of the exact model and of that without attention, by data set
 
     @property
+    def layers(self) -> list[int]:
+        """The chosen layers, those with some exact heads among them."""
+        return self.chosen["layers"]
+
+    @property
     def plan(self) -> dict[str, Any]:
         """The mechanism of each layer, as `patch_model` and `patch --plan` read it; layers not named are exact."""
-        return {"default": EXACT, **{str(layer): self.mechanisms[str(layer)] for layer in self.layers}}
+        return plan_of(self.chosen, self.mechanisms)
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row for each number of converted layers, with the speedup at each length."""
+        """One row for each model, with the speedup at each length."""
         import pandas as pd
 
-        frame = pd.json_normalize(self.curve, sep="_at_").drop(columns=["layers", "chance"])
-        frame = frame.rename(columns={"count": "converted_layers", "added": "added_layer"})
-        frame["chosen"] = frame["converted_layers"] == self.chosen["count"]
+        rows = [{name: row[name] for name in row if name not in ("layers", "exact_heads", "chance")} for row in self.curve]
+        frame = pd.json_normalize(rows, sep="_at_").rename(columns={"count": "converted", "added": "added_layer"})
+        frame["chosen"] = frame["converted"] == self.chosen["count"]
         return frame.astype({"added_layer": "Int64"})
 
     def formatted_table(self) -> pd.DataFrame:
@@ -191,10 +213,11 @@ class LayerSearchResult:
         rows = {}
         for row in self.curve:
             star = " ★" if row["count"] == self.chosen["count"] else ""
-            rows[f"{row['count']} of {self.num_layers}{star}"] = {
-                "adds layer": "–" if row["added"] is None else str(row["added"]),
+            rows[f"{row['count']} of {self.total}{star}"] = {
+                **({"adds layer": "–" if row["added"] is None else str(row["added"])} if self.single_layers else {}),
                 **self._quality_cells(row),
                 **{f"speed at {int(length):,}": f"{value:.2f}×" for length, value in row["speedup"].items()},
+                **{f"cache at {int(length):,}": f"{value:.1%}" for length, value in row["cache"].items()},
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
 
@@ -220,7 +243,7 @@ class LayerSearchResult:
         """Return the findings as sentences, the most important first."""
         sentences = [f"The budget {self.budget.text!r} {self._verdict()}.", *self._warnings()]
         speedup = {int(length): value for length, value in self.chosen["speedup"].items()}
-        if len(speedup) > (self.budget.unit is None):
+        if len(speedup) > (self.budget.cost == "speedup"):
             change = crossover(list(speedup), list(speedup.values()))
             sentences.append(f"One pass of the planned model is faster than {self.baseline} from {change} tokens on.")
         return sentences
@@ -228,13 +251,14 @@ class LayerSearchResult:
     def _verdict(self) -> str:
         if self.budget.unit is not None and not self.informative:
             return "cannot be judged on this data"
-        plan = f"{len(self.layers)} of {self.num_layers} layers as {self.attention}"
-        plan += f" (layers {', '.join(map(str, self.layers))})"
+        plan = f"{self.chosen['count']} of {self.total} {self.part} as {self.attention}"
+        if self.single_layers:
+            plan += f" (layers {', '.join(map(str, self.layers))})"
         choice, verification = (self.unit.format(row["damage"]) for row in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
         if self.budget.unit is None:
-            speedups = [row["speedup"][str(self.budget.length)] for row in (self.chosen, self.verified)]
-            costs = "{:.2f}×, timed again {:.2f}×; ".format(*speedups) + costs
+            again = f", timed again {self.budget.format_cost(self.verified)}" if self.budget.cost == "speedup" else ""
+            costs = f"{self.budget.format_cost(self.chosen)}{again}; {costs}"
         if self.within_budget:
             return f"{'is met by' if self.met else 'is not confirmed for'} {plan}: {costs}"
         return f"cannot be reached: the nearest is {plan}, {costs}"
@@ -250,7 +274,7 @@ class LayerSearchResult:
         counts = ", ".join(str(row["count"]) for row in self.curve if row["chance"])
         if counts:
             change = "the score is better although the outputs differ largely"
-            sentences.append(f"With {counts} linear layers {change}: that is chance.")
+            sentences.append(f"With {counts} linear {self.part} {change}: that is chance.")
         longest = int(exact.get("longest_input") or 0)
         inputs = f"inputs of at most {longest:,} tokens"
         if last["divergence"] is not None and abs(last["divergence"]) < EXACT_DIVERGENCE:
@@ -280,35 +304,45 @@ def format_divergence(value: float | None) -> str:
     return format(value, ".0e") if EXACT_DIVERGENCE < abs(value) < 5e-5 else fixed(value, 4)
 
 
-def order_layers(layers: Sequence[int], measure: Callable[[Sequence[int]], float | None], *, greedy: bool) -> list[int]:
-    """Order layers by the divergence from the exact model that they cause, the smallest first.
+def plan_of(row: Mapping[str, Any], mechanisms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the plan of a row of the curve, for the mechanism of each layer, with its options, by the layer's index."""
+    layers = {str(layer): dict(mechanisms[str(layer)]) for layer in row["layers"]}
+    for layer, heads in row["exact_heads"].items():
+        layers[layer]["exact_heads"] = list(heads)
+    return {"default": EXACT, **layers}
 
-    `measure` returns it with these layers linear (None: not a number): each one by itself, or where the search is
-    greedy, beside those that come before it.
-    """
-    path: list[int] = []
-    remaining = sorted(layers)
-    harm: dict[int, float] = {}
-    while len(remaining) > 1:
-        if greedy or not path:
-            values = {layer: measure([*path, layer]) for layer in remaining}
-            harm = {layer: math.inf if value is None else value for layer, value in values.items()}
-        path.append(min(remaining, key=harm.__getitem__))
-        remaining.remove(path[-1])
-    return path + remaining
+
+def mechanisms_of(patched: PreTrainedModel, layers: Iterable[int]) -> dict[str, dict[str, Any]]:
+    """Return the mechanism of each of these layers, with its options, by the layer's index."""
+    report = patch_report(patched).layers
+    return {str(index): {"attention": report[index].attention, **report[index].options} for index in layers}
+
+
+def convert_as_planned(exact: PreTrainedModel, patched: PreTrainedModel, plan: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a copy of the exact model with the planned layers and heads, and what `patched` has learned for them."""
+    model = patch_model(shared_copy(exact), plan)
+    for own, other in zip(self_attention(model), self_attention(patched), strict=True):
+        mechanism: Any = getattr(own.module, SUBMODULE, None)
+        learned: Any = getattr(other.module, SUBMODULE, None)
+        if isinstance(mechanism, HeadMixture):
+            mechanism.load_heads(learned)
+        elif mechanism is not None:
+            mechanism.load_state_dict(learned.state_dict())
+    return model.eval()
 
 
 @dataclass
 class LayerSearch:
-    """The search for the layers to convert under a budget of quality (the most layers) or of speed (the fewest layers).
+    """The search for what to convert under a budget of quality (the most) or of speed or cache (the least).
 
-    The layers are ordered by the divergence that they cause. Every model on the path from exact to linear is measured
-    as a whole, since the damages of single layers do not add up, and the chosen one is verified on other data. A model
-    that scores better than the exact one although it diverges largely is never within a budget of quality; and none is
-    unless the exact model is clearly better than the model without attention (see `metrics.assess`).
+    The layers are ordered by the divergence that each causes by itself; of heads the choices are given. Every model on
+    the path from exact to linear is measured as a whole, since the damages of single layers do not add up, and the
+    chosen one is verified on other data. A model that scores better than the exact one although it diverges largely is
+    never within a budget of quality; and none is unless the exact model is clearly better than the model without
+    attention (see `metrics.assess`).
 
     Raises:
-        ValueError: The budget does not fit the metric, or the search is unknown.
+        ValueError: The budget does not fit the metric.
     """
 
     exact: PreTrainedModel
@@ -318,7 +352,7 @@ class LayerSearch:
     budget: Budget
     records: Records  # where measurements are stored, and where a stopped search is resumed from
     conditions: Conditions  # what the measurements depend on, in `records`
-    search: str = "rank"  # `rank` measures each layer by itself; `greedy` measures those that remain again after each
+    heads: Sequence[ExactHeads] = ()  # choices of exact heads, the most first, of a search over heads
     lengths: Sequence[int] = ()  # to time, in tokens; that of a budget of speed is added
     tokens: Sequence[int] = (0,)  # token ids to time with
     seconds: float = 2.0  # spent on each timing
@@ -328,8 +362,6 @@ class LayerSearch:
         metric = self.metrics["choice"]
         assert metric.score is not None
         self.score, self.unit = metric.score, self.budget.unit_of(metric.measurement)
-        if self.search not in SEARCHES:
-            raise ValueError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}.")
         for model in (self.exact, self.patched, self.timed):
             model.eval()
         self.baseline = str(self.exact.config._attn_implementation)
@@ -339,50 +371,50 @@ class LayerSearch:
 
     def run(self) -> LayerSearchResult:
         """Measure, choose and verify."""
-        greedy = self.search == "greedy"
-        budget_length = self.budget.length if self.budget.unit is None else None
-        lengths = sorted({*self.lengths, *filter(None, [budget_length])})
-        candidates = sorted(int(index) for index in getattr(self.patched.config, CONFIG_FIELD)["layers"])
-        count = len(candidates)
-        self.total = count * (count + 1) // 2 if greedy else 2 * count - 1
+        budget = self.budget
+        self.candidates = sorted(int(index) for index in getattr(self.patched.config, CONFIG_FIELD)["layers"])
+        self.mechanisms = mechanisms_of(self.patched, self.candidates)
+        self.total = len(self.heads) or 2 * len(self.candidates) - 1
         for index, data in enumerate(self.metrics):
             self.progress.status("the exact model, and without attention", index, len(self.metrics))
             self.references[data] = self.measure(data, "exact", self.exact)
             self.references[f"{data}, no attention"] = self.measure(data, "none", without_attention(self.exact))
         informative = all(self.assess(data, self.references[data]).valid for data in self.metrics)
-        single_layers = [
-            {"index": layer, "name": self.names[layer], **self.quality("choice", [layer])} for layer in candidates
-        ]
-        path = order_layers(candidates, lambda layers: self.quality("choice", layers)["divergence"], greedy=greedy)
+        single_layers, path = self.by_heads() if self.heads else self.by_layers()
+        lengths = {"speedup": sorted({*self.lengths}), "cache": []}
+        if budget.unit is None:
+            lengths[budget.cost] = sorted({*lengths[budget.cost], budget.length or 0})
         exact = {"divergence": 0.0, "score": self.references["choice"]["score"], "damage": 0.0, "chance": False}
-        speedup = {str(length): 1.0 for length in lengths}
-        curve: list[dict[str, Any]] = [{"count": 0, "added": None, "layers": [], **exact, "speedup": speedup}]
-        for index, layer in enumerate(path, start=1):
-            layers = sorted(path[:index])
-            row = self.quality("choice", layers)
-            curve.append({"count": index, "added": layer, "layers": layers, **row, "speedup": {}})
-        for length in lengths:
+        costs = {name: {str(length): 1.0 for length in values} for name, values in lengths.items()}
+        curve = [{"count": 0, "added": None, "layers": [], "exact_heads": {}, **exact, **costs}]
+        curve += [{**row, **self.quality("choice", row), "speedup": {}, "cache": {}} for row in path]
+        for length in lengths["speedup"]:
+            for index, row in enumerate(curve[1:]):
+                self.progress.status(f"models timed at {length:,} tokens", index, len(path))
+                row["speedup"][str(length)] = self.time("choice", row, length, self.seconds)
+        for length in lengths["cache"]:
             for row in curve[1:]:
-                self.progress.status(f"models timed at {length:,} tokens", row["count"] - 1, count)
-                row["speedup"][str(length)] = self.time("choice", row["layers"], length, self.seconds)
+                row["cache"][str(length)] = self.cache(row, length)
         chosen, within_budget = self.choose(curve[1:], informative)
         self.progress.status("verification", 0, 1)
-        verified: dict[str, Any] = {**self.quality("verification", chosen["layers"]), "speedup": {}}
-        if budget_length is not None:
-            again = self.time("verification", chosen["layers"], budget_length, 3 * self.seconds)
-            verified["speedup"][str(budget_length)] = again
-        report = {index: patch_report(self.patched).layers[index] for index in candidates}
-        divergence = MODEL_KINDS[self.unit.measurement][1]
+        verified: dict[str, Any] = {**self.quality("verification", chosen), "speedup": {}, "cache": chosen["cache"]}
+        if budget.cost == "speedup" and budget.length:
+            again = self.time("verification", chosen, budget.length, 3 * self.seconds)
+            verified["speedup"][str(budget.length)] = again
         return LayerSearchResult(
-            budget=self.budget,
+            budget=budget,
             unit=self.unit,
-            score={"title": self.score.title, "digits": self.score.digits, "divergence": divergence},
+            score={
+                "title": self.score.title,
+                "digits": self.score.digits,
+                "divergence": MODEL_KINDS[self.unit.measurement][1],
+            },
             baseline=self.baseline,
-            attention=report[candidates[0]].attention,
-            mechanisms={str(index): {"attention": layer.attention, **layer.options} for index, layer in report.items()},
-            num_layers=len(self.names),
-            layers=chosen["layers"],
-            met=within_budget and self.budget.accepts(verified, informative=informative),
+            attention=self.mechanisms[str(self.candidates[0])]["attention"],
+            mechanisms=self.mechanisms,
+            part="key-value heads" if self.heads else "layers",
+            total=len(self.heads[0].table) if self.heads else len(self.names),
+            met=within_budget and budget.accepts(verified, informative=informative),
             within_budget=within_budget,
             informative=informative,
             curve=curve,
@@ -391,6 +423,31 @@ class LayerSearch:
             verified=verified,
             references=self.references,
         )
+
+    def by_layers(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a model for each layer by itself, and those with more and more layers, the least harmful first."""
+        alone = [{"count": 1, "added": layer, "layers": [layer], "exact_heads": {}} for layer in self.candidates]
+        singles = [
+            {"index": row["added"], "name": self.names[row["added"]], **self.quality("choice", row)} for row in alone
+        ]
+        order = sorted(singles, key=lambda row: math.inf if row["divergence"] is None else row["divergence"])
+        path = [row["index"] for row in order]
+        return singles, [
+            {"count": count, "added": path[count - 1], "layers": sorted(path[:count]), "exact_heads": {}}
+            for count in range(1, len(path) + 1)
+        ]
+
+    def by_heads(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return no single layers, and the models with each choice of exact heads."""
+        rows = []
+        for choice in self.heads:
+            sizes = choice.table.groupby("layer").size()
+            exact = {layer: heads for layer, heads in choice.heads.items() if layer in self.candidates}
+            layers = [layer for layer in self.candidates if len(exact.get(layer, ())) < sizes[layer]]
+            count = sum(sizes[layer] - len(exact.get(layer, ())) for layer in layers)
+            heads = {str(layer): list(exact[layer]) for layer in layers if layer in exact}
+            rows.append({"count": int(count), "added": None, "layers": layers, "exact_heads": heads})
+        return [], rows
 
     def record(
         self, data: str, layers: str, measure: Callable[[], Values], measurement: str, settings: Any, **parts: Any
@@ -421,14 +478,12 @@ class LayerSearch:
             floor_divergence=floor["divergence"],
         )
 
-    def quality(self, data: str, layers: Sequence[int]) -> dict[str, Any]:
-        """Measure the model with these layers linear: `divergence`, `score`, `damage`, `chance`."""
-        name = ",".join(map(str, sorted(layers)))
+    def quality(self, data: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure the model of a row of the curve: `divergence`, `score`, `damage`, `chance`."""
         if data == "choice":
-            self.measured.add(name)
+            self.measured.add(self.name(row))
             self.progress.status("models with linear layers", len(self.measured) - 1, self.total)
-        with exact_attention(self.patched, {*range(len(self.names))} - {*layers}):
-            values = self.measure(data, name, self.patched)
+        values = self.measure(data, self.name(row), self.convert(self.patched, row))
         return {
             "divergence": values["divergence"],
             "score": values["score"],
@@ -436,17 +491,37 @@ class LayerSearch:
             "chance": self.assess(data, values).chance,
         }
 
-    def time(self, data: str, layers: Sequence[int], length: int, seconds: float) -> float:
-        """Return the speedup of one forward pass (batch 1) with these layers linear, timed beside the exact model."""
+    def name(self, row: Mapping[str, Any]) -> str:
+        """Return what identifies a row of the curve in the records."""
+        heads = "; ".join(f"{layer} exact in {heads}" for layer, heads in row["exact_heads"].items())
+        return ",".join(map(str, row["layers"])) + (f" ({heads})" if heads else "")
+
+    def convert(self, patched: PreTrainedModel, row: Mapping[str, Any]) -> PreTrainedModel:
+        """Return the model of a row of the curve, with the options and the learned parts of a patched one."""
+        plan = plan_of(row, mechanisms_of(patched, self.candidates))
+        return convert_as_planned(self.exact, patched, plan)
+
+    def time(self, data: str, row: Mapping[str, Any], length: int, seconds: float) -> float:
+        """Return the speedup of one forward pass (batch 1) of a row of the curve, timed beside the exact model."""
 
         def measure() -> Values:
-            models = {self.baseline: self.exact, "linear": self.timed}
-            with exact_attention(self.timed, {*range(len(self.names))} - {*layers}):
-                return measure_passes(models, self.tokens, length, baseline=self.baseline, seconds=seconds)["linear"]
+            models = {self.baseline: self.exact, "linear": self.convert(self.timed, row)}
+            return measure_passes(models, self.tokens, length, baseline=self.baseline, seconds=seconds)["linear"]
 
-        name, settings = ",".join(map(str, layers)), {"seconds": seconds}
-        record = self.record(data, name, measure, FORWARD, settings, length=length, batch_size=1)
+        settings = {"seconds": seconds}
+        record = self.record(data, self.name(row), measure, FORWARD, settings, length=length, batch_size=1)
         return record.values[0]["speedup"]
+
+    def cache(self, row: Mapping[str, Any], length: int) -> float:
+        """Return the bytes of the cache of a row of the curve after a prompt, as a share of the exact model's."""
+
+        def measure() -> Values:
+            models = (self.convert(self.timed, row), self.exact)
+            own, exact = (cache_bytes(fill_cache(model, self.tokens, length)) for model in models)
+            return [value("cache", own / exact)]
+
+        record = self.record("choice", self.name(row), measure, "cache", {}, length=length, batch_size=1)
+        return record.values[0]["value"]
 
     def choose(self, rows: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
         """Choose a row of the curve; where none is within the budget, the nearest one, with False."""
@@ -454,6 +529,7 @@ class LayerSearch:
         if within:
             return within[0 if self.budget.unit is None else -1], True
         if self.budget.unit is None:
-            return max(rows, key=lambda row: row["speedup"][str(self.budget.length)]), False
+            sign = 1 if self.budget.cost == "speedup" else -1
+            return max(rows, key=lambda row: sign * self.budget.cost_of(row)), False
         comparable = [row for row in rows if row["damage"] is not None and not row["chance"]] or rows
         return min(comparable, key=lambda row: row["damage"] or 0.0), False

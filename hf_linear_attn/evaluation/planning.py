@@ -21,6 +21,7 @@ from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
+from ..training.head_search import ExactHeads, find_exact_heads, probe_length
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
@@ -28,7 +29,7 @@ from ..utils.models import shared_copy, torch_device
 from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
-from .layer_search import Budget, LayerSearch, LayerSearchResult
+from .layer_search import Budget, LayerSearch, LayerSearchResult, convert_as_planned
 from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
@@ -43,7 +44,13 @@ if TYPE_CHECKING:
 
 PLAN, REPORT, PAGE, PLOT = "plan.json", "plan-report.json", "report.html", "curve.png"
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+
+#: Shares of the key-value heads that stay exact in a search over heads.
+HEAD_SHARES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
+
+#: Tokens of text that rank the heads, in rows of `sequence_length`.
+HEAD_TOKENS = 16_384
 
 #: The measurement that chooses the layers of each kind of model.
 MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
@@ -83,7 +90,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
             budget=budget,
             records=records,
             conditions=conditions,
-            search=config.search,
+            heads=run.heads(progress) if config.search == "heads" else (),
             lengths=run.lengths,
             tokens=run.inputs.tokens,
             seconds=run.settings.seconds,
@@ -162,6 +169,8 @@ class _Run:
         attention, model, limit = self.config.attention, self.exact.model, longest_input(self.exact.model)
         lengths, usual = self.config.speed.lengths, (1024,) if self.config.quick else (1024, 4096)
         self.lengths = possible_lengths(model, usual if lengths is None else lengths)[0]
+        if budget.cost == "cache" and self.exact.kind != "decoder":
+            raise ValueError(f"The budget {budget.text!r} is for a causal language model, whose cache grows.")
         if budget.unit is None and budget.length not in possible_lengths(model, [budget.length or 0])[0]:
             raise ValueError(f"The budget {budget.text!r} is beyond the model's {limit} positions.")
         entry = ATTENTIONS.get(attention)
@@ -189,6 +198,21 @@ class _Run:
         names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
         return {name: record.value(metric) for name, metric in names.items()}
 
+    def heads(self, progress: Progress) -> list[ExactHeads]:
+        """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`)."""
+        batches, tokens = [], 0
+        for batch in self.inputs.train:
+            if tokens < HEAD_TOKENS:
+                batches.append(batch)
+                tokens += batch["input_ids"].numel()
+        model, config = self.exact.model, self.config
+        common = {"tokenizer": self.exact.tokenizer, "length": probe_length(model), "seed": config.seed}
+        choices = []
+        for index, share in enumerate(HEAD_SHARES[:-1]):
+            progress.status("choices of exact heads", index, len(HEAD_SHARES))
+            choices.append(find_exact_heads(model, batches, config.attention, share=share, **common, **config.options))
+        return [*choices, ExactHeads.first_rows(choices[-1].table, 0)]
+
     def facts(self) -> dict[str, Any]:
         """What the report says of the run beside its result. Of paths it has the names only."""
         config, facts, entry = self.config, self.inputs.facts, ATTENTIONS.get(self.config.attention)
@@ -210,9 +234,7 @@ class _Run:
         """Write a checkpoint with the planned layers and their learned parts; returns a message."""
         if not result.met:
             return "No checkpoint was written, because the budget is not met."
-        model = patch_model(shared_copy(self.exact.model), result.plan)
-        state = self.patched.state_dict()
-        model.load_state_dict({name: state[name] for name in model.state_dict()})
+        model = convert_as_planned(self.exact.model, self.patched, result.plan)
         save_checkpoint(model, self.config.model, target, overwrite=self.config.overwrite)
         return f"Checkpoint: {target}"
 
@@ -263,10 +285,10 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
     """Return a PNG of damage and speed by the number of converted layers."""
     import matplotlib
 
-    budget, table = result.budget, result.table.set_index("converted_layers")
+    budget, table = result.budget, result.table.set_index("converted")
     with matplotlib.rc_context(STYLE):
         figure, (damage, speed) = new_figure(5.6, 2, sharex=True)
-        damage.set_title(f"{model_name}: what converting layers costs")
+        damage.set_title(f"{model_name}: what converting {result.part} costs")
         damage.set_ylabel(f"loss of quality, {'% ' if result.unit.relative else ''}{result.unit.name}")
         damage.plot(table["damage"], marker="o", label="on the data of the choice")
         verified = {"marker": "X", "markersize": 9, "linestyle": "none", "label": "the plan, verified on other data"}
@@ -275,10 +297,11 @@ def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
         speed.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
         for length in result.curve[0]["speedup"]:
             speed.plot(table[f"speedup_at_{length}"], marker="s", label=f"{int(length):,} tokens")
-        limited = speed if budget.unit is None else damage
-        limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
+        if budget.cost != "cache":
+            limited = speed if budget.unit is None else damage
+            limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
         speed.xaxis.get_major_locator().set_params(integer=True)
-        speed.set_xlabel(f"layers converted to {result.attention} (of {result.num_layers})")
+        speed.set_xlabel(f"{result.part} converted to {result.attention} (of {result.total})")
         damage.legend()
         speed.legend()
         return png(figure)

@@ -125,6 +125,14 @@ class HeadMixture(LinearAttention):
         exact = length * self.shape.token_bytes * len(self.exact_heads) // self.shape.num_key_value_heads
         return self.mechanism.state_bytes(length) + exact
 
+    @torch.no_grad()
+    def load_heads(self, layer: LinearAttention) -> None:
+        """Copy the parameters and buffers of the linear heads from the same mechanism of the whole layer."""
+        tensors = layer.state_dict()
+        for name, own in self.mechanism.state_dict().items():
+            tensor = tensors[name]
+            own.copy_(tensor if tensor.shape == own.shape else self._split(tensor[None])[0][0])
+
     def extra_repr(self) -> str:
         return f"exact_heads={list(self.exact_heads)}"
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
 from ..data.encode import row_lengths
-from ..data.recall_prompts import KEY
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
 from ..integration.positions import accepts_longer_inputs, synthetic_inputs
@@ -29,7 +28,7 @@ from ..utils.models import accepted, shared_copy
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table
-from .head_search import find_exact_heads
+from .head_search import find_exact_heads, probe_length
 from .losses import mean_pooling
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
@@ -42,8 +41,8 @@ MIN_LONGER_SHARE = 0.05
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
 
-#: Tokens of training text that choose exact heads, and the longest prompt that probes them.
-SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
+#: Tokens of training text that choose exact heads.
+SEARCH_TOKENS = 16_384
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -198,8 +197,8 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         ends = list(itertools.accumulate(row_lengths(data.train)))
         rows: Any = data.train.select(range(bisect.bisect_left(ends, SEARCH_TOKENS, hi=len(ends) - 1) + 1))
         batches = [data.collator([row]) for row in rows]
-        length = min(PROBE_LENGTH, (longest_input(teacher) or PROBE_LENGTH + KEY) - KEY)
-        options = {"share": config.exact_share, "length": length, "seed": config.seed, **config.options}
+        length, share = probe_length(teacher), config.exact_share
+        options = {"share": share, "length": length, "seed": config.seed, **config.options}
         search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
         plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
@@ -210,6 +209,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
 
 @torch.no_grad()
 def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
+    """Add the teacher's embeddings to the validation rows."""
     teacher.eval()
 
     def embed(rows: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
     def labelled(rows: Any) -> Any:
         return rows.map(embed, batched=True, batch_size=32, keep_in_memory=True, new_fingerprint=uuid.uuid4().hex)
 
-    data.train = labelled(data.train)
+    data.train = data.train.add_column("labels", [0.0] * len(data.train))  # at each step the teacher's, instead
     data.validation = {name: labelled(rows) for name, rows in data.validation.items()}
 
 

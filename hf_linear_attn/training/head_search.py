@@ -16,7 +16,7 @@ from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
 from ..data.task_data import IGNORED
 from ..integration.context import attention_modules
-from ..integration.discovery import self_attention
+from ..integration.discovery import longest_input, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: heads exact, `window` of 384 untrained, perplexity at 2,048 and 8,192 tokens behind exact attention: 5.5 and 9.5 %
 #: with all heads by the probe, 1.1 and 2.7 % with half of them. The probe guards recall.
 RETRIEVAL_SHARE = 0.5
+
+#: Tokens of a prompt of the probe, where the model takes so many.
+PROBE_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def find_retrieval_heads(
     tokenizer: Any,
     *,
     share: float = 0.2,
-    length: int = 512,
+    length: int = PROBE_LENGTH,
     prompts: int = 6,
     seed: int = 0,
 ) -> ExactHeads:
@@ -132,7 +135,7 @@ def find_exact_heads(
     tokenizer: Any = None,
     share: float = 0.2,
     retrieval_share: float = RETRIEVAL_SHARE,
-    length: int = 512,
+    length: int = PROBE_LENGTH,
     seed: int = 0,
     **options: Any,
 ) -> ExactHeads:
@@ -206,6 +209,11 @@ def find_exact_heads(
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
     table = _table(gain, "gain") if probed is None else probed.assign(gain=[gain[cell] for cell in _cells(probed)])
     return _choose(table, share, first, "gain", {"attention": attention, **options})
+
+
+def probe_length(model: PreTrainedModel) -> int:
+    """Return the tokens of a prompt of the probe that suit a model: `PROBE_LENGTH`, if it takes so many."""
+    return min(PROBE_LENGTH, (longest_input(model) or PROBE_LENGTH + KEY) - KEY)
 
 
 def _check(model: PreTrainedModel, share: float) -> None:

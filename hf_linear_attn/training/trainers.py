@@ -377,6 +377,7 @@ class DistillationTrainer(FinetuningTrainer):
     real tokens; each row counts there with its number of targets. The weights a, b, c are `logits_weight`,
     `task_weight` and `hidden_weight` of the config. The loss of an evaluation is the task's alone.
 
+    A model without a head learns the mean-pooled embeddings of its teacher, whatever the labels of its training rows.
     The teacher has no gradients and no dropout. Under FSDP2 and ZeRO-3 it is sharded as the student is.
 
     Args:
@@ -422,10 +423,13 @@ class DistillationTrainer(FinetuningTrainer):
             return super().loss_terms(model, inputs, labels)
         arguments = self._forward_arguments(inputs)
         with_hidden = config.hidden_weight > 0
-        # The labels of embeddings are the teacher's.
-        with_logits = config.logits_weight > 0 and self._task_loss is losses.task_loss
-        target: Any = self.teacher_outputs(arguments, with_hidden) if with_hidden or with_logits else None
+        has_head = self._task_loss is losses.task_loss
+        with_logits = config.logits_weight > 0 and has_head
+        teaches = with_hidden or with_logits or not has_head
+        target: Any = self.teacher_outputs(arguments, with_hidden) if teaches else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
+        if not has_head:
+            labels = self._predictions(target, inputs)
         rows, classes = losses.select_targets(self._predictions(outputs, inputs), labels, shift)
         parts = {}
         if config.task_weight:

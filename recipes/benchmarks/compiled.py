@@ -21,21 +21,14 @@ from typing import Any
 import torch
 import torch._dynamo
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.models import shared_copy
-from recipes.benchmarks.shapes import bert_base, gpt2_small
+from recipes.benchmarks.shapes import bert_base, gpt2_small, smollm2
 from recipes.benchmarks.timing import ratio, spread
-
-
-def smollm2(longest: int) -> PreTrainedModel:
-    """The shape of SmolLM2-135M."""
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
 
 
 MODELS = {"BERT-base": bert_base, "GPT-2 small": gpt2_small, "SmolLM2-135M": smollm2}

@@ -57,6 +57,19 @@ def gpt2_small(longest: int) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(n_positions=max(1024, longest)))
 
 
+def minilm(longest: int) -> PreTrainedModel:
+    """The shape of all-MiniLM-L6-v2."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    return BertModel(BertConfig(**sizes, max_position_embeddings=max(512, longest)), add_pooling_layer=False)
+
+
+def smollm2(longest: int) -> PreTrainedModel:
+    """The shape of SmolLM2-135M."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
+
+
 def small_decoder(layers: int, width: int, heads: int, vocabulary: int) -> Build:
     def make(longest: int) -> PreTrainedModel:
         config = LlamaConfig(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pandas as pd
 import pytest
 import torch
 
@@ -18,10 +19,11 @@ from hf_linear_attn.evaluation.layer_search import (
     LayerSearch,
     LayerSearchResult,
     format_divergence,
-    order_layers,
+    plan_of,
 )
 from hf_linear_attn.evaluation.metrics import PERPLEXITY, measure_perplexity, perplexity_metric
 from hf_linear_attn.evaluation.records import Conditions, Records
+from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy
 
 from ..helpers import GPT2, patched, tiny_model, token_ids
@@ -43,6 +45,7 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
         ("90% recall at 2k", "recall", 10.0, 2048),
         ("1.5× at 4,096 tokens", None, 1.5, 4096),
         ("3x@8k", None, 3.0, 8192),
+        ("25% cache at 8k", None, 0.25, 8192),
     ],
 )
 def test_budgets_are_read(text: str, unit: str | None, limit: float, length: int | None) -> None:
@@ -86,24 +89,6 @@ def test_damage() -> None:
         "1e-05",
     ]
     assert all(Budget.parse(unit.example).unit is unit for unit in DAMAGE_UNITS.values())
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Orders of layers
-
-
-def test_orders_differ_where_layers_compensate_each_other() -> None:
-    divergences = {(0,): 1.0, (1,): 2.0, (2,): 3.0, (0, 1): 9.0, (0, 2): 4.0, (0, 1, 2): 9.5}
-    measured: list[tuple[int, ...]] = []
-
-    def divergence(layers: Any) -> float:
-        measured.append(tuple(sorted(layers)))
-        return divergences[measured[-1]]
-
-    assert order_layers([2, 0, 1], divergence, greedy=False) == [0, 1, 2]
-    assert order_layers([2, 0, 1], divergence, greedy=True) == [0, 2, 1]
-    assert len(set(measured[3:])) == 5
-    assert order_layers([0, 1], lambda layers: None if layers == [0] else 1.0, greedy=False) == [1, 0]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -231,7 +216,7 @@ def test_the_most_layers_within_a_budget_of_quality(search: Any) -> None:
 
 def test_tables_and_json(search: Any) -> None:
     result = search("0.2 nats", lengths=(16,), seconds=0.001)
-    assert list(result.table["converted_layers"]) == [0, 1, 2, 3]
+    assert list(result.table["converted"]) == [0, 1, 2, 3]
     assert list(result.table["chosen"]) == [False, False, True, False]
     assert result.table["speedup_at_16"][0] == 1.0
     assert [row["index"] for row in result.single_layers] == [0, 1, 2]
@@ -316,9 +301,9 @@ def test_a_stopped_search_is_resumed(search: Any, tmp_path: Path) -> None:
         made.start_run("test", {}, {})
         return made
 
-    first = search("0.2 nats", records=records(), conditions=conditions, search="greedy")
-    assert search.calls == [2 + 6, 3]  # three layers, two beside the first, all; the verification
-    again = search("0.01 nats", records=records(), conditions=conditions, search="greedy")
+    first = search("0.2 nats", records=records(), conditions=conditions)
+    assert search.calls == [2 + 5, 3]  # three layers, two and three of them; the verification
+    again = search("0.01 nats", records=records(), conditions=conditions)
     assert search.calls[0] == 0
     assert again.curve == first.curve
     search("0.2 nats", records=records(), conditions=replace(conditions, fingerprint="other"))
@@ -327,9 +312,7 @@ def test_a_stopped_search_is_resumed(search: Any, tmp_path: Path) -> None:
     assert search.calls[0] > 0
 
 
-def test_arguments_are_checked(search: Any) -> None:
-    with pytest.raises(ValueError, match="search must be one of rank, greedy"):
-        search("0.2 nats", search="random")
+def test_a_budget_fits_the_metric(search: Any) -> None:
     with pytest.raises(ValueError, match="is for a classifier"):
         search("0.2 points")
 
@@ -343,3 +326,33 @@ def test_only_the_chosen_layers_are_linear(models: tuple[Any, Any]) -> None:
     for row in result.curve[1:]:
         planned = hla.patch_model(shared_copy(exact), "elu", layers=row["layers"])
         assert values_of(metric, planned)["divergence"] == row["divergence"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The search over heads
+
+
+def head_choices(model: Any, *counts: int) -> list[ExactHeads]:
+    cells = [(layer, head) for layer in (1, 0, 2) for head in (3, 0, 1, 2)]
+    table = pd.DataFrame([{"layer": layer, "head": head, "gain": 1.0} for layer, head in cells])
+    return [ExactHeads.first_rows(table, count) for count in counts]
+
+
+def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
+    exact, linear = models
+    metric = perplexity_metric([row.tolist() for row in token_ids(4, 24)], exact=exact, context=16, stride=8, batch_size=4)
+    heads = head_choices(exact, 6, 5, 0)
+    result = search_layers(exact, linear, metric, metric, budget="90% cache at 64", heads=heads)
+    assert [row["count"] for row in result.curve] == [0, 6, 7, 12]
+    assert [row["layers"] for row in result.curve[1:]] == [[0, 2], [0, 2], [0, 1, 2]]  # all heads of layer 1 are exact
+    assert result.curve[1]["exact_heads"] == {"0": [0, 3]}
+    for row in result.curve[1:]:
+        model = hla.patch_model(shared_copy(exact), plan_of(row, result.mechanisms))
+        assert values_of(metric, model)["divergence"] == row["divergence"]
+    shares = [row["cache"]["64"] for row in result.curve]
+    assert shares == sorted(shares, reverse=True)
+    assert result.chosen == next(row for row in result.curve[1:] if row["cache"]["64"] <= 0.9)
+    assert f"{result.chosen['cache']['64']:.1%} of the cache; " in result.summary()[0]
+    assert f"by {result.chosen['count']} of 12 key-value heads as elu: " in result.summary()[0]
+    assert LayerSearchResult.from_dict(result.to_dict()).plan == result.plan
+    assert not search_layers(exact, linear, metric, metric, budget="1% cache at 64", heads=heads).met

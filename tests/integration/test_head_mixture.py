@@ -11,6 +11,8 @@ from peft import PeftModel, get_peft_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.integration.context import attention_modules
+from hf_linear_attn.mechanisms.base import AttentionInputs
 from tests.helpers import (
     BERT,
     DECODERS,
@@ -19,6 +21,7 @@ from tests.helpers import (
     Family,
     Snapshot,
     assert_close,
+    every_pair,
     logits,
     padded_batch,
     patch_small,
@@ -44,6 +47,21 @@ def test_heads_come_back_to_their_places(family: Family) -> None:
     expected = logits(model, token_ids())
     hla.patch_model(model, "window", exact_heads=[1], window_size=64)  # a window of 64 holds the whole input
     assert_close(logits(model, token_ids()), expected)
+
+
+@every_pair()
+def test_linear_heads_take_over_what_a_whole_layer_has_learned(name: str, family: Family) -> None:
+    models = patch_small(family.build(), name), patch_small(family.build(), name, exact_heads=[1])
+    whole, mixture = (next(attention_modules(model)).linear_attention.eval() for model in models)
+    mixture.load_heads(whole)
+    shape, generator = whole.shape, torch.Generator().manual_seed(0)
+    heads = (shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+    tensors = [torch.randn(2, count, 12, shape.head_dim, generator=generator) for count in heads]
+    inputs = AttentionInputs(*tensors, shape.head_dim**-0.5, family.causal, None)
+    with torch.no_grad():
+        expected, out = (mechanism(inputs)[0].chunk(heads[1], dim=1) for mechanism in (whole, mixture))
+    for head in {*range(heads[1])} - {1}:
+        assert_close(out[head], expected[head])
 
 
 @EACH_FAMILY
