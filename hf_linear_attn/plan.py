@@ -32,7 +32,9 @@ class PlanConfig:
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
     steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
-    search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers, or key-value heads", common=True)
+    search: Literal["layers", "heads"] = option(
+        "layers", "what becomes linear: layers, or key-value heads", common=True
+    )
     speed: PlanTimingConfig = option(factory=PlanTimingConfig)
     save_model: str | None = option(
         None, "folder for a checkpoint with the planned layers and what they learned", common=True
@@ -51,11 +53,7 @@ class PlanConfig:
 
 
 def plan_command(config: PlanConfig) -> int:
-    """Search the layers or heads of a checkpoint, write the plan and its report to `config.output`, and show a table.
-
-    With `resume` a stopped run with the same settings continues; another budget uses the same measurements. Returns 0
-    if the budget is met, else 1.
-    """
+    """Search the layers or heads, write the plan and its report, and show a table; return 0 if the budget is met."""
     from .evaluation.planning import plan_layers
 
     return 0 if plan_layers(config).met else 1

@@ -9,7 +9,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from .integration.discovery import longest_input
 from .integration.positions import position_limit
 from .utils.formatting import near_matches
-
-#: Characters that are turned into tokens at a time.
-BLOCK_CHARACTERS = 1 << 16
 
 #: How a stream counts.
 POSITIONS = {
@@ -132,29 +128,3 @@ def cache_bytes(cache: Cache) -> int:
         tensors = (getattr(layer, name, None) for name in ("keys", "values"))
         total += own() if own is not None else sum(t.nbytes for t in tensors if isinstance(t, Tensor))
     return total
-
-
-def file_tokens(path: str | Path, tokenizer: Any, block_characters: int = BLOCK_CHARACTERS) -> Iterator[int]:
-    """Yield the tokens of a text file, encoded block by block, after the tokenizer's begin token if it has one.
-
-    Blocks end with a line, or between words where a line is longer.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no UTF-8 text.
-    """
-    if tokenizer.bos_token_id is not None:
-        yield tokenizer.bos_token_id
-    rest = ""
-    with Path(path).open(encoding="utf-8") as file:
-        while True:
-            try:
-                read = file.read(block_characters)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{str(path)!r} is no UTF-8 text ({error}).") from error
-            text = rest + read
-            cut = len(text) if not read else max(text.rfind("\n") + 1, 0) or max(text.rfind(" "), 0) or len(text)
-            if not text:
-                return
-            rest = text[cut:]
-            yield from tokenizer(text[:cut], add_special_tokens=False, verbose=False)["input_ids"]

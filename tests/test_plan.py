@@ -279,7 +279,7 @@ def test_the_screen_shows_the_rows_the_stages_and_the_files(
     plan_layers(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
     screen = stream.getvalue()
     assert re.search(r"Data: text.txt; \d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer", screen)
-    totals = (("attention transfer, loss", 6), ("models with linear layers", 5), ("models timed at 32 tokens", 3))
+    totals = (("attention transfer, loss", 6), ("models with linear layers", 5), ("speedup at 32 tokens", 3))
     for stage, total in totals:
         assert [done for name, done, every in stages if stage in name and every == total], stage
     assert f"Plan: {tmp_path / 'plan.json'}, with report.html" in screen

@@ -8,7 +8,8 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.streaming import cache_bytes, file_tokens, read_stream, stream_losses
+from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
+from recipes.benchmarks.stream_book import file_tokens
 from tests.helpers import (
     BERT,
     DECODERS,

@@ -28,7 +28,7 @@ from . import speed
 from .config import Settings
 from .inputs import EvaluationInputs
 from .metrics import QualityMetric, Score, Values, fidelity_metric, value
-from .models import CheckpointGroup, ExactModel, patched_like, seed_options
+from .models import CheckpointGroup, ExactModel, seed_options
 from .progress import Progress
 from .records import LEARNED_FOLDER, Record, Records
 from .speed import DECODING, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION, measure_decoding, measure_passes
@@ -208,7 +208,8 @@ class _SpeedSweep:
                 for index, layer in group.layers.items()
             }
             identity = {"layers": replace(group, layers=layers).identity}
-            self.models[group.label] = (group.attention, identity, cache(partial(patched_like, layers, model)))
+            patched = cache(partial(patch_model, shared_copy(model), {"default": EXACT, **layers}))
+            self.models[group.label] = (group.attention, identity, patched)
         self.models[WITHOUT_ATTENTION] = (NO_ATTENTION, {}, cache(lambda: speed.without_attention(model)))
 
     def time(self, measurement: str, lengths: Sequence[int]) -> None:

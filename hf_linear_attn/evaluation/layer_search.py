@@ -1,15 +1,14 @@
 """Which layers or key-value heads of a model to convert, chosen by measuring models with more and more linear ones.
 
 `LayerSearch` has the exact model, a patched copy of it whose learned parts are trained, and one quality metric on two
-data sets: the first chooses the layers or heads, the second verifies the choice. The result has a table with one row
-for each model, and the plan that `patch_model(model, plan)` and `hf-linear-attn patch --plan` take.
+data sets: the first chooses the layers or heads, the second verifies the choice. It ends with a plan for `patch_model`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
-from ..patching import CONFIG_FIELD, patch_model, patch_report
+from ..patching import patch_model, patch_report
 from ..streaming import cache_bytes
 from ..training.head_search import ExactHeads
 from ..utils.environment import json_safe
@@ -100,7 +99,7 @@ class Budget:
     """The largest damage in a unit, or (`unit` None) the smallest speedup or the largest cache at a length."""
 
     text: str
-    limit: float  # of a cache: its share of the exact model's
+    limit: float
     unit: DamageUnit | None = None
     length: int | None = None  # tokens, of recall too
     cost: str = ""  # "speedup" or "cache" where there is no unit
@@ -125,8 +124,6 @@ class Budget:
             length = int(re.sub(r"[,_]", "", parts.get("length") or "0")) * (1024 if parts.get("kilo") else 1)
             if cost == "speedup" and (limit <= 1 or length < 16):
                 raise ValueError(f"The budget {text!r} is no speedup of more than 1x at 16 tokens or more.")
-            if cost == "cache":
-                limit /= 100
             return cls(text, 100 - limit if unit and unit.name == "recall" else limit, unit, length or None, cost)
         examples = ", ".join(repr(unit.example) for unit in DAMAGE_UNITS.values())
         remedy = f"Budgets look like {examples}, '2x at 4096' or '25% cache at 8192'."
@@ -149,7 +146,7 @@ class Budget:
         """Return whether a row of the curve is within the budget. `informative`: whether its quality says anything."""
         if self.unit is None:
             cost = self.cost_of(row)
-            return cost >= self.limit if self.cost == "speedup" else cost <= self.limit
+            return cost >= self.limit if self.cost == "speedup" else 100 * cost <= self.limit
         return informative and row["damage"] is not None and row["damage"] <= self.limit and not row["chance"]
 
     def cost_of(self, row: Mapping[str, Any]) -> float:
@@ -157,7 +154,6 @@ class Budget:
         return row[self.cost][str(self.length)]
 
     def format_cost(self, row: Mapping[str, Any]) -> str:
-        """Return `cost_of` as text."""
         return ("{:.2f}×" if self.cost == "speedup" else "{:.1%} of the cache").format(self.cost_of(row))
 
 
@@ -181,7 +177,9 @@ class LayerSearchResult:
     within_budget: bool  # whether it is met on the data of the choice
     informative: bool  # whether the exact model is clearly better than without attention (`metrics.assess`)
     curve: list[dict[str, Any]]  # measured models: `count` of linear parts, `added`, `layers`, `exact_heads` in these
-    single_layers: list[dict[str, Any]]  # a model for each layer by itself: `index`, `name`; none where heads are chosen
+    single_layers: list[
+        dict[str, Any]
+    ]  # a model for each layer by itself: `index`, `name`; none where heads are chosen
     chosen: dict[str, Any]  # the chosen row of the curve
     verified: dict[str, Any]  # the chosen model on the data of the verification
     references: dict[str, dict[str, Any]]  # values of the exact model and of that without attention, by data set
@@ -201,7 +199,8 @@ class LayerSearchResult:
         """One row for each model, with the speedup at each length."""
         import pandas as pd
 
-        rows = [{name: row[name] for name in row if name not in ("layers", "exact_heads", "chance")} for row in self.curve]
+        left_out = ("layers", "exact_heads", "chance")
+        rows = [{name: row[name] for name in row if name not in left_out} for row in self.curve]
         frame = pd.json_normalize(rows, sep="_at_").rename(columns={"count": "converted", "added": "added_layer"})
         frame["chosen"] = frame["converted"] == self.chosen["count"]
         return frame.astype({"added_layer": "Int64"})
@@ -257,8 +256,8 @@ class LayerSearchResult:
         choice, verification = (self.unit.format(row["damage"]) for row in (self.chosen, self.verified))
         costs = f"{choice} on the data of the choice, {verification} on the data of the verification"
         if self.budget.unit is None:
-            again = f", timed again {self.budget.format_cost(self.verified)}" if self.budget.cost == "speedup" else ""
-            costs = f"{self.budget.format_cost(self.chosen)}{again}; {costs}"
+            values = [self.chosen, self.verified] if self.budget.cost == "speedup" else [self.chosen]
+            costs = f"{', timed again '.join(map(self.budget.format_cost, values))}; {costs}"
         if self.within_budget:
             return f"{'is met by' if self.met else 'is not confirmed for'} {plan}: {costs}"
         return f"cannot be reached: the nearest is {plan}, {costs}"
@@ -305,17 +304,18 @@ def format_divergence(value: float | None) -> str:
 
 
 def plan_of(row: Mapping[str, Any], mechanisms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plan of a row of the curve, for the mechanism of each layer, with its options, by the layer's index."""
-    layers = {str(layer): dict(mechanisms[str(layer)]) for layer in row["layers"]}
-    for layer, heads in row["exact_heads"].items():
-        layers[layer]["exact_heads"] = list(heads)
-    return {"default": EXACT, **layers}
+    """Return the plan of a row of the curve; `mechanisms` are those of all layers, by the index of the layer."""
+    exact = {layer: {"exact_heads": heads} for layer, heads in row["exact_heads"].items()}
+    return {"default": EXACT, **{name: {**mechanisms[name], **exact.get(name, {})} for name in map(str, row["layers"])}}
 
 
-def mechanisms_of(patched: PreTrainedModel, layers: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """Return the mechanism of each of these layers, with its options, by the layer's index."""
-    report = patch_report(patched).layers
-    return {str(index): {"attention": report[index].attention, **report[index].options} for index in layers}
+def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """Return the mechanism of each linear layer, with its options, by the layer's index."""
+    return {
+        str(layer.index): {"attention": layer.attention, **layer.options}
+        for layer in patch_report(patched).layers
+        if layer.attention != EXACT
+    }
 
 
 def convert_as_planned(exact: PreTrainedModel, patched: PreTrainedModel, plan: Mapping[str, Any]) -> PreTrainedModel:
@@ -372,8 +372,8 @@ class LayerSearch:
     def run(self) -> LayerSearchResult:
         """Measure, choose and verify."""
         budget = self.budget
-        self.candidates = sorted(int(index) for index in getattr(self.patched.config, CONFIG_FIELD)["layers"])
-        self.mechanisms = mechanisms_of(self.patched, self.candidates)
+        self.mechanisms = mechanisms_of(self.patched)
+        self.candidates = [int(index) for index in self.mechanisms]
         self.total = len(self.heads) or 2 * len(self.candidates) - 1
         for index, data in enumerate(self.metrics):
             self.progress.status("the exact model, and without attention", index, len(self.metrics))
@@ -381,34 +381,28 @@ class LayerSearch:
             self.references[f"{data}, no attention"] = self.measure(data, "none", without_attention(self.exact))
         informative = all(self.assess(data, self.references[data]).valid for data in self.metrics)
         single_layers, path = self.by_heads() if self.heads else self.by_layers()
-        lengths = {"speedup": sorted({*self.lengths}), "cache": []}
+        lengths: dict[str, set[Any]] = {"speedup": {*self.lengths}, "cache": set()}
         if budget.unit is None:
-            lengths[budget.cost] = sorted({*lengths[budget.cost], budget.length or 0})
+            lengths[budget.cost].add(budget.length)
         exact = {"divergence": 0.0, "score": self.references["choice"]["score"], "damage": 0.0, "chance": False}
-        costs = {name: {str(length): 1.0 for length in values} for name, values in lengths.items()}
+        costs = {name: {str(length): 1.0 for length in sorted(values)} for name, values in lengths.items()}
         curve = [{"count": 0, "added": None, "layers": [], "exact_heads": {}, **exact, **costs}]
         curve += [{**row, **self.quality("choice", row), "speedup": {}, "cache": {}} for row in path]
-        for length in lengths["speedup"]:
+        for cost, length in ((cost, length) for cost, values in lengths.items() for length in sorted(values)):
             for index, row in enumerate(curve[1:]):
-                self.progress.status(f"models timed at {length:,} tokens", index, len(path))
-                row["speedup"][str(length)] = self.time("choice", row, length, self.seconds)
-        for length in lengths["cache"]:
-            for row in curve[1:]:
-                row["cache"][str(length)] = self.cache(row, length)
+                self.progress.status(f"{cost} at {length:,} tokens", index, len(path))
+                row[cost][str(length)] = self.cost(cost, "choice", row, length, self.seconds)
         chosen, within_budget = self.choose(curve[1:], informative)
         self.progress.status("verification", 0, 1)
         verified: dict[str, Any] = {**self.quality("verification", chosen), "speedup": {}, "cache": chosen["cache"]}
         if budget.cost == "speedup" and budget.length:
-            again = self.time("verification", chosen, budget.length, 3 * self.seconds)
+            again = self.cost("speedup", "verification", chosen, budget.length, 3 * self.seconds)
             verified["speedup"][str(budget.length)] = again
+        divergence = MODEL_KINDS[self.unit.measurement][1]
         return LayerSearchResult(
             budget=budget,
             unit=self.unit,
-            score={
-                "title": self.score.title,
-                "digits": self.score.digits,
-                "divergence": MODEL_KINDS[self.unit.measurement][1],
-            },
+            score={"title": self.score.title, "digits": self.score.digits, "divergence": divergence},
             baseline=self.baseline,
             attention=self.mechanisms[str(self.candidates[0])]["attention"],
             mechanisms=self.mechanisms,
@@ -426,15 +420,19 @@ class LayerSearch:
 
     def by_layers(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return a model for each layer by itself, and those with more and more layers, the least harmful first."""
-        alone = [{"count": 1, "added": layer, "layers": [layer], "exact_heads": {}} for layer in self.candidates]
         singles = [
-            {"index": row["added"], "name": self.names[row["added"]], **self.quality("choice", row)} for row in alone
+            {
+                "index": layer,
+                "name": self.names[layer],
+                **self.quality("choice", {"layers": [layer], "exact_heads": {}}),
+            }
+            for layer in self.candidates
         ]
         order = sorted(singles, key=lambda row: math.inf if row["divergence"] is None else row["divergence"])
         path = [row["index"] for row in order]
         return singles, [
-            {"count": count, "added": path[count - 1], "layers": sorted(path[:count]), "exact_heads": {}}
-            for count in range(1, len(path) + 1)
+            {"count": count, "added": layer, "layers": sorted(path[:count]), "exact_heads": {}}
+            for count, layer in enumerate(path, start=1)
         ]
 
     def by_heads(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -442,11 +440,10 @@ class LayerSearch:
         rows = []
         for choice in self.heads:
             sizes = choice.table.groupby("layer").size()
-            exact = {layer: heads for layer, heads in choice.heads.items() if layer in self.candidates}
-            layers = [layer for layer in self.candidates if len(exact.get(layer, ())) < sizes[layer]]
-            count = sum(sizes[layer] - len(exact.get(layer, ())) for layer in layers)
-            heads = {str(layer): list(exact[layer]) for layer in layers if layer in exact}
-            rows.append({"count": int(count), "added": None, "layers": layers, "exact_heads": heads})
+            left = {layer: int(sizes[layer]) - len(choice.heads.get(layer, ())) for layer in self.candidates}
+            layers = [layer for layer, count in left.items() if count]
+            heads = {str(layer): list(choice.heads[layer]) for layer in layers if layer in choice.heads}
+            rows.append({"count": sum(left.values()), "added": None, "layers": layers, "exact_heads": heads})
         return [], rows
 
     def record(
@@ -498,30 +495,22 @@ class LayerSearch:
 
     def convert(self, patched: PreTrainedModel, row: Mapping[str, Any]) -> PreTrainedModel:
         """Return the model of a row of the curve, with the options and the learned parts of a patched one."""
-        plan = plan_of(row, mechanisms_of(patched, self.candidates))
-        return convert_as_planned(self.exact, patched, plan)
+        return convert_as_planned(self.exact, patched, plan_of(row, mechanisms_of(patched)))
 
-    def time(self, data: str, row: Mapping[str, Any], length: int, seconds: float) -> float:
-        """Return the speedup of one forward pass (batch 1) of a row of the curve, timed beside the exact model."""
+    def cost(self, cost: str, data: str, row: Mapping[str, Any], length: int, seconds: float) -> float:
+        """Return the speedup of one forward pass (batch 1) of a row of the curve, or its share of the exact cache."""
 
         def measure() -> Values:
-            models = {self.baseline: self.exact, "linear": self.convert(self.timed, row)}
+            linear = self.convert(self.timed, row)
+            if cost == "cache":
+                own, exact = (cache_bytes(fill_cache(model, self.tokens, length)) for model in (linear, self.exact))
+                return [value(cost, own / exact)]
+            models = {self.baseline: self.exact, "linear": linear}
             return measure_passes(models, self.tokens, length, baseline=self.baseline, seconds=seconds)["linear"]
 
-        settings = {"seconds": seconds}
-        record = self.record(data, self.name(row), measure, FORWARD, settings, length=length, batch_size=1)
-        return record.values[0]["speedup"]
-
-    def cache(self, row: Mapping[str, Any], length: int) -> float:
-        """Return the bytes of the cache of a row of the curve after a prompt, as a share of the exact model's."""
-
-        def measure() -> Values:
-            models = (self.convert(self.timed, row), self.exact)
-            own, exact = (cache_bytes(fill_cache(model, self.tokens, length)) for model in models)
-            return [value("cache", own / exact)]
-
-        record = self.record("choice", self.name(row), measure, "cache", {}, length=length, batch_size=1)
-        return record.values[0]["value"]
+        measurement, settings = (FORWARD, {"seconds": seconds}) if cost == "speedup" else (cost, {})
+        record = self.record(data, self.name(row), measure, measurement, settings, length=length, batch_size=1)
+        return record.values[0]["value" if cost == "cache" else cost]
 
     def choose(self, rows: list[dict[str, Any]], informative: bool) -> tuple[dict[str, Any], bool]:
         """Choose a row of the curve; where none is within the budget, the nearest one, with False."""

@@ -22,11 +22,11 @@ from ..integration.discovery import attention_shape, self_attention
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
-from ..patching import CONFIG_FIELD, is_patched, patch_model
+from ..patching import CONFIG_FIELD, is_patched
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import loading_errors, quiet_transformers, shared_copy
+from ..utils.models import loading_errors, quiet_transformers
 from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
 
@@ -261,12 +261,6 @@ def label_groups(groups: Sequence[CheckpointGroup], labels: dict[str, str]) -> l
         names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
         labels.setdefault(group.identity, next(name for name in names if name not in labels.values()))
     return [replace(group, label=labels[group.identity]) for group in groups]
-
-
-def patched_like(layers: Mapping[str, Any], exact: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the exact model with these layers, untrained: for what does not depend on weights."""
-    plan = {index: {"attention": layer["attention"], **layer["options"]} for index, layer in layers.items()}
-    return patch_model(shared_copy(exact), {"default": EXACT, **plan})
 
 
 def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:

@@ -21,7 +21,7 @@ from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
-from ..training.head_search import ExactHeads, find_exact_heads, probe_length
+from ..training.head_search import ExactHeads, find_exact_heads, leading_batches, probe_length
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
@@ -48,9 +48,6 @@ FORMAT_VERSION = 5
 
 #: Shares of the key-value heads that stay exact in a search over heads.
 HEAD_SHARES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.0)
-
-#: Tokens of text that rank the heads, in rows of `sequence_length`.
-HEAD_TOKENS = 16_384
 
 #: The measurement that chooses the layers of each kind of model.
 MEASUREMENTS = {"classifier": "task", "decoder": "perplexity", "encoder": "sentence_embeddings"}
@@ -200,12 +197,7 @@ class _Run:
 
     def heads(self, progress: Progress) -> list[ExactHeads]:
         """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`)."""
-        batches, tokens = [], 0
-        for batch in self.inputs.train:
-            if tokens < HEAD_TOKENS:
-                batches.append(batch)
-                tokens += batch["input_ids"].numel()
-        model, config = self.exact.model, self.config
+        batches, model, config = leading_batches(self.inputs.train), self.exact.model, self.config
         common = {"tokenizer": self.exact.tokenizer, "length": probe_length(model), "seed": config.seed}
         choices = []
         for index, share in enumerate(HEAD_SHARES[:-1]):

@@ -127,8 +127,7 @@ def is_patched(model: nn.Module) -> bool:
     return any(layer_context(module) is not None for module in model.modules())
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Weights that are elsewhere, or shards
+# -------------------------------------------------------------------------------- Weights that are elsewhere, or shards
 
 
 def in_memory(mechanism: nn.Module) -> AbstractContextManager[Any]:

@@ -47,8 +47,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, 
 batch -> the output `[n, L, H, e]` and the weights `[n, H, L, L]` or None."""
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Where documents begin
+# ------------------------------------------------------------------------------------------------ Where documents begin
 
 
 @torch.compiler.disable
@@ -114,8 +113,7 @@ def boundaries_of(kwargs: dict[str, Any], mask: Tensor | None) -> Tensor | None:
     return boundaries
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Hooks
+# ---------------------------------------------------------------------------------------------------------------- Hooks
 
 
 def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
@@ -231,8 +229,7 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     return next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Documents
+# ------------------------------------------------------------------------------------------------------------ Documents
 
 
 @dataclass(frozen=True)

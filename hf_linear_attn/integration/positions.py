@@ -219,8 +219,7 @@ def no_table_reason(model: PreTrainedModel) -> str:
     return "positions are in no learned table with a limit: nothing keeps it from longer inputs"
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Inputs of any length, beyond the positions of a table too: for timing
+# ------------------------------------------------ Inputs of any length, beyond the positions of a table too: for timing
 
 
 def has_position_table(model: PreTrainedModel) -> bool:

@@ -42,6 +42,8 @@ def comparison_with_teacher(facts: dict[str, Any], state: dict[str, Any]) -> str
     the task, and is no measure of what linear attention costs where the student has been trained longer.
     """
     metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
+    if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
+        metric, higher = "cosine", True
     stages = (state.get("teacher"), state.get("distilled") or state.get("transferred"))
     values = [(metrics or {}).get(metric) for metrics in stages]
     teacher, student = (math.nan if value is None else value for value in values)

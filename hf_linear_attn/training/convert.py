@@ -1,8 +1,6 @@
 """Fine-tuning, and conversion of a fine-tuned model to a linear one, from options to a measured checkpoint."""
 
-import bisect
 import copy
-import itertools
 import json
 import uuid
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from ..utils.models import accepted, shared_copy
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table
-from .head_search import find_exact_heads, probe_length
+from .head_search import find_exact_heads, leading_batches, probe_length
 from .losses import mean_pooling
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
@@ -40,9 +38,6 @@ MIN_LONGER_SHARE = 0.05
 
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
-
-#: Tokens of training text that choose exact heads.
-SEARCH_TOKENS = 16_384
 
 #: Seconds to time one length.
 TIMING_SECONDS = 2.0
@@ -194,9 +189,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
     if not config.exact_share:
         return None
     if "exact_heads" not in run.state:
-        ends = list(itertools.accumulate(row_lengths(data.train)))
-        rows: Any = data.train.select(range(bisect.bisect_left(ends, SEARCH_TOKENS, hi=len(ends) - 1) + 1))
-        batches = [data.collator([row]) for row in rows]
+        batches = leading_batches(data.collator([row]) for row in data.train)
         length, share = probe_length(teacher), config.exact_share
         options = {"share": share, "length": length, "seed": config.seed, **config.options}
         search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
@@ -209,7 +202,6 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
 
 @torch.no_grad()
 def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
-    """Add the teacher's embeddings to the validation rows."""
     teacher.eval()
 
     def embed(rows: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 #: with all heads by the probe, 1.1 and 2.7 % with half of them. The probe guards recall.
 RETRIEVAL_SHARE = 0.5
 
+#: Tokens of text that rank heads.
+SEARCH_TOKENS = 16_384
+
 #: Tokens of a prompt of the probe, where the model takes so many.
 PROBE_LENGTH = 512
 
@@ -153,9 +156,8 @@ def find_exact_heads(
     at once. A batch costs some four forward passes.
 
     Args:
-        model: A model with exact attention. Its parameters and their flags are unchanged.
-        batches: What the tokenizer returns, as dicts of tensors `[B, L]`: some thousand tokens in rows as long as the
-            inputs that the model is to serve.
+        model: A model with exact attention, which is unchanged.
+        batches: Dicts of tensors `[B, L]`: some thousand tokens in rows as long as the inputs that the model will read.
         attention: The mechanism of the other heads.
         tokenizer: The tokenizer of a decoder, for the probe; None: all heads by their gain.
         share: Share of all key-value heads to choose.
@@ -209,6 +211,16 @@ def find_exact_heads(
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
     table = _table(gain, "gain") if probed is None else probed.assign(gain=[gain[cell] for cell in _cells(probed)])
     return _choose(table, share, first, "gain", {"attention": attention, **options})
+
+
+def leading_batches(batches: Iterable[Batch], tokens: int = SEARCH_TOKENS) -> list[Batch]:
+    """Return the first batches, until they have so many tokens together."""
+    chosen: list[Batch] = []
+    for batch in batches:
+        chosen.append(batch)
+        if (tokens := tokens - batch["input_ids"].numel()) <= 0:
+            break
+    return chosen
 
 
 def probe_length(model: PreTrainedModel) -> int:

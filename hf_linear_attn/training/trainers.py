@@ -425,8 +425,8 @@ class DistillationTrainer(FinetuningTrainer):
         with_hidden = config.hidden_weight > 0
         has_head = self._task_loss is losses.task_loss
         with_logits = config.logits_weight > 0 and has_head
-        teaches = with_hidden or with_logits or not has_head
-        target: Any = self.teacher_outputs(arguments, with_hidden) if teaches else None
+        needs_teacher = with_hidden or with_logits or not has_head
+        target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
         if not has_head:
             labels = self._predictions(target, inputs)

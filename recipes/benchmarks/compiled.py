@@ -30,7 +30,6 @@ from hf_linear_attn.utils.models import shared_copy
 from recipes.benchmarks.shapes import bert_base, gpt2_small, smollm2
 from recipes.benchmarks.timing import ratio, spread
 
-
 MODELS = {"BERT-base": bert_base, "GPT-2 small": gpt2_small, "SmolLM2-135M": smollm2}
 ATTENTIONS = ("sdpa", "hedgehog", "window")
 #: Tokens of the shorter of the two calls whose difference is a sample.

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.text import pad_token, padded_batches, read_text, token_passages
-from hf_linear_attn.streaming import POSITIONS, cache_bytes, file_tokens, read_stream, stream_losses
+from hf_linear_attn.streaming import POSITIONS, cache_bytes, read_stream, stream_losses
 from hf_linear_attn.utils.environment import environment, json_safe
 
 #: Losses are summed up to each of these positions of the stream.
 RANGES = (512, 2048, 8192, 32768, 131072, 524288)
 #: Growth of the resident memory that passes for noise of the allocator.
 NOISE_BYTES = 16 << 20
+
+#: Characters that are encoded at a time.
+BLOCK_CHARACTERS = 1 << 16
 
 console = Console()
 
@@ -52,6 +56,32 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def file_tokens(path: str | Path, tokenizer: Any, block_characters: int = BLOCK_CHARACTERS) -> Iterator[int]:
+    """Yield the tokens of a text file, encoded block by block, after the tokenizer's begin token if it has one.
+
+    Blocks end with a line, or between words where a line is longer.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no UTF-8 text.
+    """
+    if tokenizer.bos_token_id is not None:
+        yield tokenizer.bos_token_id
+    rest = ""
+    with Path(path).open(encoding="utf-8") as file:
+        while True:
+            try:
+                read = file.read(block_characters)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{str(path)!r} is no UTF-8 text ({error}).") from error
+            text = rest + read
+            cut = len(text) if not read else max(text.rfind("\n") + 1, 0) or max(text.rfind(" "), 0) or len(text)
+            if not text:
+                return
+            rest = text[cut:]
+            yield from tokenizer(text[:cut], add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def load(arguments: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:

@@ -2,9 +2,10 @@
 
     python -m recipes.benchmarks.transfer_cost
 
-Models of the shapes of SmolLM2-135M and all-MiniLM-L6-v2, with random weights, and one row of tokens. Every mechanism that
-learns takes a step (the exact forward pass that yields its inputs, its loss and its gradients) in turns with a forward pass
-of the exact model by itself; the ratio is that of each round. Writes recipes/results/transfer-cost.json. A quarter of an hour.
+Models of the shapes of SmolLM2-135M and all-MiniLM-L6-v2, with random weights, and one row of tokens. Every mechanism
+that learns takes a step (the exact forward pass that yields its inputs, its loss and its gradients) in turns with a
+forward pass of the exact model by itself; the ratio is that of each round. Writes recipes/results/transfer-cost.json. A
+quarter of an hour.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def measure(name: str, length: int, options: argparse.Namespace) -> Iterator[dic
     model = MODELS[name](length).eval()
     batch = {"input_ids": torch.randint(1000, 20000, (1, length))}
     direction = "causal" if model.can_generate() else "bidirectional"
-    learned = [row["name"] for row in list_attentions() if row["learned"] and row[direction]]
+    learned = [name for name, row in list_attentions().items() if row["learned"] and row[direction]]
     for attention in options.attentions or learned:
         sized = {"max_length": length} if attention == "linformer" else {}
         objective = AttentionTransferLoss(patch_model(shared_copy(model), attention, **sized))

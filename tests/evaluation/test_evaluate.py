@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from hf_linear_attn.evaluation.config import (
     SpeedConfig,
     with_options,
 )
+from hf_linear_attn.evaluation.evaluator import _SpeedSweep
 from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.evaluation.inputs import text_inputs
 from hf_linear_attn.evaluation.metrics import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
+from hf_linear_attn.evaluation.models import CheckpointGroup, ExactModel
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.evaluation.results import Evaluation
-from tests.helpers import MAX_LENGTH, sample_text, tiny_model, tiny_tokenizer
+from tests.helpers import GPT2, MAX_LENGTH, sample_text, tiny_model, tiny_tokenizer
 
 from .runs import SMALL, run, save_folder
 
@@ -475,3 +478,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"matplotlib.*pip install 'hf-linear-attn\[demo\]'"):
         run("gpt2")
+
+
+def test_checkpoints_are_timed_with_their_exact_heads() -> None:
+    exact = ExactModel.of(GPT2.build(), None, "decoder", "gpt2")
+    plan = {"default": {"attention": "window", "window_size": 4}, "1": {"exact_heads": [2]}}
+    layers = hla.patch_model(GPT2.build(), plan).config.linear_attention["layers"]
+    settings = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
+    groups = [CheckpointGroup("window", layers, {}, "window (converted)")]
+    sweep = _SpeedSweep(SimpleNamespace(settings=settings, inputs=SimpleNamespace(tokens=[1]), groups=groups), exact)
+    timed = sweep.models["window (converted)"][2]()
+    assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]

