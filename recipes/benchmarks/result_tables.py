@@ -516,3 +516,19 @@ def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
         cells = [f"{stages[stage]['perplexity']:.2f}" for stage in ("teacher", "patched", "transferred")]
         lines.append([f"`--transfer.loss {path.stem}`", *cells])
     return markdown_table(["loss", "exact", "untrained", "after attention transfer"], lines)
+
+
+def transfer_cost_table(path: Path = RESULTS / "transfer-cost.json") -> str:
+    """What a step of attention transfer costs in forward passes, by mechanism and length."""
+    results = read_json(path)
+    parts = [f"{machine_with_load(results['environment'])}."]
+    for model in dict.fromkeys(row["model"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["model"] == model]
+        lengths = sorted({row["length"] for row in rows})
+        costs = {(row["attention"], row["length"]): row["forward_passes"]["median"] for row in rows}
+        lines = [
+            [f"`{name}`", *(f"{costs[name, length]:.2f}" for length in lengths)]
+            for name in dict.fromkeys(row["attention"] for row in rows)
+        ]
+        parts.append(markdown_table([model, *(f"{length:,} tokens" for length in lengths)], lines))
+    return "\n\n".join(parts)

@@ -12,7 +12,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 
+from .. import sentence_encoder
 from ..quality_assurance import compare_packages
 from ..smollm2 import CONTROL, EXACT, VARIANTS, summary_table
 from . import result_tables
@@ -124,8 +125,12 @@ def _current_wording(text: str) -> str:
     return text.replace(recovery, "distillation (`hf-linear-attn convert`) may recover more")
 
 
-def smollm2_table() -> str:
-    """The committed conversions of SmolLM2: a row for each variant, what it is at 2,048 and at 8,192 tokens."""
+#: The conversions of SmolLM2 that the short table shows.
+SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", CONTROL)
+
+
+def smollm2_table(rows: Sequence[str] = ()) -> str:
+    """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
     folders = {"smollm2-probe": "probe only, untrained", "smollm2-untrained": "untrained", "smollm2": "trained"}
     for folder, kind in folders.items():
@@ -133,9 +138,16 @@ def smollm2_table() -> str:
         for name in (EXACT, *VARIANTS):
             label = name if name in (EXACT, CONTROL) else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
-    table = summary_table(measured)
+    table = summary_table({name: one for name, one in measured.items() if not rows or name in rows})
     table = table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]]
     return markdown_table(list(table.columns), table.astype(str).to_numpy().tolist(), text_columns=None)
+
+
+def sentence_encoder_tables() -> str:
+    """How near the converted sentence encoder is to the exact one, and its search in long documents."""
+    tables = sentence_encoder.tables(read_json(RESULTS / "sentence-encoder" / "results.json"))
+    rows = [(list(table.columns), table.astype(str).to_numpy().tolist()) for table in tables]
+    return "\n\n".join(markdown_table(titles, lines) for titles, lines in rows)
 
 
 def architectures_summary() -> str:
@@ -182,8 +194,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": plan_table,
     "quantization": result_tables.quantization_table,
     "profile": result_tables.profile_tables,
-    "smollm2": smollm2_table,
+    "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
+    "smollm2-controls": smollm2_table,
     "stream": result_tables.stream_table,
+    "sentence-encoder": sentence_encoder_tables,
+    "transfer-cost": result_tables.transfer_cost_table,
     "transfer-loss": result_tables.transfer_loss_table,
 }
 
