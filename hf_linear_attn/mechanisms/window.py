@@ -233,12 +233,9 @@ class WindowAttention(HybridAttention):
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:
         """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: those in its window, and sinks."""
-        if inputs.start is not None:
-            rows = self._inside(replace(inputs, query=inputs.key, start=None))
-            return rows[..., inputs.start : inputs.start + inputs.query.shape[2], :]
-        sinks, causal = self.options.sink_tokens, inputs.causal
-        inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal)
-        return inside | sink_pairs(inputs.visible(), sinks, causal) if sinks else inside
+        sinks, causal, start = self.options.sink_tokens, inputs.causal, inputs.start
+        inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
+        return inside | sink_pairs(inputs.visible(), sinks, causal, start) if sinks else inside
 
     def _count_outside(self, inputs: AttentionInputs) -> Tensor:
         """Return how many tokens, sinks aside, are outside of each one's window, `[B | 1, S]`; if causal before it."""

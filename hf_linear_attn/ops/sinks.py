@@ -121,16 +121,17 @@ def attend_from_sinks(out: Tensor, call: WindowedCall, sinks: Sinks | None) -> T
     return out.scatter(2, index, exact) if out.requires_grad or exact.requires_grad else out.scatter_(2, index, exact)
 
 
-def sink_pairs(allowed: Tensor, sinks: int, causal: bool) -> Tensor:
+def sink_pairs(allowed: Tensor, sinks: int, causal: bool, start: int | None = None) -> Tensor:
     """Return which pairs are exact because of sinks, `[B | 1, H | 1, L, S]`, from the visible ones. O(L·S).
 
-    The sinks of a query are the first tokens that it sees (and the last ones if bidirectional): with documents packed
-    into a row those of its own document.
+    The queries are the tokens from `start` on (None: the last ones). The sinks of a query are the first tokens that it
+    sees (and the last ones if bidirectional): with documents packed into a row those of its own document.
     """
     number = allowed.long().cumsum(dim=-1)
     pairs = number <= sinks
     if not causal:
         pairs = pairs | (number > number[..., -1:] - sinks)
-        own = (pairs & allowed).diagonal(allowed.shape[-1] - allowed.shape[-2], -2, -1)
+        start = allowed.shape[-1] - allowed.shape[-2] if start is None else start
+        own = (pairs & allowed).diagonal(start, -2, -1)
         pairs = pairs | own.unsqueeze(-1)
     return pairs & allowed

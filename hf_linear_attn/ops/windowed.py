@@ -472,15 +472,19 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
 
 
-def inside_window(mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
-    """Return which keys lie in the window of each query, `[B | 1, 1, L, S]`; queries are the last of the tokens.
+def inside_window(
+    mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool, start: int | None = None
+) -> Tensor:
+    """Return which keys lie in the window of each query, `[B | 1, 1, L, S]`.
 
-    Distances are those among real tokens (causal, mask `[B, S]`) or those in the sequence.
+    Queries are the tokens from `start` on (None: the last). Distances are among real tokens (causal, mask `[B, S]`) or
+    in the sequence.
     """
     position = torch.arange(key.shape[2], device=key.device).unsqueeze(0)
     if causal and mask is not None and mask.dim() == 2:
         position = mask.long().cumsum(dim=1)
-    distance = position[:, None, key.shape[2] - query.shape[2] :, None] - position[:, None, None, :]
+    start = key.shape[2] - query.shape[2] if start is None else start
+    distance = position[:, None, start : start + query.shape[2], None] - position[:, None, None, :]
     return (distance.abs() < window) & ((distance >= 0) | (not causal))
 
 

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 #: with all heads by the probe, 1.1 and 2.7 % with half of them. The probe guards recall.
 RETRIEVAL_SHARE = 0.5
 
-#: Tokens of text that rank heads.
-SEARCH_TOKENS = 16_384
-
-#: Tokens of a prompt of the probe, where the model takes so many.
-PROBE_LENGTH = 512
+#: Tokens of text that rank heads, and of a prompt of the probe, where the model takes so many.
+SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
 
 
 @dataclass(frozen=True)

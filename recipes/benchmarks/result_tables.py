@@ -527,7 +527,7 @@ def transfer_cost_table(path: Path = RESULTS / "transfer-cost.json") -> str:
         lengths = sorted({row["length"] for row in rows})
         costs = {(row["attention"], row["length"]): row["forward_passes"]["median"] for row in rows}
         lines = [
-            [f"`{name}`", *(f"{costs[name, length]:.2f}" for length in lengths)]
+            [f"`{name}`", *(f"{costs[name, size]:.2f}" if (name, size) in costs else "–" for size in lengths)]
             for name in dict.fromkeys(row["attention"] for row in rows)
         ]
         parts.append(markdown_table([model, *(f"{length:,} tokens" for length in lengths)], lines))

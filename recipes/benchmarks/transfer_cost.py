@@ -49,7 +49,7 @@ def measure(name: str, length: int, options: argparse.Namespace) -> Iterator[dic
         objective = AttentionTransferLoss(patch_model(shared_copy(model), attention, **sized))
         with objective.training():
             calls = {"forward": partial(forward, model, batch), "step": partial(objective, batch, 1)}
-            samples = sample_interleaved(calls, seconds=options.seconds, slow=30.0)
+            samples = sample_interleaved(calls, seconds=options.seconds, slow=10.0)
         times = {kind: spread(values) for kind, values in samples.items()}
         cost = ratio(samples["step"], samples["forward"])
         yield {"model": name, "attention": attention, "length": length, **times, "forward_passes": cost}
