@@ -174,12 +174,16 @@ def parse_verb(name: str, arguments: Sequence[str]) -> Any:
     )
 
 
+def with_default_config(arguments: Sequence[str] | None, default_config: str) -> list[str]:
+    """Return the arguments (None: those of the process) with the YAML file of a recipe, unless they name another."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    is_named = any(argument == "--config" or argument.startswith("--config=") for argument in argv)
+    return argv if is_named else ["--config", default_config, *argv]
+
+
 def run_recipe(verb: str, default_config: str, arguments: Sequence[str] | None = None) -> int:
     """Run a verb with the YAML file of a recipe, or with the one that the arguments name, and return the exit code."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    if not any(argument == "--config" or argument.startswith("--config=") for argument in argv):
-        argv = ["--config", default_config, *argv]
-    return main([verb, *argv])
+    return main([verb, *with_default_config(arguments, default_config)])
 
 
 def overview() -> str:

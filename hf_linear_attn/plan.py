@@ -32,9 +32,7 @@ class PlanConfig:
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
     steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
-    search: Literal["layers", "heads"] = option(
-        "layers", "what becomes linear: layers, or key-value heads", common=True
-    )
+    search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers or heads", common=True)
     speed: PlanTimingConfig = option(factory=PlanTimingConfig)
     save_model: str | None = option(
         None, "folder for a checkpoint with the planned layers and what they learned", common=True

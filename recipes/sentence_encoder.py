@@ -33,6 +33,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.data.files import read_text, split_documents
 from hf_linear_attn.data.text import (
     encode_text,
@@ -87,10 +88,9 @@ def compare(
 
 
 def search(
-    exact: PreTrainedModel, converted: PreTrainedModel, tokenizer: Any, config: RecipeConfig
+    exact: PreTrainedModel, converted: PreTrainedModel, text: str, tokenizer: Any, config: RecipeConfig
 ) -> list[dict[str, Any]]:
     """The share of questions whose document comes first (recall@1), for each way to embed documents."""
-    text = "\n\n".join(split_documents(read_text(Path(str(config.test_text)))))
     ids, length = encode_text(tokenizer, text), config.document_length
     before, after = special_tokens(tokenizer, [text[:1000]])
     size = length - len(before) - len(after)
@@ -187,7 +187,7 @@ def run(config: RecipeConfig) -> None:
         "environment": environment(torch.device("cpu")),
         "stages": converted["stages"],
         "embeddings": compare(exact, models, passages, tokenizer),
-        "search": search(exact, linear, tokenizer, config),
+        "search": search(exact, linear, text, tokenizer, config),
     }
     write_json(folder / "results.json", results)
     nearness, searched = tables(results)
@@ -204,9 +204,7 @@ def run(config: RecipeConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    if not any(argument.startswith("--config") for argument in argv):
-        argv = ["--config", str(CONFIG), *argv]
+    argv = with_default_config(arguments, str(CONFIG))
     try:
         config = parse_config(
             RecipeConfig, argv, program="sentence_encoder.py", description=str(__doc__).split("\n\n", 1)[0]

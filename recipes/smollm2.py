@@ -40,6 +40,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
+from hf_linear_attn.cli import with_default_config
 from hf_linear_attn.data.files import read_text, split_documents
 from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import encode_text, token_passages
@@ -345,9 +346,7 @@ def recall_plot(measured: dict[str, Any]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    if not any(argument.startswith("--config") for argument in argv):
-        argv = ["--config", str(CONFIG), *argv]
+    argv = with_default_config(arguments, str(CONFIG))
     try:
         config = parse_config(RecipeConfig, argv, program="smollm2.py", description=str(__doc__).split("\n\n", 1)[0])
         if config.output is None or config.test_text is None or config.data.dataset is None:

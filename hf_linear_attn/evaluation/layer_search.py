@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -377,8 +378,9 @@ class LayerSearch:
         self.total = len(self.heads) or 2 * len(self.candidates) - 1
         for index, data in enumerate(self.metrics):
             self.progress.status("the exact model, and without attention", index, len(self.metrics))
-            self.references[data] = self.measure(data, "exact", self.exact)
-            self.references[f"{data}, no attention"] = self.measure(data, "none", without_attention(self.exact))
+            self.references[data] = self.measure(data, "exact", lambda: self.exact)
+            floor = partial(without_attention, self.exact)
+            self.references[f"{data}, no attention"] = self.measure(data, "none", floor)
         informative = all(self.assess(data, self.references[data]).valid for data in self.metrics)
         single_layers, path = self.by_heads() if self.heads else self.by_layers()
         lengths: dict[str, set[Any]] = {"speedup": {*self.lengths}, "cache": set()}
@@ -454,10 +456,10 @@ class LayerSearch:
         conditions = replace(self.conditions, measurement=measurement, settings=settings, **parts)
         return self.records.measure(conditions, measure, label=layers)
 
-    def measure(self, data: str, layers: str, model: PreTrainedModel) -> dict[str, Any]:
+    def measure(self, data: str, layers: str, model: Callable[[], PreTrainedModel]) -> dict[str, Any]:
         """Return the values of a model's quality, and the standard error of its score."""
         metric = self.metrics[data]
-        record = self.record(data, layers, lambda: metric(model), metric.measurement, metric.settings)
+        record = self.record(data, layers, lambda: metric(model()), metric.measurement, metric.settings)
         values = {row["metric"]: row["value"] for row in record.values if row.get("position") is None}
         errors = {row["metric"]: row.get("stderr") for row in record.values}
         return {**values, "score": values[self.score.metric], "stderr": errors[self.score.metric]}
@@ -480,7 +482,7 @@ class LayerSearch:
         if data == "choice":
             self.measured.add(self.name(row))
             self.progress.status("models with linear layers", len(self.measured) - 1, self.total)
-        values = self.measure(data, self.name(row), self.convert(self.patched, row))
+        values = self.measure(data, self.name(row), partial(self.convert, self.patched, row))
         return {
             "divergence": values["divergence"],
             "score": values["score"],

@@ -190,8 +190,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         return None
     if "exact_heads" not in run.state:
         batches = leading_batches(data.collator([row]) for row in data.train)
-        length, share = probe_length(teacher), config.exact_share
-        options = {"share": share, "length": length, "seed": config.seed, **config.options}
+        options = {"share": config.exact_share, "length": probe_length(teacher), "seed": config.seed, **config.options}
         search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
         plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})

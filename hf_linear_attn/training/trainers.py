@@ -428,8 +428,7 @@ class DistillationTrainer(FinetuningTrainer):
         needs_teacher = with_hidden or with_logits or not has_head
         target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         outputs = model(**arguments, output_hidden_states=with_hidden)
-        if not has_head:
-            labels = self._predictions(target, inputs)
+        labels = labels if has_head else self._predictions(target, inputs)
         rows, classes = losses.select_targets(self._predictions(outputs, inputs), labels, shift)
         parts = {}
         if config.task_weight:

@@ -22,6 +22,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from hf_linear_attn import list_attentions, patch_model
+from hf_linear_attn.evaluation.speed import timing_options
+from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
@@ -45,7 +47,7 @@ def measure(name: str, length: int, options: argparse.Namespace) -> Iterator[dic
     direction = "causal" if model.can_generate() else "bidirectional"
     learned = [name for name, row in list_attentions().items() if row["learned"] and row[direction]]
     for attention in options.attentions or learned:
-        sized = {"max_length": length} if attention == "linformer" else {}
+        sized = timing_options(ATTENTIONS.get(attention), {}, None, length)
         objective = AttentionTransferLoss(patch_model(shared_copy(model), attention, **sized))
         with objective.training():
             calls = {"forward": partial(forward, model, batch), "step": partial(objective, batch, 1)}
