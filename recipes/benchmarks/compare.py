@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ def _spread(value: Any) -> dict[str, Any]:
     return {"median": value, "p20": value, "p80": value, "rounds": 1}
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """A `benchmark.json`, or one that gzip has compressed."""
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
 def load_report(path: str) -> dict[str, Any]:
     """An earlier `benchmark.json`.
 
@@ -81,12 +88,12 @@ def load_report(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {path!r}. Give an earlier benchmark.json with --compare.")
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = read_report(Path(path))
         report.setdefault("ratios", ratios_of(report["sections"]))  # committed results leave them out
         for ratio in report["ratios"]:
             _check(ratio)
         report["hardware"]["cpu"], report["versions"]["torch"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path!r} is no benchmark.json of hf-linear-attn ({error!r}). Give another file.") from error
     return report
 

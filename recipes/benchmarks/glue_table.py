@@ -35,6 +35,8 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("window", {}),
     "hedgehog": ("hedgehog", {}),
     "window of 8": ("window", {"window_size": 8}),
+    "window of 16": ("window", {"window_size": 16}),
+    "hedgehog with global tokens": ("window", {"window_size": 1}),
     "linformer of 16": ("linformer", {"num_slots": 16}),
     "linformer of 32": ("linformer", {"num_slots": 32}),
     "linformer of 64": ("linformer", {"num_slots": 64}),
@@ -107,11 +109,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def comparable(config: dict[str, Any]) -> dict[str, Any]:
-    """Options as a row has them: what rows must agree in to be in one table."""
-    options = json.loads(json.dumps(config))
-    options.update(teacher=None, model=None, output=None, resume=None)
-    options["data"]["folder"] = None
-    return options
+    """Options as a row has them, those that are set: what rows must agree in to be in one table."""
+    data = {**config["data"], "folder": None}
+    options = {**config, "data": data, "teacher": None, "model": None, "output": None, "resume": None}
+    return json.loads(json.dumps(without_unset(options)))
+
+
+def without_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None, nor empty."""
+    values = {name: without_unset(value) if isinstance(value, dict) else value for name, value in options.items()}
+    return {name: value for name, value in values.items() if value not in (None, {}, [])}
 
 
 def is_done(rows: list[dict[str, Any]], key: dict[str, Any], config: dict[str, Any]) -> bool:
@@ -137,7 +144,7 @@ def row_of(key: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(results["seconds"], 1),
         "learned_parameters": results["learned_parameters"],
         "data": results["data"],
-        "settings": config,
+        "settings": without_unset(config),
         "environment": results["environment"],
     }
 

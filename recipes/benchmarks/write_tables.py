@@ -25,6 +25,7 @@ from .. import sentence_encoder
 from ..quality_assurance import compare_packages
 from ..smollm2 import CONTROL, EXACT, VARIANTS, summary_table
 from . import result_tables
+from .compare import read_report
 from .former_reports import summarise_report
 from .headline import forward_tables, headline, memory_part
 from .result_tables import RESULTS, machine, machine_with_load, markdown_table, read_json
@@ -168,8 +169,8 @@ def _link(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def benchmark_part(make: Callable[[dict[str, Any]], str], name: str = "benchmark-cpu.json") -> str:
-    return make(read_json(RESULTS / name))
+def benchmark_part(make: Callable[[dict[str, Any]], str], name: str = "benchmark-cpu.json.gz") -> str:
+    return make(read_report(RESULTS / name))
 
 
 #: Name of the marks -> function that makes the table. Links are relative to the root of the repository.

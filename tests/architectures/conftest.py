@@ -45,12 +45,14 @@ class TableWriter:
 
 
 def thinned(row: Row) -> Row:
-    """The row with its checks by outcome: the number of those that passed, and the names of the others."""
+    """The row with its checks by outcome (the number of those that passed, and the names of the others) and the first
+    sentence of its message."""
     checks: dict[str, list[str]] = {}
     for name, check in row["checks"].items():
         checks.setdefault(check.partition(":")[0], []).append(name)
     row = {**row, "passed": len(checks.pop("passed", ())), "checks": checks}
-    left_out = ("", [], {}), ("level", "parameters", "seconds")
+    row["detail"] = re.split(r"\. (?=[A-Z])", row["detail"], maxsplit=1)[0]
+    left_out = ("", [], {}), ("level", "parameters", "seconds", *(["class_name"] if row["detail"] else []))
     return {name: value for name, value in row.items() if value not in left_out[0] and name not in left_out[1]}
 
 
@@ -114,7 +116,6 @@ def short_message(row: Row) -> str:
     text = re.sub(r"^Layer \d+ \([^)]*\) ", "A layer ", text)
     text = re.sub(r"^\w+ \(model type '[^']*'\) ", "The model ", text)
     text = re.sub(r"Nothing to patch in \w+ \(.*", "Nothing to patch: every layer is exact by its own type.", text)
-    text = text.replace(row["class_name"], "The model") if "class_name" in row else text
     return re.sub(r"\d[\d,]*", "N", text)
 
 
