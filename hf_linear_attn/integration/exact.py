@@ -65,10 +65,9 @@ class AttentionCall:
         with in_memory(self.mechanism):
             return self.mechanism.attention_weights(self._inputs())
 
-    def branch_weights(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weights of a hybrid's linear branch for the same inputs (see `LinearAttention.branch_weights`)."""
-        with in_memory(self.mechanism):
-            return self.mechanism.branch_weights(self._inputs())
+    def outside(self) -> Tensor | None:
+        """Return which keys the linear branch of a hybrid weighs (see `LinearAttention.outside`)."""
+        return self.mechanism.outside(self._inputs())
 
     def linear_output(self) -> Tensor:
         """Return the mechanism's output for the same inputs, `[B, H, L, e]`."""

@@ -28,7 +28,7 @@ class LinearAttention(nn.Module):
     context_parallel: frozenset[bool] = frozenset()
     #: Whether the implied weights of a query are a distribution over keys (non-negative, summing to 1).
     distribution = True
-    #: Whether `attention_weights` and `branch_weights` work for some of the queries, so that memory can be bounded.
+    #: Whether `attention_weights` and `outside` work for some of the queries, so that memory can be bounded.
     separable_queries = False
     #: What attention transfer matches by default where the weights are a distribution: "weights" or "outputs".
     transfer_loss = "weights"
@@ -78,12 +78,10 @@ class LinearAttention(nn.Module):
         identity = torch.eye(keys, dtype=compute_dtype(key), device=key.device).expand(*key.shape[:2], keys, keys)
         return self.forward(replace(inputs, value=identity, return_state=False))[0]
 
-    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
-        """Return the weights of the linear branch of a hybrid, so that it can be trained where the exact one hides it.
+    def outside(self, inputs: AttentionInputs) -> Tensor | None:
+        """Return which keys the linear branch of a hybrid weighs, to train it where the exact one hides it.
 
-        Returns:
-            The weights `[B, H, L, S]` over the keys outside the exact part, rows summing to 1, and a boolean tensor,
-            broadcastable to them, that is True for these keys. None for mechanisms of one branch.
+        The tensor is boolean and broadcastable to `[B, H, L, S]`. None for mechanisms of one branch.
         """
         return None
 

@@ -104,14 +104,13 @@ class HeadMixture(LinearAttention):
         weights = softmax_weights(exact.query, exact.key, exact.visible(), exact.scaling)
         return self._join(self.mechanism.attention_weights(linear), weights)
 
-    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+    def outside(self, inputs: AttentionInputs) -> Tensor | None:
         linear, exact = self._split_inputs(inputs)
-        branch = self.mechanism.branch_weights(linear)
-        if branch is None:
+        outside = self.mechanism.outside(linear)
+        if outside is None:
             return None
-        weights, outside = branch
-        none = weights.new_zeros(weights.shape[0], exact.query.shape[1], *weights.shape[2:])
-        return self._join(weights, none), self._join(outside.expand(weights.shape), none.bool())
+        none = torch.zeros_like(outside[:, :1]).expand(-1, exact.query.shape[1], -1, -1)
+        return self._join(outside.expand(-1, linear.query.shape[1], -1, -1), none)
 
     @property
     def tied_parameters(self) -> tuple[str, ...]:

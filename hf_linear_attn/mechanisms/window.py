@@ -11,7 +11,6 @@ from ..ops import backends, parallel
 from ..ops import windowed as ops
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
 from ..ops.fused import Mix, WindowedCall
-from ..ops.kernelized import dense_weights
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention
@@ -64,11 +63,8 @@ class HybridAttention(LinearAttention):
         call = self._call(inputs, self._log_mix(inputs))
         return ops.dense_windowed_weights(call, self._inside(inputs), inputs.visible())
 
-    def branch_weights(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(inputs.query)
-        outside = inputs.visible() & ~self._inside(inputs)
-        query_map, key_map, _ = self._maps(inputs.scaling)
-        return dense_weights(query_map(inputs.query.to(dtype), 0), key_map(inputs.key.to(dtype), 0), outside), outside
+    def outside(self, inputs: AttentionInputs) -> Tensor:
+        return inputs.visible() & ~self._inside(inputs)
 
     def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix, sinks: int = 0) -> WindowedCall:
         return WindowedCall(

@@ -149,16 +149,16 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> T
     with torch.no_grad():
         exact = call.exact_weights()
         rows = call.real_queries() if rows is None else rows
-    branch = call.branch_weights()
-    if branch is None:
-        return _mean_divergence(exact, call.linear_weights(), rows)
-    branch_weights, outside = branch
-    with torch.no_grad():
-        target = exact * outside
-        mass = target.sum(dim=-1, keepdim=True)
-        target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        outside = call.outside()
+    weights = call.linear_weights()
+    loss = _mean_divergence(exact, weights, rows)
+    if outside is None:
+        return loss
     # A query without keys outside the window has nothing to match: its row of the target is zero, and so is its loss.
-    return _mean_divergence(target, branch_weights, rows) + _mean_divergence(exact, call.linear_weights(), rows)
+    target, branch = (part * outside for part in (exact, weights))
+    tiny = torch.finfo(weights.dtype).tiny
+    target, branch = (part / part.sum(dim=-1, keepdim=True).clamp_min(tiny) for part in (target, branch))
+    return loss + _mean_divergence(target, branch, rows)
 
 
 def attention_outputs_loss(call: AttentionCall) -> Tensor:

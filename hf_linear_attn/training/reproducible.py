@@ -44,8 +44,9 @@ class EpochSampler(Sampler[int]):
 
     Transformers' own `LengthGroupedSampler` draws its order from torch's generator, whose state at the beginning of an
     epoch is not known to a run that resumes in the middle of it. In several processes accelerate does not tell the
-    sampler of a resumed loader its epoch either. With the `lengths` of all rows in tokens, rows of similar length are
-    neighbours within some optimizer steps of `batch_size` rows, so that little is padding.
+    sampler of a resumed loader its epoch either. With the `lengths` of all rows in tokens, the `batch_size` rows of an
+    optimizer step are of similar length, so that little is padding. The steps are in random order: those of
+    Transformers go from long rows to short ones, again and again.
     """
 
     size: int
@@ -61,7 +62,10 @@ class EpochSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         if self.lengths is None:
             return iter(torch.randperm(self.size, generator=generator).tolist())
-        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+        rows = torch.tensor(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+        *steps, last = rows.split(self.batch_size)
+        order = torch.randperm(len(steps), generator=generator).tolist()
+        return iter(torch.cat([*(steps[index] for index in order), last]).tolist())
 
 
 class SeededCollator:

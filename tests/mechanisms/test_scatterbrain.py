@@ -225,8 +225,6 @@ def test_explicit_weights_give_the_same_output(padding_side, options, causal):
     weights = layer.attention_weights(AttentionInputs(q, k, v, scaling=0.4, causal=causal, mask=mask))
     out = run(layer, (q, k, v), causal, mask)[0]
     assert_close(*(x.transpose(1, 2)[mask] for x in (weights @ naive.repeat_heads(v, 4), out)), torch.float64)
-    inside, outside = layer.branch_weights(AttentionInputs(q, k, v, scaling=0.4, causal=causal, mask=mask))
-    assert float(inside.masked_fill(outside, 0.0).abs().max()) == 0.0
 
 
 @both

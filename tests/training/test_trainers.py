@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import signal
@@ -477,9 +478,16 @@ def test_orders_depend_on_seed_and_epoch() -> None:
         orders.append(list(sampler))
     assert orders[0] == orders[2] != orders[1]
     assert sorted(orders[0]) == list(range(20)) == sorted(orders[1])
-    lengths = [index % 5 for index in range(40)]
-    grouped = EpochSampler(40, seed=3, lengths=lengths, batch_size=4)
-    assert sorted(grouped) == list(range(40))
+
+
+def test_steps_of_similar_length_are_in_random_order() -> None:
+    lengths = [index % 50 for index in range(402)]
+    grouped = list(EpochSampler(402, seed=3, lengths=lengths, batch_size=4))
+    assert sorted(grouped) == list(range(402))
+    steps = [[lengths[row] for row in grouped[start : start + 4]] for start in range(0, 400, 4)]
+    assert max(max(step) - min(step) for step in steps) <= 8
+    rises = sum(first[0] < second[0] for first, second in itertools.pairwise(steps))
+    assert 30 < rises < 70
 
 
 def test_random_collators_leave_the_generators_by_itself() -> None:
