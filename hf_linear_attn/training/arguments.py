@@ -40,10 +40,13 @@ class DistillationConfig(FinetuningConfig):
     temperature: float = _as_in(DistillConfig, "temperature")
     task_weight: float = _as_in(DistillConfig, "task_weight")
     hidden_weight: float = _as_in(DistillConfig, "hidden_weight")
+    carried_length: int = _as_in(DistillConfig, "carried_length")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_loss_weights("", self)
+        if self.carried_length and self.gradient_checkpointing:
+            raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")
 
 
 @dataclass

@@ -11,11 +11,6 @@ from torch.nn import functional
 from ..data.task_data import IGNORED
 from ..integration.exact import AttentionCall
 
-#: Longest input, in tokens, for which `loss="auto"` matches the weights of a mechanism that needs all queries at once.
-#: At 512 tokens their loss took 5 (gla) and 6.7 (luna) forward passes, that of the outputs 2.1 and 1.3. After 100 steps
-#: gla in a small Llama came to a loss of 3.11 by weights and 3.02 by outputs, luna in an encoder to cosines of .84, .83.
-MAX_WEIGHTS_LENGTH = 128
-
 #: Queries of a row that the loss on weights draws at each step, where a row has more; half as many of rows of up to
 #: `SHORT_ROW` tokens. At 1,024 tokens all of them cost 7 to 14 forward passes of a language model of 30 layers, and so
 #: many 0.3 (hedgehog) to 0.5 (window) of one.
@@ -185,7 +180,7 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
 
     Args:
         kind: `"weights"`, `"outputs"` or `"auto"`: the mechanism's `transfer_loss`, but outputs where its weights are
-            no distribution, or known for all queries at once only and there are more than `MAX_WEIGHTS_LENGTH` keys.
+            no distribution, or known for all queries at once only (`gla`, `luna`: 5 to 7 forward passes a step).
         backward: Whether to add gradients to the `.grad` of the learned parts.
         seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
             from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
@@ -193,8 +188,7 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
     mechanism = call.mechanism
     separable = mechanism.separable_queries and call.query.shape[2] == call.key.shape[2]
     if kind == "auto":
-        known = mechanism.distribution and (separable or call.key.shape[2] <= MAX_WEIGHTS_LENGTH)
-        kind = mechanism.transfer_loss if known else "outputs"
+        kind = mechanism.transfer_loss if mechanism.distribution and separable else "outputs"
     total = torch.zeros((), device=call.query.device)
     if kind == "outputs":
         return total + _evaluate(lambda: attention_outputs_loss(call), backward)

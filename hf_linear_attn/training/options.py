@@ -25,7 +25,7 @@ def check_loss_weights(section: str, config: Any) -> None:
     """Raise a ValueError for a temperature or a weight of a distillation's loss out of range, or for no loss at all."""
     weights = ("logits_weight", "task_weight", "hidden_weight")
     check_positive(section, config, "temperature")
-    check_not_negative(section, config, *weights)
+    check_not_negative(section, config, *weights, "carried_length")
     if not any(getattr(config, name) for name in weights):
         raise ValueError(f"{section}{', '.join(weights)} are all 0: there is no loss to minimise. Set one of them.")
 
@@ -103,6 +103,7 @@ class DistillConfig(StageConfig):
     temperature: float = option(2.0, "temperature of both distributions in that divergence")
     task_weight: float = option(1.0, "weight of the task's own loss")
     hidden_weight: float = option(1.0, "weight of the relative error of the hidden states, layer by layer")
+    carried_length: int = option(0, "tokens at the start of rows: the rest begins with their state, without a gradient")
     lora_rank: int = option(0, "rank of LoRA adapters to train instead of all weights; 0: all weights", common=True)
     lora_alpha: int | None = option(None, "LoRA's alpha (default: twice the rank)")
     lora_target_modules: tuple[str, ...] | None = option(

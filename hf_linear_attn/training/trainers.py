@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
+from ..data.task_data import IGNORED
 from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
@@ -377,6 +378,9 @@ class DistillationTrainer(FinetuningTrainer):
     real tokens; each row counts there with its number of targets. The weights a, b, c are `logits_weight`,
     `task_weight` and `hidden_weight` of the config. The loss of an evaluation is the task's alone.
 
+    With `carried_length` a decoder reads so many tokens of a row without a gradient, and the loss is that of the rest,
+    which starts from the state (or the keys) after them ("state passing", arXiv:2507.02782). The teacher sees all.
+
     A model without a head learns the mean-pooled embeddings of its teacher, whatever the labels of its training rows.
     The teacher has no gradients and no dropout. Under FSDP2 and ZeRO-3 it is sharded as the student is.
 
@@ -405,6 +409,8 @@ class DistillationTrainer(FinetuningTrainer):
             remedy = "Pass teacher_model, or a model with PEFT adapters."
             raise ValueError(f"{type(model).__name__} has no teacher. {remedy}")
         super().__init__(model, args, **kwargs)
+        if self.args.carried_length and not self._loss_shifts_labels:
+            raise ValueError(f"carried_length is for causal language models, not {type(model).__name__}. Set it to 0.")
         self.teacher = teacher_model
         if teacher_model is not None:
             teacher_model.eval().requires_grad_(False)
@@ -427,6 +433,9 @@ class DistillationTrainer(FinetuningTrainer):
         with_logits = config.logits_weight > 0 and has_head
         needs_teacher = with_hidden or with_logits or not has_head
         target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
+        carried = config.carried_length
+        if carried:
+            arguments, labels = self._carried_state(model, arguments), labels[:, carried:]
         outputs = model(**arguments, output_hidden_states=with_hidden)
         labels = labels if has_head else self._predictions(target, inputs)
         rows, classes = losses.select_targets(self._predictions(outputs, inputs), labels, shift)
@@ -434,16 +443,35 @@ class DistillationTrainer(FinetuningTrainer):
         if config.task_weight:
             parts["task"] = self._task_loss(rows, classes)
         if with_logits:
-            target_rows, _ = losses.select_targets(target.logits, labels, shift)
+            expected = target.logits[:, carried:] if carried else target.logits
+            target_rows, _ = losses.select_targets(expected, labels, shift)
             parts["logits"] = losses.logits_loss(rows, target_rows, config.temperature)
         if with_hidden:
             if outputs.hidden_states is None or target.hidden_states is None:
                 raise NotImplementedError(f"{type(self.model).__name__} has no hidden_states. Set hidden_weight=0.")
-            errors = losses.hidden_loss(outputs.hidden_states, target.hidden_states, inputs.get("attention_mask"))
+            states, mask = [state[:, carried:] for state in target.hidden_states], inputs.get("attention_mask")
+            errors = losses.hidden_loss(outputs.hidden_states, states, None if mask is None else mask[:, carried:])
             # Weighted by row, so that the sum does not depend on how the rows are spread over processes.
             parts["hidden"] = (errors * losses.count_targets(labels, shift)).sum()
         weights = {"task": config.task_weight, "logits": config.logits_weight, "hidden": config.hidden_weight}
         return parts, weights, outputs
+
+    @torch.no_grad()
+    def _carried_state(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
+        length, ids, mask = self.args.carried_length, inputs["input_ids"], inputs["attention_mask"]
+        if ids.shape[1] < length + 2:
+            raise ValueError(f"carried_length={length} leaves no token to predict in rows of {ids.shape[1]}. Lower it.")
+        before = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
+        cache = model(**{**inputs, **before}, use_cache=True).past_key_values
+        torch.clear_autocast_cache()  # Weights that were cast without a gradient would stay without one.
+        return {**inputs, "input_ids": ids[:, length:], "past_key_values": cache}
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        if self.args.carried_length:
+            for batch in batch_samples:
+                batch["labels"][:, : self.args.carried_length + 1] = IGNORED
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     @torch.no_grad()
     def teacher_outputs(self, inputs: dict[str, Any], output_hidden_states: bool) -> Any:

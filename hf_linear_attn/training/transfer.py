@@ -97,7 +97,7 @@ def transfer_attention(
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
         loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `window` in decoders, weights for others whose weights
-            are a distribution, outputs otherwise (and beyond 128 tokens where all queries are needed at once).
+            are a distribution and known for some of the queries, outputs otherwise.
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.

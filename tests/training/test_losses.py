@@ -256,6 +256,44 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     assert_close(losses[0], losses[1])
 
 
+@pytest.mark.parametrize("attention", ["window", "hedgehog", "exact"])
+def test_a_carried_state_is_context_without_a_gradient(attention: str, tmp_path: Path) -> None:
+    teacher, student = GPT2.build(), GPT2.build() if attention == "exact" else patched(attention, GPT2)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, :5] = 0
+    ids = torch.randint(4, 50, (3, 20), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    parts, loss, trainer = terms(student, teacher, batch, tmp_path, **WEIGHTS, carried_length=8)
+    counted = {**batch, "labels": batch["labels"].clone()}
+    assert int(trainer._get_num_items_in_batch([counted], torch.device("cpu"))) == 3 * 11
+    whole = terms(student, teacher, counted, tmp_path, **WEIGHTS)[0]
+    for name in ("task", "logits"):
+        assert_close(parts[name], whole[name])
+    loss.backward()
+    gradient = student.transformer.wpe.weight.grad.abs().sum(dim=1)
+    assert not bool(gradient[:3].any())
+    assert bool((gradient[8:20] > 0).all())
+
+
+def test_a_carried_state_in_half_precision_leaves_no_weight_without_a_gradient(tmp_path: Path) -> None:
+    ids = torch.randint(4, 50, (2, 20))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    student = patched("window", GPT2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = terms(student, GPT2.build(), batch, tmp_path, carried_length=8)[1]
+    loss.backward()
+    assert all(bool(parameter.grad.any()) for name, parameter in student.named_parameters() if name.endswith("weight"))
+
+
+def test_a_state_that_cannot_be_carried_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="for causal language models, not BertForSequenceClassification"):
+        terms(classifier(1), classifier(2), batch_of("class"), tmp_path, carried_length=2)
+    with pytest.raises(ValueError, match=r"leaves no token to predict in rows of 8\. Lower it"):
+        terms(patched("window", GPT2), GPT2.build(), batch_of("tokens"), tmp_path, carried_length=10)
+    with pytest.raises(ValueError, match="which gradient_checkpointing excludes"):
+        config(tmp_path, DistillationConfig, carried_length=2, gradient_checkpointing=True)
+
+
 def test_losses_of_rows_add_up(tmp_path: Path) -> None:
     """So that accumulation and processes give the gradient of the whole batch."""
     student, teacher, batch = classifier(1), classifier(2), batch_of("class")
