@@ -518,6 +518,34 @@ def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
     return markdown_table(["loss", "exact", "untrained", "after attention transfer"], lines)
 
 
+def length_tricks_tables(folder: Path = RESULTS / "length-tricks") -> str:
+    """Loss by position and pass keys of each variant, a table for each model: means over seeds."""
+    parts = []
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        results = read_json(path)
+        by_variant: dict[str, list[Row]] = {}
+        for row in results["rows"]:
+            by_variant.setdefault(row["variant"], []).append(row)
+        first = results["rows"][0]
+        keys = [size for size in first["pass_key"] if any(row["pass_key"][size] for row in results["rows"])]
+        lines = []
+        for variant, rows in by_variant.items():
+            cells = [_loss([row["loss_by_position"][span] for row in rows]) for span in first["loss_by_position"]]
+            recalled = (statistics.mean(row["pass_key"][size] for row in rows) for size in keys)
+            lines.append([variant, *cells, *(f"{100 * share:.0f} %" for share in recalled)])
+        spans = (
+            f"loss, {' to '.join(f'{int(end):,}' for end in span.split('-'))}" for span in first["loss_by_position"]
+        )
+        titles = [results["settings"]["model"], *spans, *(f"pass key, {int(size):,}" for size in keys)]
+        parts.append(markdown_table(titles, lines))
+    return "\n\n".join(parts)
+
+
+def _loss(losses: Sequence[float]) -> str:
+    text = f"{statistics.mean(losses):.3f}"
+    return text if len(losses) == 1 else f"{text} ± {statistics.stdev(losses):.3f}"
+
+
 def transfer_cost_table(path: Path = RESULTS / "transfer-cost.json") -> str:
     """What a step of attention transfer costs in forward passes, by mechanism and length."""
     results = read_json(path)

@@ -54,23 +54,10 @@ def mechanisms_table() -> str:
 
 
 def demo_table(folder: Path = RESULTS / "demo-minilm") -> str:
-    """Table, plot and first findings of the committed demo."""
-    report = read_json(folder / "report.json")
-    summary = summarise_report(report)
-    quick = " --quick" if report["settings"]["quick"] else ""
-    return "\n".join(
-        [
-            f"`hf-linear-attn demo{quick}` on {report['model']['name']} ({machine(report)}, transformers "
-            f"{report['versions']['transformers']}; {report['seconds']:.0f} seconds). Quality on held-out text, before "
-            "→ after attention transfer; speed of the whole model by length in tokens:",
-            "",
-            markdown_table(summary.titles, summary.rows, text_columns=None),
-            "",
-            *(f"- {sentence}" for sentence in report["verdicts"][:2]),
-            "",
-            f"![Speed of the whole model against exact attention, by length]({_link(folder / 'speedup.png')})",
-        ]
-    )
+    """The summary of the committed report of the demo, and its plot of quality against speed."""
+    text = (folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0].partition("\n")[2]
+    picture = f"![Quality against speed]({_link(folder / 'quality_vs_speed.png')})"
+    return f"{text.strip()}\n\n[The whole report]({_link(folder / 'report.md')}).\n\n{picture}"
 
 
 def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
@@ -106,7 +93,7 @@ def _evaluation_table(path: Path) -> str:
     summary, recommendations = summarise_report(report), report["advice"]
     lines = [
         f"**{report['model']['name']}** at {recommendations['length']:,} tokens ({machine(report)}, transformers "
-        f"{report['versions']['transformers']}; [the whole report]({_link(path.with_name('report.html'))})):",
+        f"{report['versions']['transformers']}; [every value]({_link(path)})):",
         "",
         markdown_table(summary.titles, summary.rows, text_columns=None),
         "",
@@ -184,6 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "evaluate": evaluation_tables,
     "fidelity": result_tables.fidelity_tables,
     "glue": result_tables.glue_table,
+    "length-tricks": result_tables.length_tricks_tables,
     "lm": result_tables.lm_tables,
     "long": result_tables.long_summary,
     "long-all": result_tables.long_tables,
