@@ -521,7 +521,7 @@ def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
 def length_tricks_tables(folder: Path = RESULTS / "length-tricks") -> str:
     """Loss by position and pass keys of each variant, a table for each model: means over seeds."""
     parts = []
-    for path in sorted(folder.glob("*.json"), reverse=True):
+    for path in sorted(folder.glob("*.json")):
         results = read_json(path)
         by_variant: dict[str, list[Row]] = {}
         for row in results["rows"]:
