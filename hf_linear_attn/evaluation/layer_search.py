@@ -221,6 +221,13 @@ class LayerSearchResult:
             }
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("linear")
 
+    def formatted_single_layers(self) -> pd.DataFrame:
+        """Return `single_layers` as text."""
+        import pandas as pd
+
+        rows = {f"{row['index']} {row['name']}": self._quality_cells(row) for row in self.single_layers}
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
+
     def _quality_cells(self, row: Mapping[str, Any]) -> dict[str, str]:
         return {
             self.score["divergence"]: format_divergence(row["divergence"]),
