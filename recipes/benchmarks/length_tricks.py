@@ -26,6 +26,7 @@ the answer must be the most likely one after those before it. The variants compu
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import random
 import sys
@@ -196,9 +197,7 @@ def unrotate(x: Tensor, base: float) -> Tensor:
 
 def build(exact: PreTrainedModel, variant: str, window: int, row: Tensor) -> PreTrainedModel:
     """Return the model of a variant, untrained."""
-    model = type(exact)(exact.config)
-    model.load_state_dict(exact.state_dict())
-    model.eval()
+    model = copy.deepcopy(exact)
     options: dict[str, Any] = {"window_size": window, "mix_init": -2.0}
     if variant == "exact":
         return model
@@ -237,7 +236,8 @@ def training_rows(tokens: Sequence[int], length: int, steps: int, seed: int) -> 
 
 def train(model: PreTrainedModel, exact: PreTrainedModel, variant: str, rows: Any, options: argparse.Namespace) -> None:
     """Distil the logits of the exact model, whose context is the same as the variant's."""
-    learned = {id(p) for module in attention_modules(model) for p in linear_parameters(module)}
+    mechanisms: list[Any] = [module.linear_attention for module in attention_modules(model)]
+    learned = {id(parameter) for mechanism in mechanisms for parameter in mechanism.parameters()}
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         parts[id(parameter) in learned].append(parameter)
@@ -266,11 +266,6 @@ def train(model: PreTrainedModel, exact: PreTrainedModel, variant: str, rows: An
         schedule.step()
         if step % 8 == 7:
             options.console.print(f"{variant}, step {step + 1}: {loss.item():.3f}")
-
-
-def linear_parameters(module: nn.Module) -> list[nn.Parameter]:
-    mechanism = getattr(module, "linear_attention", None)
-    return [] if mechanism is None else list(mechanism.parameters())
 
 
 @torch.no_grad()
