@@ -16,7 +16,8 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 - probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
 - window: no exact heads, so that the state is constant;
-- linear: `hedgehog` in all heads.
+- store: as window, with half of each window as a store of keys, which may lie anywhere;
+- linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
 A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
 checkpoint and its card, and `report.md` compares all that are there. A second call goes on where the first one stopped.
@@ -49,6 +50,7 @@ from hf_linear_attn.evaluation.metrics import measure_perplexity
 from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.evaluation.plots import STYLE, new_figure, png, recall_maps
 from hf_linear_attn.evaluation.speed import measure_decoding
+from hf_linear_attn.mechanisms.window import WindowOptions
 from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
@@ -63,7 +65,7 @@ EXACT, CONTROL = "exact", "control"
 MEASURED_BY = ("contexts", "test_tokens", "recall_lengths", "recall_tasks", "recall_trials", "decoding_contexts")
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
 NEAR_ONLY = {"mix_init": -30.0}
-VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "linear")
+VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "store", "linear")
 
 PROMPTS = (
     "The lighthouse stood at the end of the island, and every evening the keeper",
@@ -168,6 +170,9 @@ class Study:
             return {"default": "hedgehog"}
         if variant == "window":
             return {"default": window}
+        if variant == "store":
+            size = self.config.options.get("window_size", WindowOptions.window_size) // 2
+            return {"default": {**window, "window_size": size, "store_size": size}}
         plan = self.heads["plans"].get(variant, self.heads["plans"]["mixture"])
         return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
 
@@ -184,6 +189,9 @@ class Study:
             path = self.folder / "plans" / f"{variant}.json"
             write_json(path, self.plan(variant))
             changes["plan"] = str(path)
+        if variant == "linear":
+            steps = self.config.transfer.max_steps or self.config.distill.max_steps
+            changes["transfer"] = replace(self.config.transfer, max_steps=steps)
         convert(ConvertConfig(**{**shared, **changes}), console=self.console)
         return self.load(variant)
 

@@ -66,7 +66,7 @@ class HybridAttention(LinearAttention):
     def outside(self, inputs: AttentionInputs) -> Tensor:
         return inputs.visible() & ~self._inside(inputs)
 
-    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix, sinks: int = 0) -> WindowedCall:
+    def _call(self, inputs: AttentionInputs, log_mix: Tensor | Mix, sinks: int = 0, store: int = 0) -> WindowedCall:
         return WindowedCall(
             *inputs.tensors,
             *self._maps(inputs.scaling),
@@ -75,6 +75,7 @@ class HybridAttention(LinearAttention):
             scaling=inputs.scaling,
             log_mix=log_mix,
             sinks=sinks,
+            store=store,
             **inputs.settings,
         )
 
@@ -109,6 +110,12 @@ class WindowOptions(HybridOptions):
         least=0,
         before=0,
     )
+    store_size: int = option(
+        0,
+        "decoders only: keys outside of the window that are exact too, those whose values the part outside recalls "
+        "worst (LoLA, arXiv:2505.23666; in torch operations)",
+        least=0,
+    )
 
 
 @register_attention(
@@ -133,6 +140,9 @@ class WindowAttention(HybridAttention):
     in decoders; in encoders as many at either end, and these see every key exactly themselves. Pretrained models give
     such tokens much of their attention. A row of at most `exact_length` tokens has exact attention.
 
+    With `store_size` n a decoder keeps n more keys exact, those outside of the window whose values S and z recall worst
+    (`ops.store`): a state as large as that of a wider window, which remembers single tokens far back.
+
     The state is S, z, a ring buffer of w keys and values, the sinks, and the number of tokens, `count [B]`. With a
     `saturation` N the weights outside the window are divided by `1 + n/N`, n the number of tokens there: together they
     tend to N times their mean instead of growing with the input.
@@ -148,6 +158,9 @@ class WindowAttention(HybridAttention):
         if options.sink_tokens == "auto":
             options = replace(options, sink_tokens=CAUSAL_SINKS if shape.causal else BIDIRECTIONAL_SINKS)
         super().__init__(shape, options)
+        self._check_store(shape.causal)
+        if options.store_size:  # which depends on all earlier keys of a row
+            self.dense_masks, self.context_parallel = False, frozenset()
         if shape.causal:
             # SmolLM2-135M, a fifth of the heads exact: perplexity 33.5 -> 31.3 by outputs, and -> 36.7 by weights. In
             # encoders (all-MiniLM-L6-v2) weights are as good for the cosines of embeddings, and better for their ranks.
@@ -166,13 +179,22 @@ class WindowAttention(HybridAttention):
                         "A bidirectional window with a saturation counts tokens of other slices. Set saturation to "
                         "null to use context_parallel."
                     )
-                call = self._call(inputs, self._log_mix(inputs), self.options.sink_tokens)
+                call = self._whole_call(inputs, self._log_mix(inputs))
                 return parallel.windowed_slice(call, inputs.ranks), None
             # Neither sums nor borders depend on the mixing weights.
-            call = self._call(inputs, self.log_mix, self.options.sink_tokens)
+            call = self._whole_call(inputs, self.log_mix)
             inputs = replace(inputs, state=parallel.window_before(call, inputs.ranks))
-        out, state_after = backends.attend(self._call(inputs, self._mix_of_call(inputs), self.options.sink_tokens))
+        out, state_after = backends.attend(self._whole_call(inputs, self._mix_of_call(inputs)))
         return out, state_after if inputs.return_state else None
+
+    def _whole_call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
+        """Return the call with all that is exact beside the window."""
+        self._check_store(inputs.causal)
+        return self._call(inputs, log_mix, sinks=self.options.sink_tokens, store=self.options.store_size)
+
+    def _check_store(self, causal: bool) -> None:
+        if self.options.store_size and not causal:
+            raise ValueError(f"store_size={self.options.store_size} is for decoders: leave it at 0 in an encoder.")
 
     def _is_within_window(self, inputs: AttentionInputs) -> bool:
         """Return whether this is exact attention, which is faster: no key is outside of a window, none is padding.
@@ -231,16 +253,25 @@ class WindowAttention(HybridAttention):
         """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: those in its window, and sinks."""
         sinks, causal, start = self.options.sink_tokens, inputs.causal, inputs.start
         inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
-        return inside | sink_pairs(inputs.visible(), sinks, causal, start) if sinks else inside
+        if sinks:
+            inside = inside | sink_pairs(inputs.visible(), sinks, causal, start)
+        if self.options.store_size:
+            stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
+            first = stored.shape[2] - inputs.query.shape[2]
+            inside = inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
+        return inside
 
     def _count_outside(self, inputs: AttentionInputs) -> Tensor:
-        """Return how many tokens, sinks aside, are outside of each one's window, `[B | 1, S]`; if causal before it."""
+        """Return how many tokens, but for sinks and a store, are outside of each one's window, `[B | 1, S]`.
+
+        If causal those are the tokens before it.
+        """
         mask, window, sinks = inputs.padding, self.options.window_size, self.options.sink_tokens
         length, device = inputs.key.shape[2], inputs.key.device
         real = torch.ones(1, length, dtype=torch.long, device=device) if mask is None else mask.long()
         if inputs.causal:
             before = 0 if inputs.state is None else inputs.state["count"].unsqueeze(1)
-            return (real.cumsum(dim=1) + before - (window + sinks)).clamp_min(0)
+            return (real.cumsum(dim=1) + before - (window + sinks + self.options.store_size)).clamp_min(0)
         if sinks and length:
             real = real.scatter(1, end_positions(mask, sinks, real.shape[0], length, device), 0)
         cumulative = real.cumsum(dim=1)
@@ -254,7 +285,7 @@ class WindowAttention(HybridAttention):
         return self._exact_length(self.shape.causal)
 
     def _exact_length(self, causal: bool) -> int:
-        return self.options.window_size + self.options.sink_tokens * (1 if causal else 2)
+        return self.options.window_size + self.options.sink_tokens * (1 if causal else 2) + self.options.store_size
 
     def extra_repr(self) -> str:
         return f"window_size={self.options.window_size}, sink_tokens={self.options.sink_tokens}"

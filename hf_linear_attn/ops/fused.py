@@ -189,13 +189,15 @@ class WindowedCall(_Call):
 
     `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
     `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
-    query (`ops.sinks`).
+    query (`ops.sinks`). With a `store` n (causal, torch only), so have n keys that the linear part recalls badly
+    (`ops.store`).
     """
 
     window: int
     scaling: float
     log_mix: Tensor | Mix
     sinks: int = 0
+    store: int = 0
 
     def log_mixing_weights(self) -> Tensor:
         """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""

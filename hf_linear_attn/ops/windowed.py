@@ -11,7 +11,7 @@ strongest token of the window.
 
 Shapes as in `ops.kernelized`; log_mix `[H]`, or row by row `[B | 1, H, L | 1]`; the window is the last `window` tokens
 (causal, the token itself included) or the tokens at a distance below `window` (bidirectional). Sinks (`ops.sinks`)
-count as inside of every window.
+count as inside of every window, and so do the keys of a store (`ops.store`).
 
 The sequence is split into blocks of c tokens. The window of a block lies within itself and the `reach` blocks before
 it (bidirectional: and after it), its neighbours. Everything farther comes from running sums over blocks, which are
@@ -37,12 +37,14 @@ from .common import (
     is_free,
     join_chunks,
     mask_tokens,
+    refuse_free_length,
     weighted_mean,
     with_ones,
 )
 from .fused import WindowedCall
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
+from .store import StoredKeys, leaving_key, leaving_keys
 
 #: Smallest and largest block: those of narrower windows have the smallest one.
 MIN_BLOCK, MAX_BLOCK = 32, 64
@@ -113,7 +115,8 @@ def split_blocks(tensor: Tensor, size: int, count: int, dim: int = 2) -> Tensor:
 
 class Columns(NamedTuple):
     """Some keys of every row: logits `[…, n, p]`, `-inf` outside of the window, the keys' features `[…, p, m]`, and 1
-    where the feature map gives the weight, 0 elsewhere `[…, n, p]` (None: nowhere).
+    where the feature map gives the weight, 0 elsewhere `[…, n, p]` (None: nowhere); -1 where the sums over all far keys
+    have an estimate that must not count.
 
     Selecting by arithmetic takes a CPU a fifth of the time of where and masked_fill. It is safe, as everything is
     finite.
@@ -296,15 +299,44 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
     return Columns(logits), with_ones(sinks.value.to(rows.query.dtype))
 
 
+def _store_columns(
+    pool: StoredKeys, held: Tensor, query: Tensor, call: WindowedCall, features: Features
+) -> tuple[Columns, Tensor]:
+    """Return keys `[…, p, d]` with their features as columns of rows `[…, R·n, d + 1]`, of which a store holds some,
+    held `[…, n, p]`, and their values `[v, 1]`."""
+    held = held.repeat(*(1,) * (held.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
+    logits = query @ functional.pad(pool.key.to(query.dtype), (0, 1)).transpose(-1, -2)
+    columns = Columns(logits.masked_fill(~held, float("-inf")), features, -held.to(query.dtype))
+    return columns, with_ones(pool.value.to(query.dtype))
+
+
+def _offer_blocks(
+    store: StoredKeys, leaving: StoredKeys, rows: QueryRows, start: int, call: WindowedCall
+) -> tuple[tuple[Columns, Tensor], StoredKeys]:
+    """Return the columns of the store for blocks of rows, of which the first begins at row `start`, and the store after
+    them."""
+    count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
+    size, pools, held = rows.query.shape[3] // repeats, [], []
+    for block in range(count):
+        new = leaving.at(slice(start + block * size, start + (block + 1) * size))
+        pool, which, store = store.offer(new)
+        pools.append(pool)
+        held.append(which)
+    pool = StoredKeys(*(torch.stack(parts) for parts in zip(*pools, strict=True)))
+    keys = pool.key.movedim(0, 2)
+    features = call.key_features(keys.flatten(2, 3).to(rows.query.dtype), 0)
+    features = features.apply(lambda x: x.unflatten(2, keys.shape[2:4]).movedim(2, 0))
+    return _store_columns(pool, torch.stack(held), rows.query, call, features), store
+
+
 def _attend(
-    rows: QueryRows, keys: _Blocks, far: KVState, parts: list[_Part], sinks: tuple[Columns, Tensor] | None
+    rows: QueryRows, keys: _Blocks, far: KVState, parts: list[_Part], more: list[tuple[Columns, Tensor]]
 ) -> Accumulator:
-    """Attend from n blocks of rows to their neighbours, to the far sums `[n, B, G, m, e + 1]` and to the sinks."""
+    """Attend from n blocks of rows to their neighbours, to the far sums `[n, B, G, m, e + 1]` and to more columns."""
     features = rows.features
     columns = [keys.columns(rows, shift, part) for shift, part in enumerate(parts)]
     values = [keys.value[shift : shift + rows.query.shape[0]] for shift in range(len(parts))]
-    if sinks is not None:
-        columns, values = [*columns, sinks[0]], [*values, sinks[1]]
+    columns, values = [*columns, *(column for column, _ in more)], [*values, *(value for _, value in more)]
     far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
     weights, top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
@@ -359,6 +391,11 @@ def accumulate(
     ahead = 0 if call.causal else reach
     keys = _KeyBlocks(inputs, valid, far, size, reach + count + ahead, reach * size - older)
     query = pad_to_blocks(query, size, count, 0)
+    if call.store:
+        refuse_free_length(length, "A window with a store")
+        tokens = (x[:, :, :length] for x in (inputs.key, inputs.value, far[:, None, :, None]))
+        key, value, leave = (pad_to_blocks(x, size, count, 0) for x in tokens)
+        store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])
     log_mix = log_mix if log_mix.shape[2] == 1 else pad_to_blocks(log_mix.unsqueeze(-1), size, count, 0).squeeze(-1)
     parts = _neighbours(call, size, reach)
     step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
@@ -383,8 +420,11 @@ def accumulate(
         mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
         rows = make_query_rows(query[:, :, span], call.query_features, start * size, groups, call.scaling, mix)
         rows = _block_rows(rows, now, size)
-        sink_columns = None if sinks is None else _sink_columns(sinks, rows, start * size, call)
-        part = _attend(rows, blocks, far_sums, parts, sink_columns)
+        more = [] if sinks is None else [_sink_columns(sinks, rows, start * size, call)]
+        if call.store:
+            columns, store = _offer_blocks(store, leaving, rows, start * size, call)
+            more.append(columns)
+        part = _attend(rows, blocks, far_sums, parts, more)
         out = weighted_mean(part.values).to(call.value.dtype) if normalise else part.values
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
             joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]
@@ -394,7 +434,8 @@ def accumulate(
     if query_index is not None:
         out, scale = (mask_tokens(take_tokens(x, query_index), call.mask) for x in (out, scale))
     after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
-    return Accumulator(out, scale[..., 0]), {**after, **make_ring(inputs, valid, length), **first}
+    stored = store.state() if call.store else {}
+    return Accumulator(out, scale[..., 0]), {**after, **make_ring(inputs, valid, length), **first, **stored}
 
 
 def _later_states(keys: _KeyBlocks, starts: range, count: int, reach: int, nothing: KVState) -> list[KVState]:
@@ -448,6 +489,9 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     older = masked_key_features(call.key_features, state["ring_key"][:, :, :1], 0, oldest, dtype)
     older_value = with_ones(mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
     far = KVState.from_state(state).plus(KVState.of(older, older_value))
+    if call.store:
+        new = leaving_key(state["ring_key"][:, :, :1], state["ring_value"][:, :, :1], older, far, oldest)
+        pool, held, store = StoredKeys.before(call).offer(new)
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
@@ -464,12 +508,40 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     mix = call.log_mixing_weights().to(dtype).exp().unsqueeze(-1)
     features = Features((values * mix).reshape(grouped), None if scale is None else scale.reshape(grouped[:-1]))
     far_scale = None if far.log_scale is None else far.log_scale.unsqueeze(-1)
-    (exact,), top = row_weights(features, [Columns(logits)], far_scale)
+    columns = [Columns(logits)]
+    if call.store:
+        scaled = with_ones(query.to(dtype) * call.scaling).reshape(grouped)
+        stored, stored_value = _store_columns(pool, held, scaled, call, call.key_features(pool.key.to(dtype), 0))
+        columns.append(stored)
+    (exact, *others), top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
     if features.log_scale is not None and far_scale is not None:
         total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
+    for weight in others:
+        total = total + weight @ stored_value
     out = divide(exact @ near_value + total[..., :-1], exact.sum(dim=-1) + total[..., -1])
-    return out.view(batch, heads, 1, -1).to(value.dtype), {**far.state(), **ring, **first}
+    after = {**far.state(), **ring, **first, **(store.state() if call.store else {})}
+    return out.view(batch, heads, 1, -1).to(value.dtype), after
+
+
+def stored_pairs(call: WindowedCall) -> Tensor:
+    """Return which keys the store holds for the token at each key, `[B, G, S, S]`, for analysis; O(S²) memory."""
+    batch, groups, length, _ = call.key.shape
+    inputs, valid, index = gather_tokens(call.replace(query=call.key), call.log_mixing_weights()[:, :, :1])
+    sinks, _ = first_tokens(call)
+    number = torch.arange(-call.window, length, device=valid.device)
+    far = valid if sinks is None else valid & (number > sinks.position[:, -1:])
+    key, value, far = inputs.key[:, :, :length], inputs.value[:, :, :length], far.expand(batch, -1)[:, :length]
+    # A number for each key stands in place of its value: 0 is an empty place.
+    numbers = torch.arange(1, length + 1, device=valid.device).view(1, 1, -1, 1).expand(batch, groups, -1, -1)
+    leaving = leaving_keys(call, key, value, far)._replace(value=numbers)
+    pool, held, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
+    pairs = held.new_zeros(*held.shape[:3], length + call.window + 1)
+    pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(held.shape), held)
+    place = torch.arange(length, device=valid.device).expand(batch, -1) if index is None else index
+    pairs = pairs.gather(2, place[:, None, :, None].expand(-1, groups, -1, pairs.shape[3]))
+    # The keys that leave are the first of the window before these tokens and of the tokens.
+    return pairs.gather(3, (place + call.window + 1)[:, None, None, :].expand(-1, groups, length, -1))
 
 
 def inside_window(

@@ -71,6 +71,8 @@ class NativeBackend:
         if forward_ad._current_level >= 0:
             return "forward-mode differentiation needs torch operations"
         if isinstance(call, WindowedCall):
+            if call.store:
+                return "a store of keys is not fused"
             if call.fused is not None and call.fused[0].scaled:
                 return "windows over a feature map with a log scale are not fused"
             if not isinstance(call.log_mix, Tensor) and not _mix_matches(call.log_mix, call.query):

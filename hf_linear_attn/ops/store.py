@@ -1,0 +1,92 @@
+"""A bounded store beside a causal window: exact weights for the keys whose values the linear part recalls worst.
+
+This follows LoLA (McDermott et al. 2025, arXiv:2505.23666). A key that leaves the window has an error,
+
+    e_j = ‖φ(k_j)ᵀ S_j / φ(k_j)ᵀ z_j - v_j‖,
+
+with S_j and z_j the sums over all keys that have left the window until then, itself included. The store holds the n
+keys of largest error among them (of equal errors the earlier key). LoLA computes all errors again for each chunk; here
+a key keeps its own, so that the store does not depend on how a sequence is split.
+
+The sums contain stored keys, too: `ops.windowed` adds their exact weights and subtracts their estimates. The decoding
+state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and `store_error [B, G, n]` (-1: empty).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean
+from .fused import KernelizedCall, WindowedCall
+from .kernelized import causal
+
+#: The error of what may not be stored: empty places, padding and sinks.
+NEVER = -1.0
+
+
+class StoredKeys(NamedTuple):
+    """Keys `[B, G, n, d]`, values `[B, G, n, e]` and errors `[B, G, n]`, in the order of the sequence."""
+
+    key: Tensor
+    value: Tensor
+    error: Tensor
+
+    @staticmethod
+    def before(call: WindowedCall) -> "StoredKeys":
+        """Return the store before the first token of a call."""
+        if call.state is not None:
+            return StoredKeys(*(call.state[f"store_{name}"] for name in StoredKeys._fields))
+        key, value, count = call.key, call.value, call.store
+        sizes = key.shape[0], key.shape[1], count
+        error = torch.full(sizes, NEVER, dtype=compute_dtype(key), device=key.device)
+        return StoredKeys(key.new_zeros(*sizes, key.shape[3]), value.new_zeros(*sizes, value.shape[3]), error)
+
+    def state(self) -> State:
+        return {f"store_{name}": tensor.contiguous() for name, tensor in self._asdict().items()}
+
+    def at(self, tokens: slice) -> "StoredKeys":
+        return StoredKeys(*(tensor[:, :, tokens] for tensor in self))
+
+    def offer(self, new: "StoredKeys") -> tuple["StoredKeys", Tensor, "StoredKeys"]:
+        """Let new keys enter one after the other.
+
+        Returns:
+            The stored keys and then the new ones, `[B, G, n + N]`; which of them the store holds after each entry,
+            `[B, G, N, n + N]`; and the store after the last.
+        """
+        size, count = self.key.shape[2], new.key.shape[2]
+        pool = StoredKeys(*(torch.cat([old.to(own.dtype), own], dim=2) for old, own in zip(self, new, strict=True)))
+        order = torch.arange(size + count, device=pool.error.device)
+        rival, own = pool.error.unsqueeze(-1), pool.error.unsqueeze(-2)
+        better = (rival > own) | ((rival == own) & (order.unsqueeze(-1) < order))
+        rank = better[:, :, size:].cumsum(dim=2) + better[:, :, :size].sum(dim=2, keepdim=True)
+        entered = order <= torch.arange(size, size + count, device=order.device).unsqueeze(-1)
+        held = entered & (rank < size) & (own != NEVER)
+        best = pool.error.sort(dim=-1, descending=True, stable=True).indices[..., :size].sort(dim=-1).values
+        key, value = (x.gather(2, best.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in pool[:2])
+        return pool, held, StoredKeys(key, value, pool.error.gather(2, best))
+
+
+def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) -> StoredKeys:
+    """Return the keys that leave the window during a call with their errors, and zeros where `far [B, L]` is False.
+
+    Args:
+        call: The call, with the state before it.
+        key: The keys that leave, in order `[B, G, L, d]`.
+        value: Their values.
+        far: Which of them count; the others are padding or sinks.
+    """
+    key, value = mask_tokens(key, far), mask_tokens(value, far)
+    maps = (call.key_features, call.key_features, None, call.num_features)
+    with torch.no_grad():
+        own = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
+        error = (causal(own)[0] - own.value).norm(dim=-1)
+    return StoredKeys(key, value, mask_tokens(error, far, NEVER))
+
+
+def leaving_key(key: Tensor, value: Tensor, features: Features, far: KVState, real: Tensor) -> StoredKeys:
+    """Return the same for one key with its features, given the sums `far` that contain it; real `[B, 1]`."""
+    with torch.no_grad():
+        error = (weighted_mean(features.values @ far.total) - value.to(far.total.dtype)).norm(dim=-1)
+    return StoredKeys(mask_tokens(key, real), mask_tokens(value, real), mask_tokens(error, real, NEVER))
