@@ -16,7 +16,7 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 - probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
 - window: no exact heads, so that the state is constant;
-- store: as window, with half of each window as a store of keys, which may lie anywhere;
+- store: as window, with a third of each window as a store of keys, which may lie anywhere (`store_size`);
 - linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
 A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
@@ -171,8 +171,8 @@ class Study:
         if variant == "window":
             return {"default": window}
         if variant == "store":
-            size = self.config.options.get("window_size", WindowOptions.window_size) // 2
-            return {"default": {**window, "window_size": size, "store_size": size}}
+            width = self.config.options.get("window_size", WindowOptions.window_size)
+            return {"default": {**window, "window_size": width - width // 3, "store_size": width // 3}}
         plan = self.heads["plans"].get(variant, self.heads["plans"]["mixture"])
         return {**plan, "default": {**window, **NEAR_ONLY} if variant == "near" else window}
 
