@@ -58,12 +58,17 @@ class StoredKeys(NamedTuple):
         size, count = self.key.shape[2], new.key.shape[2]
         pool = StoredKeys(*(torch.cat([old.to(own.dtype), own], dim=2) for old, own in zip(self, new, strict=True)))
         order = torch.arange(size + count, device=pool.error.device)
-        rival, own = pool.error.unsqueeze(-1), pool.error.unsqueeze(-2)
-        better = (rival > own) | ((rival == own) & (order.unsqueeze(-1) < order))
-        rank = better[:, :, size:].cumsum(dim=2) + better[:, :, :size].sum(dim=2, keepdim=True)
-        entered = order <= torch.arange(size, size + count, device=order.device).unsqueeze(-1)
-        held = entered & (rank < size) & (own != NEVER)
-        best = pool.error.sort(dim=-1, descending=True, stable=True).indices[..., :size].sort(dim=-1).values
+        if count == 1:  # the key of least error leaves, of equal ones the last
+            least = size - pool.error.flip(-1).argmin(dim=-1, keepdim=True)
+            held = ((order != least) & (pool.error != NEVER)).unsqueeze(2)
+            best = order[:size] + (order[:size] >= least)
+        else:
+            rival, own = pool.error.unsqueeze(-1), pool.error.unsqueeze(-2)
+            better = (rival > own) | ((rival == own) & (order.unsqueeze(-1) < order))
+            rank = better[:, :, size:].cumsum(dim=2) + better[:, :, :size].sum(dim=2, keepdim=True)
+            entered = order <= torch.arange(size, size + count, device=order.device).unsqueeze(-1)
+            held = entered & (rank < size) & (own != NEVER)
+            best = pool.error.sort(dim=-1, descending=True, stable=True).indices[..., :size].sort(dim=-1).values
         key, value = (x.gather(2, best.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in pool[:2])
         return pool, held, StoredKeys(key, value, pool.error.gather(2, best))
 

@@ -185,6 +185,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": result_tables.profile_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
+    "store": lambda: smollm2_table((EXACT, "window, untrained", "store, untrained")),
     "stream": result_tables.stream_table,
     "sentence-encoder": sentence_encoder_tables,
     "transfer-cost": result_tables.transfer_cost_table,
