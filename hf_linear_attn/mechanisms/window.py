@@ -113,7 +113,7 @@ class WindowOptions(HybridOptions):
     store_size: int = option(
         0,
         "decoders only: keys outside of the window that are exact too, those whose values the part outside recalls "
-        "worst (LoLA, arXiv:2505.23666; in torch operations)",
+        "worst (LoLA, arXiv:2505.23666)",
         least=0,
     )
 

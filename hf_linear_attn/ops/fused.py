@@ -171,8 +171,8 @@ class Mix(NamedTuple):
 
         g = base + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
 
-    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks; saturation N of a decoding step, n the tokens before it (None:
-    without the last term).
+    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks and stored keys; saturation N of a decoding step, n the
+    tokens before it (None: without the last term).
     """
 
     compute: Callable[[], Tensor]
@@ -189,8 +189,7 @@ class WindowedCall(_Call):
 
     `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
     `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
-    query (`ops.sinks`). With a `store` n (causal, torch only), so have n keys that the linear part recalls badly
-    (`ops.store`).
+    query (`ops.sinks`). With a `store` n (causal), so have n keys that the linear part recalls badly (`ops.store`).
     """
 
     window: int

@@ -8,7 +8,8 @@ with S_j and z_j the sums over all keys that have left the window until then, it
 keys of largest error among them (of equal errors the earlier key). LoLA computes all errors again for each chunk; here
 a key keeps its own, so that the store does not depend on how a sequence is split.
 
-The sums contain stored keys, too: `ops.windowed` adds their exact weights and subtracts their estimates. The decoding
+The sums contain stored keys, too: `ops.windowed` adds their exact weights and subtracts their estimates (which costs
+digits where these are hundreds of times larger: not with maps such as `hedgehog`, whose features add up to 1). The
 state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and `store_error [B, G, n]` (-1: empty).
 """
 

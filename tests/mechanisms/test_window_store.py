@@ -9,6 +9,7 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import windowed
+from hf_linear_attn.ops.common import InPlaceState
 from tests.helpers import BERT, LLAMA, assert_close, logits, padded_batch, patched, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
@@ -95,6 +96,33 @@ def test_gradients(feature_map):
 def test_any_split_equals_the_whole(sizes):
     state = checks.check_pieces(build(), sizes)
     assert state["store_key"].shape == (2, 2, 3, 6)
+
+
+@pytest.mark.parametrize("kind", [dict, InPlaceState])
+@pytest.mark.parametrize(
+    ("feature_map", "dtype", "window_size", "sinks", "store_size"),
+    [
+        ("hedgehog", torch.float32, 4, 2, 3),
+        ("hedgehog", torch.float32, 5, 0, 70),  # more than the kernel reads at a time
+        ("hedgehog", torch.bfloat16, 3, 4, 1),
+        ("elu", torch.float32, 4, 2, 3),
+    ],
+)
+@torch.no_grad()
+def test_steps_of_the_kernel_equal_the_whole(feature_map, dtype, window_size, sinks, store_size, kind):
+    sizes = {"window_size": window_size, "sink_tokens": sinks, "store_size": store_size}
+    module = build(feature_map, value_dim=16, **sizes)
+    inputs, mask = [x.to(dtype) for x in qkv(120, value_dim=16)], torch.ones(2, 120, dtype=torch.bool)
+    mask[1, 30:40] = mask[1, :5] = False
+    whole, after = checks.run(module, *inputs, mask=mask)
+    _, state = checks.run(module, *(x[:, :, :12] for x in inputs), mask=mask[:, :12])
+    for token in range(12, 120):
+        now = slice(token, token + 1)
+        out, state = checks.run(module, *(x[:, :, now] for x in inputs), mask=mask[:, now], state=kind(state))
+        assert_close(out[mask[:, token]], whole[:, :, now][mask[:, token]], dtype, factor=5)
+    assert state.keys() == after.keys()
+    for name, tensor in after.items():
+        assert_close(state[name].double(), tensor.double(), dtype, factor=5)
 
 
 def test_blocks_that_are_computed_together_do_not_matter(monkeypatch):
@@ -197,6 +225,6 @@ def test_what_it_cannot_do_is_refused():
     with (
         torch.no_grad(),
         hla.use_backend("native"),
-        pytest.raises(NotImplementedError, match="a store of keys is not fused"),
+        pytest.raises(NotImplementedError, match="in steps of one token only"),
     ):
         module(AttentionInputs(q, k, v, scaling=SCALING, causal=True, return_state=True))

@@ -37,9 +37,11 @@ struct Call {
   const uint8_t* ring_mask;                                                            // [B, w]
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
+  void *store_key, *store_value;                                                       // [B, G, n, d | e]
+  float* store_error;                                                                  // [B, G, n], -1: empty
   Map query_map, key_map;
   int64_t mask_batch, batch, heads, groups, length, keys;
-  int64_t offset, sinks;                                                               // the key that row 0 is; s
+  int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n
   int32_t size, value_size, dtype, threads;                                            // d, e, ...
   int32_t window, two_sided;                                                           // w; whether also distances > -w
   float scaling, mix_bound, saturation;                                                // tau, ..., N
@@ -48,6 +50,7 @@ struct Call {
   // `mix`; for one token less log(1 + n / N), n of its `count` tokens lying outside, without the last term if N is 0.
   // Sinks are exact for every row: those at `sink_position`, counted in rows. One token: the first ones of each row,
   // contiguous; the new one is added to them while there are fewer. Its state and ring may lie where the next ones do.
+  // A store is read and written.
 
   int x_row() const { return padded(size); }
   int e_row() const { return padded(value_size); }

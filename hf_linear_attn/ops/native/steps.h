@@ -145,23 +145,49 @@ static T* add_sink(const Strided& sinks, long b, long g, long count, long max_co
   return rows;
 }
 
+// The key of the oldest token enters the store of a head in place of the one of least error, if its own is larger (see
+// ops/store.py). next_state and next_sum contain the key; phi_k are its features, value its value in float32.
+template <typename T>
+static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const T* key, const T* own,
+                         float* recalled) {
+  const int d = c.size, e = c.value_size;
+  const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), 1e-20f);
+  float squares = 0.0f;
+  for (int j = 0; j < e; ++j) squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
+  float *errors = c.store_error + stream * c.store, least = std::sqrt(squares);
+  const float error = least;
+  long leaves = c.store;
+  for (long j = c.store - 1; j >= 0; --j)
+    if (errors[j] < least) least = errors[leaves = j];
+  if (leaves == c.store) return;
+  const long later = c.store - 1 - leaves, last = c.store - 1;
+  T *keys = static_cast<T*>(c.store_key) + stream * c.store * d, *values = static_cast<T*>(c.store_value) + stream * c.store * e;
+  memmove(errors + leaves, errors + leaves + 1, later * sizeof(float));
+  memmove(keys + leaves * d, keys + (leaves + 1) * d, later * d * sizeof(T));
+  memmove(values + leaves * e, values + (leaves + 1) * e, later * e * sizeof(T));
+  errors[last] = error;
+  memcpy(keys + last * d, key, d * sizeof(T));
+  memcpy(values + last * e, own, e * sizeof(T));
+}
+
 // The mixing weight of head h, for its query x.
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
-  const int64_t outside = c.count[b] + 1 - c.window - c.sinks;
+  const int64_t outside = c.count[b] + 1 - c.window - c.sinks - c.store;
   const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
   return std::exp(base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }
 
 template <typename T>
 static int windowed_step(const Call& c) {
-  const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window;
+  const int x_row = c.x_row(), e = c.value_size, e_row = c.e_row(), w = c.window, n = (int)c.store;
   return run_parallel<float>(c.threads, [&](Workspace& workspace) {  // one row: no tiles
-    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, 1);
+    FeatureBlock keys(c.key_map, workspace, 1), queries(c.query_map, workspace, 1), stored(c.key_map, workspace, n);
+    float *stored_value = workspace.take((size_t)n * e_row), *recalled = workspace.take(n ? e_row : 0);
     float *value = workspace.take(e_row), *out = workspace.take(e_row);
     float *key_buffer = workspace.take((size_t)w * x_row), *value_buffer = workspace.take((size_t)w * e_row),
           *sink_key_buffer = workspace.take((size_t)c.sinks * x_row),
-          *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take(w + c.sinks + LANES);
+          *sink_value_buffer = workspace.take((size_t)c.sinks * e_row), *weights = workspace.take(w + c.sinks + n + LANES);
     if (!workspace.ready()) return;
 #pragma omp for schedule(static)
     for (long stream = 0; stream < c.batch * c.groups; ++stream) {
@@ -185,6 +211,8 @@ static int windowed_step(const Call& c) {
       const uint8_t is_far = valid[0] && oldest >= c.sinks;
       const int sinks = (int)std::max(0l, std::min<long>(oldest + 1, c.sinks));  // outside of the ring
       const Strided key_rows{const_cast<T*>(ring_key), 0, 0, c.size}, value_rows{const_cast<T*>(ring_value), 0, 0, e};
+      // Before the ring moves, which may be in place.
+      const std::vector<T> oldest_key(ring_key, ring_key + (n ? c.size : 0)), oldest_value(ring_value, ring_value + (n ? e : 0));
       keys.read<T>(key_rows, 0, g, 0, 1, &is_far);
       read_rows<T>(value_rows, 0, 0, 0, 1, e, &is_far, value, e_row);
       const T* token_key = static_cast<const T*>(c.key.data) + b * c.key.batch + g * c.key.head;
@@ -212,20 +240,40 @@ static int windowed_step(const Call& c) {
         queries.read<T>(c.query, b, h, 0, 1, nullptr);
         scale_all(queries.features, queries.row, mixing_weight(c, b, h, queries.x, x_row));
         float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
-        float top = -INFINITY, *sink_weights = weights + w;
-        for (int j = 0; j < w + sinks; ++j) {
-          const float* key = j < w ? near_key + (size_t)j * x_row : sink_key_buffer + (size_t)(j - w) * x_row;
-          const bool is_token = j >= w - 1 || next_valid[j];
+        const float* errors = c.store_error + stream * n;
+        if (n && h == g * c.repeats()) {
+          if (is_far) update_store<T>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
+          FeatureBlock part = stored;
+          const Strided stored_rows{static_cast<T*>(c.store_key) + stream * n * c.size, 0, 0, c.size};
+          for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
+            part.read<T>(stored_rows, 0, g, j, (int)std::min<long>(BLOCK, n - j), nullptr);
+          const Strided rows{static_cast<T*>(c.store_value) + stream * n * e, 0, 0, e};
+          read_rows<T>(rows, 0, 0, 0, n, e, nullptr, stored_value, e_row);
+        }
+        const int others = w + sinks, all = others + n;
+        float top = -INFINITY, *sink_weights = weights + w, *stored_weights = weights + others;
+        for (int j = 0; j < all; ++j) {
+          const float* key = j < w        ? near_key + (size_t)j * x_row
+                             : j < others ? sink_key_buffer + (size_t)(j - w) * x_row
+                                          : stored.x + (size_t)(j - others) * x_row;
+          const bool is_token = j >= others ? errors[j - others] >= 0.0f : j >= w - 1 || next_valid[j];
           weights[j] = is_token ? dot(queries.x, key, x_row) * c.scaling : -INFINITY;
           top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
         }
-        for (int j = 0; j < w + sinks; j += LANES) {
-          const Vec weight = first_lanes(exp_of(load(weights + j) - top), w + sinks - j);
+        for (int j = 0; j < all; j += LANES) {
+          const Vec weight = first_lanes(exp_of(load(weights + j) - top), all - j);
           store(weights + j, weight);
           normaliser += sum_of(weight);
         }
         multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
         if (sinks) multiply(1, e_row, sinks, sink_weights, sinks, 1, sink_value_buffer, e_row, out, e_row, true);
+        for (int j = 0; j < n; ++j)
+          if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
+            const float estimate = dot(queries.features, stored.features + (size_t)j * stored.row, stored.row);
+            stored_weights[j] -= estimate;
+            normaliser -= estimate;
+          }
+        if (n) multiply(1, e_row, n, stored_weights, n, 1, stored_value, e_row, out, e_row, true);
         divide_rows<T>(c, b, h, 0, 1, out, &normaliser);
       }
     }

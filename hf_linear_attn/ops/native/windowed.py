@@ -14,7 +14,8 @@ from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
 _STATE = {"kv": "state", "k_sum": "state_sum"} | {
     name: name for name in ("ring_key", "ring_value", "ring_mask", "count")
 }
-_SINKS = ("sink_key", "sink_value")
+#: The entries that it writes into.
+_WRITTEN = {"sinks": ("sink_key", "sink_value"), "store": ("store_key", "store_value", "store_error")}
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -79,11 +80,13 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
         return False
     batch, groups, _, size = call.key.shape
     expected: dict[str, tuple[int, ...]] = {"ring_mask": (batch, window), "count": (batch,)}
-    for prefix, count in (("ring", window), ("sink", call.sinks)):
+    for prefix, count in (("ring", window), ("sink", call.sinks), ("store", call.store)):
         if count:
             expected[f"{prefix}_key"] = batch, groups, count, size
             expected[f"{prefix}_value"] = batch, groups, count, call.value.shape[3]
-    dtypes = {"ring_mask": torch.bool, "count": torch.int64}
+    if call.store:
+        expected["store_error"] = batch, groups, call.store
+    dtypes = {"ring_mask": torch.bool, "count": torch.int64, "store_error": torch.float32}
     return all(
         name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, query.dtype)
         for name, shape in expected.items()
@@ -103,9 +106,7 @@ def _step(call: WindowedCall, state: State, inputs: Tensors, numbers: Numbers) -
         after = {name: torch.empty_like(tensor) for name, tensor in before.items()}
         inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
         outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
-    if call.sinks:  # the kernel writes into them
-        sinks = {name: state[name].contiguous() if after is before else state[name].clone() for name in _SINKS}
-        outputs |= sinks
-        after = {**after, **sinks}
-    binding.run("windowed_step", inputs, outputs, numbers)
-    return outputs["out"], after
+    written = [name for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names]
+    tokens = {name: state[name].contiguous() if after is before else state[name].clone() for name in written}
+    binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
+    return outputs["out"], {**after, **tokens}
