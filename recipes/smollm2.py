@@ -16,7 +16,8 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 - probe: as mixture, with all exact heads chosen by the probe;
 - random: as mixture, with heads drawn at random;
 - window: no exact heads, so that the state is constant;
-- store: as window, with a third of each window as a store of keys, which may lie anywhere (`store_size`);
+- store: window as trained, with a third of each window as a store of keys, which may lie anywhere (`store_size`):
+  nothing is trained for it;
 - linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
 A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
@@ -179,6 +180,12 @@ class Study:
     def train(self, variant: str) -> PreTrainedModel:
         """Convert the model, or load what an earlier call has converted."""
         folder = self.folder / variant
+        if variant == "store":
+            model = self.load("window") if (self.folder / "window" / "model").exists() else self.train("window")
+            state = model.state_dict()
+            hla.patch_model(hla.unpatch_model(model), self.plan(variant)).load_state_dict(state)
+            model.save_pretrained(folder / "model")
+            return model
         shared = {field.name: getattr(self.config, field.name) for field in fields(ConvertConfig)}
         # The plans below have the exact heads.
         changes: dict[str, Any] = {"options": {}, "attention": None, "exact_share": 0.0}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_linear_attn as hla
 from recipes.smollm2 import main
@@ -47,12 +48,17 @@ def arguments_of(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_variants_are_converted_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    variants = "--variants=[mixture, control, near, probe, random, window, linear]"
+    variants = "--variants=[mixture, control, near, probe, random, store, linear]"
     assert main(arguments_of(tmp_path, variants, "--exact_share=0.34")) == 0
     out = tmp_path / "out"
     results = json.loads((out / "results.json").read_text())
     assert sum(row["chosen"] for row in results["heads"]["scores"]) == 2
-    assert {"exact", "mixture", "control", "near", "probe", "random", "window", "linear"} <= results.keys()
+    assert {"exact", "mixture", "control", "near", "probe", "random", "store", "linear"} <= results.keys()
+    window, store = (hla.load_pretrained(str(out / name / "model")) for name in ("window", "store"))
+    options = [model.config.linear_attention["layers"]["0"]["options"] for model in (window, store)]
+    assert [(one["window_size"], one["store_size"]) for one in options] == [(8, 0), (6, 2)]
+    for name, parameter in window.state_dict().items():
+        assert torch.equal(store.state_dict()[name], parameter)
     plans = {name: json.loads((out / "plans" / f"{name}.json").read_text()) for name in ("mixture", "near", "window")}
     assert plans["near"] == {**plans["mixture"], "default": {**plans["mixture"]["default"], "mix_init": -30.0}}
     assert list(plans["window"]) == ["default"]
