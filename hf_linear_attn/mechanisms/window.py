@@ -143,9 +143,9 @@ class WindowAttention(HybridAttention):
     With `store_size` n a decoder keeps n more keys exact, those outside of the window whose values S and z recall worst
     (`ops.store`): a state as large as that of a wider window, which remembers single tokens far back.
 
-    The state is S, z, a ring buffer of w keys and values, the sinks, and the number of tokens, `count [B]`. With a
-    `saturation` N the weights outside the window are divided by `1 + n/N`, n the number of tokens there: together they
-    tend to N times their mean instead of growing with the input.
+    The state is S, z, a ring buffer of w keys and values, the sinks, the store, and the number of tokens, `count [B]`.
+    With a `saturation` N the weights outside the window are divided by `1 + n/N`, n the number of tokens there:
+    together they tend to N times their mean instead of growing with the input.
     """
 
     context_parallel = frozenset({True, False})
@@ -170,6 +170,7 @@ class WindowAttention(HybridAttention):
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
+        self._check_store(inputs.causal)
         if inputs.ranks is None and self._is_within_window(inputs):
             return softmax_attention(*inputs.tensors, None, inputs.scaling, inputs.causal), None
         if inputs.ranks is not None:
@@ -189,7 +190,6 @@ class WindowAttention(HybridAttention):
 
     def _whole_call(self, inputs: AttentionInputs, log_mix: Tensor | Mix) -> WindowedCall:
         """Return the call with all that is exact beside the window."""
-        self._check_store(inputs.causal)
         return self._call(inputs, log_mix, sinks=self.options.sink_tokens, store=self.options.store_size)
 
     def _check_store(self, causal: bool) -> None:
@@ -229,10 +229,13 @@ class WindowAttention(HybridAttention):
         """Return the part of g that does not depend on the query: `[1, H, 1]`, with a saturation `[B | 1, H, L]`."""
         query = inputs.query
         log_mix, saturation = self.log_mix.to(compute_dtype(query)).view(1, -1, 1), self.options.saturation
-        if saturation is None:
+        if saturation is None and not self.options.store_size:
             return log_mix
-        outside = inputs.of_queries(self._count_outside(inputs))
-        return log_mix - torch.log1p(outside.unsqueeze(1).to(log_mix.dtype) / saturation)
+        outside = inputs.of_queries(self._count_outside(inputs)).unsqueeze(1)
+        if saturation is not None:
+            log_mix = log_mix - torch.log1p(outside.to(log_mix.dtype) / saturation)
+        # With all of S stored, the estimates would not cancel exactly.
+        return log_mix.masked_fill(outside == 0, float("-inf")) if self.options.store_size else log_mix
 
     def _query_mix(self, inputs: AttentionInputs) -> Tensor:
         """Return `clip(√τ u·q_i)`, `[B, H, L]`. NaN in padding reaches neither it nor u's gradient."""
@@ -255,7 +258,11 @@ class WindowAttention(HybridAttention):
         inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
         if sinks:
             inside = inside | sink_pairs(inputs.visible(), sinks, causal, start)
-        if self.options.store_size:
+        if self.options.store_size and inputs.mask is not None and inputs.mask.dim() == 4:
+            raise NotImplementedError(
+                "A store of keys cannot honour a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
+            )
+        if self.options.store_size and inputs.key.shape[2]:
             stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
             first = stored.shape[2] - inputs.query.shape[2]
             inside = inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
@@ -288,4 +295,6 @@ class WindowAttention(HybridAttention):
         return self.options.window_size + self.options.sink_tokens * (1 if causal else 2) + self.options.store_size
 
     def extra_repr(self) -> str:
-        return f"window_size={self.options.window_size}, sink_tokens={self.options.sink_tokens}"
+        options = self.options
+        stored = f", store_size={options.store_size}" if options.store_size else ""
+        return f"window_size={options.window_size}, sink_tokens={options.sink_tokens}{stored}"

@@ -9,8 +9,8 @@ keys of largest error among them (of equal errors the earlier key). LoLA compute
 a key keeps its own, so that the store does not depend on how a sequence is split.
 
 The sums contain stored keys, too: `ops.windowed` adds their exact weights and subtracts their estimates (which costs
-digits where these are hundreds of times larger: not with maps such as `hedgehog`, whose features add up to 1). The
-state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and `store_error [B, G, n]` (-1: empty).
+digits where these are hundreds of times larger). The state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and
+`store_error [B, G, n]` (-1: empty).
 """
 
 from typing import NamedTuple
@@ -25,6 +25,9 @@ from .kernelized import causal
 #: The error of what may not be stored: empty places, padding and sinks.
 NEVER = -1.0
 
+#: An error of at most so much of a value is rounding and counts as none: noise must not rank keys.
+ROUNDING = 1e-5
+
 
 class StoredKeys(NamedTuple):
     """Keys `[B, G, n, d]`, values `[B, G, n, e]` and errors `[B, G, n]`, in the order of the sequence."""
@@ -37,6 +40,9 @@ class StoredKeys(NamedTuple):
     def before(call: WindowedCall) -> "StoredKeys":
         """Return the store before the first token of a call."""
         if call.state is not None:
+            held = call.state["store_key"].shape[2] if "store_key" in call.state else 0
+            if held != call.store:
+                raise ValueError(f"The state has a store of {held} keys, not {call.store}: it is of other options.")
             return StoredKeys(*(call.state[f"store_{name}"] for name in StoredKeys._fields))
         key, value, count = call.key, call.value, call.store
         sizes = key.shape[0], key.shape[1], count
@@ -58,18 +64,12 @@ class StoredKeys(NamedTuple):
         """
         size, count = self.key.shape[2], new.key.shape[2]
         pool = StoredKeys(*(torch.cat([old.to(own.dtype), own], dim=2) for old, own in zip(self, new, strict=True)))
-        order = torch.arange(size + count, device=pool.error.device)
-        if count == 1:  # the key of least error leaves, of equal ones the last
-            least = size - pool.error.flip(-1).argmin(dim=-1, keepdim=True)
-            held = ((order != least) & (pool.error != NEVER)).unsqueeze(2)
-            best = order[:size] + (order[:size] >= least)
-        else:
-            rival, own = pool.error.unsqueeze(-1), pool.error.unsqueeze(-2)
-            better = (rival > own) | ((rival == own) & (order.unsqueeze(-1) < order))
-            rank = better[:, :, size:].cumsum(dim=2) + better[:, :, :size].sum(dim=2, keepdim=True)
-            entered = order <= torch.arange(size, size + count, device=order.device).unsqueeze(-1)
-            held = entered & (rank < size) & (own != NEVER)
-            best = pool.error.sort(dim=-1, descending=True, stable=True).indices[..., :size].sort(dim=-1).values
+        best = pool.error.sort(dim=-1, descending=True, stable=True).indices
+        entered = best.unsqueeze(2) <= torch.arange(size, size + count, device=best.device).unsqueeze(-1)
+        held = entered & (entered.cumsum(dim=-1) <= size)  # in the order of `best`
+        held = held.gather(3, best.argsort(dim=-1).unsqueeze(2).expand(held.shape))
+        held = held & (pool.error != NEVER).unsqueeze(2)
+        best = best[..., :size].sort(dim=-1).values
         key, value = (x.gather(2, best.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in pool[:2])
         return pool, held, StoredKeys(key, value, pool.error.gather(2, best))
 
@@ -87,12 +87,18 @@ def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) ->
     maps = (call.key_features, call.key_features, None, call.num_features)
     with torch.no_grad():
         own = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
-        error = (causal(own)[0] - own.value).norm(dim=-1)
+        error = recall_error(causal(own)[0], own.value)
     return StoredKeys(key, value, mask_tokens(error, far, NEVER))
+
+
+def recall_error(recalled: Tensor, value: Tensor) -> Tensor:
+    """Return the error of each recalled value `[…, e]`, `[…]`."""
+    error = (recalled - value).norm(dim=-1)
+    return error.masked_fill(error <= ROUNDING * value.norm(dim=-1), 0.0)
 
 
 def leaving_key(key: Tensor, value: Tensor, features: Features, far: KVState, real: Tensor) -> StoredKeys:
     """Return the same for one key with its features, given the sums `far` that contain it; real `[B, 1]`."""
     with torch.no_grad():
-        error = (weighted_mean(features.values @ far.total) - value.to(far.total.dtype)).norm(dim=-1)
+        error = recall_error(weighted_mean(features.values @ far.total), value.to(far.total.dtype))
     return StoredKeys(mask_tokens(key, real), mask_tokens(value, real), mask_tokens(error, real, NEVER))

@@ -392,7 +392,7 @@ def accumulate(
     keys = _KeyBlocks(inputs, valid, far, size, reach + count + ahead, reach * size - older)
     query = pad_to_blocks(query, size, count, 0)
     if call.store:
-        refuse_free_length(length, "A window with a store")
+        refuse_free_length(length, "A window with store_size")
         tokens = (x[:, :, :length] for x in (inputs.key, inputs.value, far[:, None, :, None]))
         key, value, leave = (pad_to_blocks(x, size, count, 0) for x in tokens)
         store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])

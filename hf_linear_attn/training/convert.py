@@ -301,7 +301,7 @@ def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:
     counts = {"exact_length": limit, "inputs": len(lengths), "longer": sum(length > limit for length in lengths)}
     if limit and report and report.parameters and counts["longer"] < MIN_LONGER_SHARE * len(lengths):
         share = "little" if counts["longer"] else "nothing"
-        remedy = "Give longer inputs, or narrow what is exact (options.window_size or options.block_size)."
+        remedy = "Give longer inputs, or narrow what is exact (options.window_size, store_size or block_size)."
         run.say(f"{exactness(counts)} So these data train {share} of the mechanism. {remedy}")
     return {
         "class": type(model).__name__,

@@ -40,7 +40,8 @@ def stored_keys(module, key, value):
             if leaving >= options.sink_tokens:
                 weights = own[options.sink_tokens : leaving + 1] @ own[leaving]
                 recalled = weights @ values[options.sink_tokens : leaving + 1] / weights.sum()
-                errors[leaving] = (recalled - values[leaving]).norm().item()
+                error, size = (recalled - values[leaving]).norm().item(), values[leaving].norm().item()
+                errors[leaving] = error if error > 1e-5 * size else 0.0
             for index in sorted(errors, key=lambda index: (-errors[index], index))[: options.store_size]:
                 held[group, query, index] = True
     return held
@@ -151,6 +152,23 @@ def test_a_row_of_window_sinks_and_store_is_exact_and_none_longer():
         out = checks.run(module, *inputs)[0]
         exact = naive.softmax_attention(*inputs, naive.visible(None, 2, length, length, True), SCALING)
         assert ((out - exact).abs().max() < 1e-5) == (length <= 9)
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "elu"])
+@torch.no_grad()
+def test_rows_whose_far_keys_are_all_stored_are_exact_whatever_they_weigh(feature_map):
+    """Their estimates would leave nothing but rounding."""
+    module = build(feature_map, value_dim=16, store_size=70)
+    module.log_mix.data.fill_(10.0)
+    (q, k, v), length = qkv(60, value_dim=16), 60
+    exact = naive.softmax_attention(q, k, v, naive.visible(None, 2, length, length, True), SCALING)
+    out, state = checks.run(module, q[:, :, :40], k[:, :, :40], v[:, :, :40])
+    parts = [out]
+    for token in range(40, length):
+        now = slice(token, token + 1)
+        out, state = checks.run(module, q[:, :, now], k[:, :, now], v[:, :, now], state=state)
+        parts.append(out)
+    assert_close(torch.cat(parts, dim=2), exact)
 
 
 @torch.no_grad()

@@ -119,8 +119,8 @@ static int dispatch_causal(const Call& c) {
 }
 
 // One token of windowed attention: the oldest key of the ring moves into S and z unless it is a sink, the new key is
-// appended to the ring, and the row sees the new ring and the sinks before it exactly (see ops/windowed.py). A token that
-// the mask drops has an output of zeros, and leaves everything as it is.
+// appended to the ring, and the row sees the new ring, the sinks before it and the store exactly (see ops/windowed.py). A
+// token that the mask drops has an output of zeros, and leaves everything as it is.
 
 // The ring [w, size] in float32 with padded rows; zeros where it holds no token. The last one always is one.
 template <typename T>
@@ -152,10 +152,13 @@ static void update_store(const Call& c, long stream, const float* phi_k, const f
                          float* recalled) {
   const int d = c.size, e = c.value_size;
   const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), 1e-20f);
-  float squares = 0.0f;
-  for (int j = 0; j < e; ++j) squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
-  float *errors = c.store_error + stream * c.store, least = std::sqrt(squares);
-  const float error = least;
+  float squares = 0.0f, size = 0.0f;
+  for (int j = 0; j < e; ++j) {
+    squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
+    size += value[j] * value[j];
+  }
+  const float error = std::sqrt(squares) <= 1e-5f * std::sqrt(size) ? 0.0f : std::sqrt(squares);  // ROUNDING
+  float *errors = c.store_error + stream * c.store, least = error;
   long leaves = c.store;
   for (long j = c.store - 1; j >= 0; --j)
     if (errors[j] < least) least = errors[leaves = j];
@@ -174,6 +177,7 @@ static void update_store(const Call& c, long stream, const float* phi_k, const f
 static float mixing_weight(const Call& c, long b, long h, const float* x, int x_row) {
   const float base = static_cast<const float*>(c.mix.data)[b * c.mix.batch + h * c.mix.head];
   const int64_t outside = c.count[b] + 1 - c.window - c.sinks - c.store;
+  if (c.store && outside <= 0) return 0.0f;  // what S holds is exact, and its estimates would not cancel exactly
   const float bound = c.saturation > 0 && outside > 0 ? std::log1p((float)outside / c.saturation) : 0.0f;
   return std::exp(base + query_mix(c, h, std::sqrt(c.scaling), x, x_row) - bound);
 }

@@ -107,6 +107,10 @@ def _step(call: WindowedCall, state: State, inputs: Tensors, numbers: Numbers) -
         inputs |= {_STATE[name]: tensor for name, tensor in before.items()}
         outputs |= {NEXT[_STATE[name]]: tensor for name, tensor in after.items()}
     written = [name for kind, names in _WRITTEN.items() if getattr(call, kind) for name in names]
-    tokens = {name: state[name].contiguous() if after is before else state[name].clone() for name in written}
+    whole = torch.contiguous_format
+    tokens = {
+        name: state[name].contiguous() if after is before else state[name].clone(memory_format=whole)
+        for name in written
+    }
     binding.run("windowed_step", inputs, {**outputs, **tokens}, numbers)
     return outputs["out"], {**after, **tokens}
