@@ -21,7 +21,8 @@ perplexity and loss by position, recall by length and depth, time and cache of a
 - linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
 A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
-checkpoint and its card, and `report.md` compares all that are there. A second call goes on where the first one stopped.
+checkpoint and its card (of store the checkpoint alone), and `report.md` compares all that are there. A second call goes
+on where the first one stopped.
 Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
 """
 
@@ -101,6 +102,8 @@ class RecipeConfig(ConvertConfig):
         for name in self.variants:
             if name not in VARIANTS:
                 raise ValueError(f"variants: {name!r} is none of {', '.join(VARIANTS)}.")
+        if self.attention != "window" and {"near", "store"} & set(self.variants):
+            raise ValueError(f"variants: near and store need the attention 'window', got {self.attention!r}.")
         if not 0 < self.exact_share < 1:
             raise ValueError(f"exact_share must lie between 0 and 1, got {self.exact_share!r}.")
 

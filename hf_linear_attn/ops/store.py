@@ -40,9 +40,9 @@ class StoredKeys(NamedTuple):
     def before(call: WindowedCall) -> "StoredKeys":
         """Return the store before the first token of a call."""
         if call.state is not None:
-            held = call.state["store_key"].shape[2] if "store_key" in call.state else 0
-            if held != call.store:
-                raise ValueError(f"The state has a store of {held} keys, not {call.store}: it is of other options.")
+            size = call.state["store_key"].shape[2] if "store_key" in call.state else 0
+            if size != call.store:
+                raise ValueError(f"The state has a store of {size} keys, not {call.store}: it is of other options.")
             return StoredKeys(*(call.state[f"store_{name}"] for name in StoredKeys._fields))
         key, value, count = call.key, call.value, call.store
         sizes = key.shape[0], key.shape[1], count
@@ -66,12 +66,12 @@ class StoredKeys(NamedTuple):
         pool = StoredKeys(*(torch.cat([old.to(own.dtype), own], dim=2) for old, own in zip(self, new, strict=True)))
         best = pool.error.sort(dim=-1, descending=True, stable=True).indices
         entered = best.unsqueeze(2) <= torch.arange(size, size + count, device=best.device).unsqueeze(-1)
-        held = entered & (entered.cumsum(dim=-1) <= size)  # in the order of `best`
-        held = held.gather(3, best.argsort(dim=-1).unsqueeze(2).expand(held.shape))
-        held = held & (pool.error != NEVER).unsqueeze(2)
+        is_stored = entered & (entered.cumsum(dim=-1) <= size)  # in the order of `best`
+        is_stored = is_stored.gather(3, best.argsort(dim=-1).unsqueeze(2).expand(is_stored.shape))
+        is_stored = is_stored & (pool.error != NEVER).unsqueeze(2)
         best = best[..., :size].sort(dim=-1).values
         key, value = (x.gather(2, best.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in pool[:2])
-        return pool, held, StoredKeys(key, value, pool.error.gather(2, best))
+        return pool, is_stored, StoredKeys(key, value, pool.error.gather(2, best))
 
 
 def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) -> StoredKeys:

@@ -300,13 +300,13 @@ def _sink_columns(sinks: Sinks, rows: QueryRows, first: int, call: WindowedCall)
 
 
 def _store_columns(
-    pool: StoredKeys, held: Tensor, query: Tensor, call: WindowedCall, features: Features
+    pool: StoredKeys, is_stored: Tensor, query: Tensor, call: WindowedCall, features: Features
 ) -> tuple[Columns, Tensor]:
     """Return keys `[…, p, d]` with their features as columns of rows `[…, R·n, d + 1]`, of which a store holds some,
-    held `[…, n, p]`, and their values `[v, 1]`."""
-    held = held.repeat(*(1,) * (held.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
+    is_stored `[…, n, p]`, and their values `[v, 1]`."""
+    is_stored = is_stored.repeat(*(1,) * (is_stored.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
     logits = query @ functional.pad(pool.key.to(query.dtype), (0, 1)).transpose(-1, -2)
-    columns = Columns(logits.masked_fill(~held, float("-inf")), features, -held.to(query.dtype))
+    columns = Columns(logits.masked_fill(~is_stored, float("-inf")), features, -is_stored.to(query.dtype))
     return columns, with_ones(pool.value.to(query.dtype))
 
 
@@ -316,17 +316,17 @@ def _offer_blocks(
     """Return the columns of the store for blocks of rows, of which the first begins at row `start`, and the store after
     them."""
     count, repeats = rows.query.shape[0], call.query.shape[1] // call.key.shape[1]
-    size, pools, held = rows.query.shape[3] // repeats, [], []
+    size, pools, is_stored = rows.query.shape[3] // repeats, [], []
     for block in range(count):
         new = leaving.at(slice(start + block * size, start + (block + 1) * size))
         pool, which, store = store.offer(new)
         pools.append(pool)
-        held.append(which)
+        is_stored.append(which)
     pool = StoredKeys(*(torch.stack(parts) for parts in zip(*pools, strict=True)))
     keys = pool.key.movedim(0, 2)
     features = call.key_features(keys.flatten(2, 3).to(rows.query.dtype), 0)
     features = features.apply(lambda x: x.unflatten(2, keys.shape[2:4]).movedim(2, 0))
-    return _store_columns(pool, torch.stack(held), rows.query, call, features), store
+    return _store_columns(pool, torch.stack(is_stored), rows.query, call, features), store
 
 
 def _attend(
@@ -491,7 +491,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     far = KVState.from_state(state).plus(KVState.of(older, older_value))
     if call.store:
         new = leaving_key(state["ring_key"][:, :, :1], state["ring_value"][:, :, :1], older, far, oldest)
-        pool, held, store = StoredKeys.before(call).offer(new)
+        pool, is_stored, store = StoredKeys.before(call).offer(new)
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
         near_key, near_value = torch.cat([near_key, sinks.key], dim=2), torch.cat([near_value, sinks.value], dim=2)
@@ -511,7 +511,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     columns = [Columns(logits)]
     if call.store:
         scaled = with_ones(query.to(dtype) * call.scaling).reshape(grouped)
-        stored, stored_value = _store_columns(pool, held, scaled, call, call.key_features(pool.key.to(dtype), 0))
+        stored, stored_value = _store_columns(pool, is_stored, scaled, call, call.key_features(pool.key.to(dtype), 0))
         columns.append(stored)
     (exact, *others), top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
@@ -535,9 +535,9 @@ def stored_pairs(call: WindowedCall) -> Tensor:
     # A number for each key stands in place of its value: 0 is an empty place.
     numbers = torch.arange(1, length + 1, device=valid.device).view(1, 1, -1, 1).expand(batch, groups, -1, -1)
     leaving = leaving_keys(call, key, value, far)._replace(value=numbers)
-    pool, held, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
-    pairs = held.new_zeros(*held.shape[:3], length + call.window + 1)
-    pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(held.shape), held)
+    pool, is_stored, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
+    pairs = is_stored.new_zeros(*is_stored.shape[:3], length + call.window + 1)
+    pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(is_stored.shape), is_stored)
     place = torch.arange(length, device=valid.device).expand(batch, -1) if index is None else index
     pairs = pairs.gather(2, place[:, None, :, None].expand(-1, groups, -1, pairs.shape[3]))
     # The keys that leave are the first of the window before these tokens and of the tokens.

@@ -114,7 +114,7 @@ def _current_wording(text: str) -> str:
 
 
 #: The conversions of SmolLM2 that the short table shows.
-SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", CONTROL)
+SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
 
 
 def smollm2_table(rows: Sequence[str] = ()) -> str:

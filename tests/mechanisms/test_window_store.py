@@ -32,7 +32,7 @@ def stored_keys(module, key, value):
     """Which keys the store holds for each query of one row, `[G, L, S]`, one query after the other."""
     options, length = module.options, key.shape[2]
     features = phi(module.feature_map.key, key)[0].detach()
-    held = torch.zeros(key.shape[1], length, length, dtype=torch.bool)
+    is_stored = torch.zeros(key.shape[1], length, length, dtype=torch.bool)
     for group, (own, values) in enumerate(zip(features, value[0].detach(), strict=True)):
         errors = {}
         for query in range(length):
@@ -43,8 +43,8 @@ def stored_keys(module, key, value):
                 error, size = (recalled - values[leaving]).norm().item(), values[leaving].norm().item()
                 errors[leaving] = error if error > 1e-5 * size else 0.0
             for index in sorted(errors, key=lambda index: (-errors[index], index))[: options.store_size]:
-                held[group, query, index] = True
-    return held
+                is_stored[group, query, index] = True
+    return is_stored
 
 
 def definition(module, q, k, v, causal):
