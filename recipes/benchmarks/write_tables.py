@@ -116,6 +116,9 @@ def _current_wording(text: str) -> str:
 #: The conversions of SmolLM2 that the short table shows.
 SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
 
+#: Those without exact heads, with and without a store of keys.
+STORE_ROWS = (EXACT, *(f"{name}, {kind}" for kind in ("untrained", "trained") for name in ("window", "store")))
+
 
 def smollm2_table(rows: Sequence[str] = ()) -> str:
     """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
@@ -185,7 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": result_tables.profile_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
-    "store": lambda: smollm2_table((EXACT, "window, untrained", "store, untrained")),
+    "store": lambda: smollm2_table(STORE_ROWS),
     "stream": result_tables.stream_table,
     "sentence-encoder": sentence_encoder_tables,
     "transfer-cost": result_tables.transfer_cost_table,
