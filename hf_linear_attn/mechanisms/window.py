@@ -253,20 +253,20 @@ class WindowAttention(HybridAttention):
         return (mask_tokens(part, mask) * inputs.scaling**0.5).clamp(-MIX_BOUND, MIX_BOUND)
 
     def _inside(self, inputs: AttentionInputs) -> Tensor:
-        """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: those in its window, and sinks."""
+        """Return which keys a query sees exactly, `[B | 1, H | 1, L, S]`: in its window, sinks and stored ones."""
         sinks, causal, start = self.options.sink_tokens, inputs.causal, inputs.start
         inside = ops.inside_window(inputs.mask, inputs.query, inputs.key, self.options.window_size, causal, start)
         if sinks:
             inside = inside | sink_pairs(inputs.visible(), sinks, causal, start)
-        if self.options.store_size and inputs.mask is not None and inputs.mask.dim() == 4:
+        if not self.options.store_size or not inputs.key.shape[2]:
+            return inside
+        if inputs.mask is not None and inputs.mask.dim() == 4:
             raise NotImplementedError(
                 "A store of keys cannot honour a mask [B, H, L, S]. Pass a padding mask [B, S], or set store_size=0."
             )
-        if self.options.store_size and inputs.key.shape[2]:
-            stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
-            first = stored.shape[2] - inputs.query.shape[2]
-            inside = inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
-        return inside
+        stored = ops.stored_pairs(self._whole_call(inputs, self.log_mix))
+        first = stored.shape[2] - inputs.query.shape[2]
+        return inside | stored[:, :, first:].repeat_interleave(self.shape.num_heads // stored.shape[1], dim=1)
 
     def _count_outside(self, inputs: AttentionInputs) -> Tensor:
         """Return how many tokens, but for sinks and a store, are outside of each one's window, `[B | 1, S]`.

@@ -513,13 +513,13 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
         scaled = with_ones(query.to(dtype) * call.scaling).reshape(grouped)
         stored, stored_value = _store_columns(pool, is_stored, scaled, call, call.key_features(pool.key.to(dtype), 0))
         columns.append(stored)
-    (exact, *others), top = row_weights(features, columns, far_scale)
+    weights, top = row_weights(features, columns, far_scale)
     total = features.values @ far.total
     if features.log_scale is not None and far_scale is not None:
         total = total * torch.exp(features.log_scale + far_scale - top).unsqueeze(-1)
-    for weight in others:
-        total = total + weight @ stored_value
-    out = divide(exact @ near_value + total[..., :-1], exact.sum(dim=-1) + total[..., -1])
+    if call.store:
+        total = total + weights[1] @ stored_value
+    out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])
     after = {**far.state(), **ring, **first, **(store.state() if call.store else {})}
     return out.view(batch, heads, 1, -1).to(value.dtype), after
 
@@ -538,10 +538,10 @@ def stored_pairs(call: WindowedCall) -> Tensor:
     pool, is_stored, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
     pairs = is_stored.new_zeros(*is_stored.shape[:3], length + call.window + 1)
     pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(is_stored.shape), is_stored)
-    place = torch.arange(length, device=valid.device).expand(batch, -1) if index is None else index
-    pairs = pairs.gather(2, place[:, None, :, None].expand(-1, groups, -1, pairs.shape[3]))
+    order = torch.arange(length, device=valid.device).expand(batch, -1) if index is None else index
+    pairs = pairs.gather(2, order[:, None, :, None].expand(-1, groups, -1, pairs.shape[3]))
     # The keys that leave are the first of the window before these tokens and of the tokens.
-    return pairs.gather(3, (place + call.window + 1)[:, None, None, :].expand(-1, groups, length, -1))
+    return pairs.gather(3, (order + call.window + 1)[:, None, None, :].expand(-1, groups, length, -1))
 
 
 def inside_window(
