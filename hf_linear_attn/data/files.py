@@ -173,10 +173,14 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 def _document_rows(path: Path) -> Rows:
+    return enumerate({"text": document} for document in text_documents(path))
+
+
+def text_documents(path: Path) -> list[str]:
+    """Return the documents of a text file: the articles of a WikiText file, otherwise as `split_documents`."""
     text, name = read_text(path), uncompressed_name(path)
     wikitext = name.startswith("wiki.") and name.endswith((".tokens", ".raw"))
-    documents = split_articles(text) if wikitext else split_documents(text)
-    return enumerate({"text": document} for document in documents)
+    return split_articles(text) if wikitext else split_documents(text)
 
 
 def split_documents(text: str) -> list[str]:

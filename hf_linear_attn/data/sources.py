@@ -38,7 +38,7 @@ def load_source(source: str, *, config: str | None = None, revision: str | None 
             - a file: csv, tsv (without quoting: a tab always separates two columns), json, jsonl, parquet, fasta
               (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all also as `.xz` or `.gz`.
               It becomes the split `train`. Text has one column, `text`, with one document per row: split as
-              `data.text.split_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
+              `data.files.text_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
             - the name of a Hub set, if no file or folder has this name.

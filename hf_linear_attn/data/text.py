@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import files
-from .files import split_documents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +47,7 @@ def read_text(path: str | None) -> Text:
         return text_of(standard_library_documents(), source)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
-    return text_of(split_documents(files.read_text(Path(path))), path)
+    return text_of(files.text_documents(Path(path)), path)
 
 
 def text_of(documents: Sequence[str], source: str) -> Text:

@@ -58,6 +58,15 @@ def test_documents(text: str, documents: list[str]) -> None:
     assert split_documents(text) == documents
 
 
+def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
+    """A line of one space, as WikiText has them, does not end a document."""
+    article = " \n = Title {} = \n \n" + " A sentence . \n \n Another one . \n" * 10
+    path = tmp_path / "wiki.train.tokens"
+    path.write_text("".join(article.format(index) for index in range(20)))
+    text = read_text(str(path))
+    assert (len(text.train), len(text.held_out)) == (16, 4)
+
+
 def test_every_fifth_document_is_held_out() -> None:
     documents = [str(index) for index in range(23)]
     train, held_out = split_train(documents)
