@@ -102,7 +102,7 @@ _ACTIVATIONS: dict[str, Callable[[FusedMap, Tensor], Tensor]] = {
     "elu": lambda fused, y: functional.elu(y, alpha=fused.alpha) + 1,
     "relu": lambda fused, y: torch.relu(y) + fused.epsilon,
     "rotated-relu": lambda fused, y: torch.relu(y) + fused.epsilon,
-    "softmax-pair": lambda fused, y: torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1),
+    "softmax-pair": lambda fused, y: torch.stack([y, -y], dim=-2).softmax(dim=-1).flatten(-2),
     "softmax-joint": lambda fused, y: torch.cat([2 * y, -2 * y], dim=-1).softmax(dim=-1),
 }
 

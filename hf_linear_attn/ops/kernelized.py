@@ -169,7 +169,7 @@ def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: b
     """
     groups = keys.values.shape[1]
     grouped = group_heads(query.values, groups)
-    weights = (grouped @ keys.values.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    weights = (keys.values.unsqueeze(2) @ grouped.transpose(-1, -2)).transpose(-1, -2).flatten(1, 2)
     if keys.log_scale is not None:
         repeats = weights.shape[1] // groups
         scales = keys.log_scale.repeat_interleave(repeats, dim=1).unsqueeze(-2)

@@ -142,7 +142,7 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
     for part in columns:
         weight = (part.logits - top.unsqueeze(-1)).exp_()
         if part.outside is not None and part.keys is not None:
-            estimate = (rows.values @ part.keys.values.transpose(-1, -2)) * part.outside
+            estimate = (part.keys.values @ rows.values.transpose(-1, -2)).transpose(-1, -2) * part.outside
             if rows.log_scale is not None and part.keys.log_scale is not None:
                 gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
                 estimate = estimate * gap.clamp(max=0.0).exp()  # at most 0 wherever it is used
@@ -574,7 +574,7 @@ def dense_windowed_weights(call: WindowedCall, inside: Tensor, allowed: Tensor) 
     query, key, log_mix = call.query, call.key, call.log_mixing_weights()
     batch, groups = key.shape[:2]
     rows = make_query_rows(query, call.query_features, 0, groups, call.scaling, log_mix)
-    rows = _block_rows(rows, 1, query.shape[2])
+    rows = QueryRows(rows.query.flatten(2, 3), rows.features.apply(lambda x: x.flatten(2, 3)))
     if not key.shape[2]:
         return rows.query.new_zeros(*query.shape[:3], 0)
     key = mask_tokens(key.to(rows.query.dtype), allowed.any(dim=2).any(dim=1).expand(batch, -1))
