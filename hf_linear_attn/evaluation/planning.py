@@ -197,13 +197,18 @@ class _Run:
 
     def heads(self, progress: Progress) -> list[ExactHeads]:
         """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`)."""
-        batches, model, config = leading_batches(self.inputs.train), self.exact.model, self.config
-        common = {"tokenizer": self.exact.tokenizer, "length": probe_length(model), "seed": config.seed}
-        choices = []
-        for index, share in enumerate(HEAD_SHARES[:-1]):
-            progress.status("choices of exact heads", index, len(HEAD_SHARES))
-            choices.append(find_exact_heads(model, batches, config.attention, share=share, **common, **config.options))
-        return [*choices, ExactHeads.first_rows(choices[-1].table, 0)]
+        progress.status("the choice of exact heads", 0, 1)
+        model, config = self.exact.model, self.config
+        search = find_exact_heads(
+            model,
+            leading_batches(self.inputs.train),
+            config.attention,
+            tokenizer=self.exact.tokenizer,
+            length=probe_length(model),
+            seed=config.seed,
+            **config.options,
+        )
+        return [search.with_share(share) for share in HEAD_SHARES]
 
     def facts(self) -> dict[str, Any]:
         """What the report says of the run beside its result. Of paths it has the names only."""

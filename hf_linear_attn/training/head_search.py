@@ -59,6 +59,19 @@ class ExactHeads:
         heads = _heads_by_layer(table[:count])
         return cls(table, heads, {"attention": DEFAULT_ATTENTION} if attention is None else attention)
 
+    def with_share(self, share: float, retrieval_share: float = RETRIEVAL_SHARE) -> ExactHeads:
+        """Return the choice of another share of all heads, by the scores and gains that were measured."""
+        import pandas as pd
+
+        table, first = self.table, 0
+        count = max(1, round(share * len(table))) if share else 0
+        if "score" in table:
+            table, first = table.sort_values("score", ascending=False, kind="stable"), round(retrieval_share * count)
+        if "gain" in table:
+            rest = table[first:].sort_values("gain", ascending=False, kind="stable")
+            table = pd.concat([table[:first], rest])
+        return self.first_rows(table, count, self.attention)
+
     def plan(self, attention: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return a plan for `patch_model`: the chosen heads exact, the others with this mechanism or their own."""
         sizes = self.table.groupby("layer").size()
@@ -124,7 +137,7 @@ def find_retrieval_heads(
     scores = {
         (layer, head): value for layer, total in totals.items() for head, value in enumerate(total.amax(1).tolist())
     }
-    return _choose(_table(scores, "score"), share, 0, "score")
+    return ExactHeads.first_rows(_table(scores, "score"), 0).with_share(share)
 
 
 def find_exact_heads(
@@ -207,7 +220,7 @@ def find_exact_heads(
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
     table = _table(gain, "gain") if probed is None else probed.assign(gain=[gain[cell] for cell in _cells(probed)])
-    return _choose(table, share, first, "gain", {"attention": attention, **options})
+    return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
 
 
 def leading_batches(batches: Iterable[Batch], tokens: int = SEARCH_TOKENS) -> list[Batch]:
@@ -284,12 +297,3 @@ def _heads_by_layer(rows: pandas.DataFrame) -> dict[int, tuple[int, ...]]:
     """Return the heads of each layer in the rows of a table."""
     cells = sorted(_cells(rows))
     return {layer: tuple(head for other, head in cells if other == layer) for layer, _ in cells}
-
-
-def _choose(
-    table: pandas.DataFrame, share: float, first: int, column: str, attention: Mapping[str, Any] | None = None
-) -> ExactHeads:
-    """Choose the first rows of a table, and up to a share of all those with the highest values in a column."""
-    rest = table.index[first:]
-    order = [*table.index[:first], *table.loc[rest].sort_values(column, ascending=False, kind="stable").index]
-    return ExactHeads.first_rows(table.loc[order], max(1, round(share * len(table))), attention)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
-from hf_linear_attn.training.head_search import find_exact_heads, find_retrieval_heads
+from hf_linear_attn.training.head_search import ExactHeads, find_exact_heads, find_retrieval_heads
 
 from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -114,6 +114,13 @@ def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int)
         assert row.gain == pytest.approx((ends[0] - ends[1]) / 6e-4, rel=5e-3, abs=2e-4)
 
 
+def best_gain(result: ExactHeads, start: int) -> tuple[int, int]:
+    """The head of greatest gain among those that the probe ranks from `start` on."""
+    table = result.table.sort_values("score", ascending=False, kind="stable")[start:]
+    best = table.loc[table["gain"].idxmax()]
+    return int(best["layer"]), int(best["head"])
+
+
 def test_the_probe_chooses_first_and_text_the_others() -> None:
     torch.manual_seed(0)
     model = tiny_model("gpt2")
@@ -126,6 +133,10 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     assert result.table["chosen"].tolist() == [True] * 4 + [False] * 4
     assert {(layer, head) for layer, heads in result.heads.items() for head in heads} == set(cells[:4])
     assert result.plan()["default"] == {"attention": "window", "window_size": 4}
+    less = result.with_share(0.25)
+    assert {(layer, head) for layer, heads in less.heads.items() for head in heads} == {cells[0], best_gain(result, 1)}
+    assert result.with_share(0.5).plan() == result.plan()
+    assert result.with_share(0.0).plan() == {"default": result.plan()["default"]}
     without = find_exact_heads(model, [batch_of()], "window", share=0.5, window_size=4)
     assert "score" not in without.table
 
