@@ -44,7 +44,7 @@ from .common import (
 from .fused import WindowedCall
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
-from .store import StoredKeys, leaving_key, leaving_keys, leaving_positions
+from .store import StoredKeys, leaving_key, leaving_keys
 
 #: Smallest and largest block: those of narrower windows have the smallest one.
 MIN_BLOCK, MAX_BLOCK = 32, 64
@@ -395,8 +395,7 @@ def accumulate(
         refuse_free_length(length, "A window with store_size")
         tokens = (x[:, :, :length] for x in (inputs.key, inputs.value, far[:, None, :, None]))
         key, value, leave = (pad_to_blocks(x, size, count, 0) for x in tokens)
-        at = leaving_positions(first["count"], window, length, key.shape[2])
-        store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0], at)
+        store, leaving = StoredKeys.before(call), leaving_keys(call, key, value, leave[:, 0, :, 0])
     log_mix = log_mix if log_mix.shape[2] == 1 else pad_to_blocks(log_mix.unsqueeze(-1), size, count, 0).squeeze(-1)
     parts = _neighbours(call, size, reach)
     step = max(MIN_GROUP, GROUP_ELEMENTS // max(batch * heads * size * size, 1))
@@ -491,8 +490,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     older_value = with_ones(mask_tokens(state["ring_value"][:, :, :1].to(dtype), oldest))
     far = KVState.from_state(state).plus(KVState.of(older, older_value))
     if call.store:
-        ring_key, ring_value = (state[f"ring_{name}"][:, :, :1] for name in ("key", "value"))
-        new = leaving_key(ring_key, ring_value, older, far, oldest, outside)
+        new = leaving_key(state["ring_key"][:, :, :1], state["ring_value"][:, :, :1], older, far, oldest)
         pool, is_stored, store = StoredKeys.before(call).offer(new)
     near_key, near_value, near = ring["ring_key"], ring["ring_value"], ring["ring_mask"]
     if sinks is not None:
@@ -530,14 +528,13 @@ def stored_pairs(call: WindowedCall) -> Tensor:
     """Return which keys the store holds for the token at each key, `[B, G, S, S]`, for analysis; O(S²) memory."""
     batch, groups, length, _ = call.key.shape
     inputs, valid, index = gather_tokens(call.replace(query=call.key), call.log_mixing_weights()[:, :, :1])
-    sinks, first = first_tokens(call)
+    sinks, _ = first_tokens(call)
     number = torch.arange(-call.window, length, device=valid.device)
     far = valid if sinks is None else valid & (number > sinks.position[:, -1:])
     key, value, far = inputs.key[:, :, :length], inputs.value[:, :, :length], far.expand(batch, -1)[:, :length]
     # A number for each key stands in place of its value: 0 is an empty place.
     numbers = torch.arange(1, length + 1, device=valid.device).view(1, 1, -1, 1).expand(batch, groups, -1, -1)
-    position = leaving_positions(first["count"], call.window, length, length)
-    leaving = leaving_keys(call, key, value, far, position)._replace(value=numbers)
+    leaving = leaving_keys(call, key, value, far)._replace(value=numbers)
     pool, is_stored, _ = StoredKeys.before(call.replace(value=numbers)).offer(leaving)
     pairs = is_stored.new_zeros(*is_stored.shape[:3], length + call.window + 1)
     pairs.scatter_(3, pool.value[..., 0].unsqueeze(2).expand(is_stored.shape), is_stored)

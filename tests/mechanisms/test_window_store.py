@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -12,7 +10,6 @@ import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.common import InPlaceState
-from hf_linear_attn.ops.store import HALF_LIFE, LEAST
 from tests.helpers import BERT, LLAMA, assert_close, logits, padded_batch, patched, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
@@ -37,15 +34,15 @@ def stored_keys(module, key, value):
     features = phi(module.feature_map.key, key)[0].detach()
     is_stored = torch.zeros(key.shape[1], length, length, dtype=torch.bool)
     for group, (own, values) in enumerate(zip(features, value[0].detach(), strict=True)):
-        ranks = {}
+        errors = {}
         for query in range(length):
             leaving = query - options.window_size
             if leaving >= options.sink_tokens:
                 weights = own[options.sink_tokens : leaving + 1] @ own[leaving]
                 recalled = weights @ values[options.sink_tokens : leaving + 1] / weights.sum()
                 error, size = (recalled - values[leaving]).norm().item(), values[leaving].norm().item()
-                ranks[leaving] = math.log2(max(error if error > 1e-5 * size else 0.0, LEAST)) + leaving / HALF_LIFE
-            for index in sorted(ranks, key=lambda index: (-ranks[index], index))[: options.store_size]:
+                errors[leaving] = error if error > 1e-5 * size else 0.0
+            for index in sorted(errors, key=lambda index: (-errors[index], index))[: options.store_size]:
                 is_stored[group, query, index] = True
     return is_stored
 
@@ -191,27 +188,13 @@ def test_a_value_unlike_all_others_stays_exact_far_back():
     assert errors[1] > 1.0
 
 
-@pytest.mark.parametrize(("early", "remains"), [(1.5, 1.0), (3.0, 3.0)])
-@torch.no_grad()
-def test_an_error_counts_half_after_its_half_life(early, remains):
-    module, (q, k, v) = build(value_dim=16, store_size=1), qkv(HALF_LIFE + 100, batch=1, value_dim=16)
-    v = torch.zeros_like(v)
-    v[:, :, 20], v[:, :, 20 + HALF_LIFE] = early, 1.0
-    whole = checks.run(module, q, k, v)[1]
-    _, state = checks.run(module, *(x[:, :, : HALF_LIFE + 10] for x in (q, k, v)))
-    for token in range(HALF_LIFE + 10, HALF_LIFE + 100):
-        state = checks.run(module, *(x[:, :, token : token + 1] for x in (q, k, v)), state=state)[1]
-    for after in (whole, state):
-        assert bool((after["store_value"] == remains).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_precision(dtype):
     module, inputs = build(window_size=16, store_size=8), [x.to(dtype) for x in qkv(200)]
     out, state = checks.run(module, *inputs)
     expected = checks.by_rows(definition, checks.double(module), *(x.double() for x in inputs))
-    assert (out.dtype, state["store_key"].dtype, state["store_rank"].dtype) == (dtype, dtype, torch.float32)
+    assert (out.dtype, state["store_key"].dtype, state["store_error"].dtype) == (dtype, dtype, torch.float32)
     assert_close(out, expected, dtype)
 
 

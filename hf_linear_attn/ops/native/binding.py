@@ -63,7 +63,7 @@ _POINTERS = (
     *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
-    *("store_key", "store_value", "store_rank"),
+    *("store_key", "store_value", "store_error"),
 )
 _LENGTHS = ("mask_batch", "batch", "heads", "groups", "length", "keys", "offset", "sinks", "store")
 _SIZES = ("size", "value_size", "dtype", "threads", "window", "two_sided")

@@ -38,7 +38,7 @@ struct Call {
   void *next_ring_key, *next_ring_value;
   uint8_t* next_ring_mask;
   void *store_key, *store_value;                                                       // [B, G, n, d | e]
-  float* store_rank;                                                                   // [B, G, n], -inf: empty
+  float* store_error;                                                                  // [B, G, n], -1: empty
   Map query_map, key_map;
   int64_t mask_batch, batch, heads, groups, length, keys;
   int64_t offset, sinks, store;                                                        // the key that row 0 is; s; n

@@ -145,12 +145,11 @@ static T* add_sink(const Strided& sinks, long b, long g, long count, long max_co
   return rows;
 }
 
-// The key of the oldest token, at a position, enters the store of a head in place of the one of least rank, if its own is
-// higher (see ops/store.py, which has the same constants). next_state and next_sum contain the key; phi_k are its features,
-// value its value in float32.
+// The key of the oldest token enters the store of a head in place of the one of least error, if its own is larger (see
+// ops/store.py). next_state and next_sum contain the key; phi_k are its features, value its value in float32.
 template <typename T>
-static void update_store(const Call& c, long stream, long position, const float* phi_k, const float* value, const T* key,
-                         const T* own, float* recalled) {
+static void update_store(const Call& c, long stream, const float* phi_k, const float* value, const T* key, const T* own,
+                         float* recalled) {
   const int d = c.size, e = c.value_size;
   const float normaliser = std::max(step_row(c, stream, 1.0f, phi_k, phi_k, value, false, recalled), 1e-20f);
   float squares = 0.0f, size = 0.0f;
@@ -158,20 +157,18 @@ static void update_store(const Call& c, long stream, long position, const float*
     squares += (recalled[j] / normaliser - value[j]) * (recalled[j] / normaliser - value[j]);
     size += value[j] * value[j];
   }
-  constexpr float ROUNDING = 1e-5f, LEAST = 0x1p-126f, HALF_LIFE = 2048.0f;
-  const float error = std::sqrt(squares) <= ROUNDING * std::sqrt(size) ? LEAST : std::max(std::sqrt(squares), LEAST);
-  const float rank = std::log2(error) + (float)position / HALF_LIFE;
-  float *ranks = c.store_rank + stream * c.store, least = rank;
+  const float error = std::sqrt(squares) <= 1e-5f * std::sqrt(size) ? 0.0f : std::sqrt(squares);  // ROUNDING
+  float *errors = c.store_error + stream * c.store, least = error;
   long leaves = c.store;
   for (long j = c.store - 1; j >= 0; --j)
-    if (ranks[j] < least) least = ranks[leaves = j];
+    if (errors[j] < least) least = errors[leaves = j];
   if (leaves == c.store) return;
   const long later = c.store - 1 - leaves, last = c.store - 1;
   T *keys = static_cast<T*>(c.store_key) + stream * c.store * d, *values = static_cast<T*>(c.store_value) + stream * c.store * e;
-  memmove(ranks + leaves, ranks + leaves + 1, later * sizeof(float));
+  memmove(errors + leaves, errors + leaves + 1, later * sizeof(float));
   memmove(keys + leaves * d, keys + (leaves + 1) * d, later * d * sizeof(T));
   memmove(values + leaves * e, values + (leaves + 1) * e, later * e * sizeof(T));
-  ranks[last] = rank;
+  errors[last] = error;
   memcpy(keys + last * d, key, d * sizeof(T));
   memcpy(values + last * e, own, e * sizeof(T));
 }
@@ -247,9 +244,9 @@ static int windowed_step(const Call& c) {
         queries.read<T>(c.query, b, h, 0, 1, nullptr);
         scale_all(queries.features, queries.row, mixing_weight(c, b, h, queries.x, x_row));
         float normaliser = step_row(c, stream, 1.0f, keys.features, queries.features, value, h == g * c.repeats(), out);
-        const float* ranks = c.store_rank + stream * n;
+        const float* errors = c.store_error + stream * n;
         if (n && h == g * c.repeats()) {
-          if (is_far) update_store<T>(c, stream, oldest, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
+          if (is_far) update_store<T>(c, stream, keys.features, value, oldest_key.data(), oldest_value.data(), recalled);
           FeatureBlock part = stored;
           const Strided stored_rows{static_cast<T*>(c.store_key) + stream * n * c.size, 0, 0, c.size};
           for (int j = 0; j < n; j += BLOCK, part.x += BLOCK * part.x_row, part.features += BLOCK * part.row)
@@ -263,7 +260,7 @@ static int windowed_step(const Call& c) {
           const float* key = j < w        ? near_key + (size_t)j * x_row
                              : j < others ? sink_key_buffer + (size_t)(j - w) * x_row
                                           : stored.x + (size_t)(j - others) * x_row;
-          const bool is_token = j >= others ? ranks[j - others] > -INFINITY : j >= w - 1 || next_valid[j];
+          const bool is_token = j >= others ? errors[j - others] >= 0.0f : j >= w - 1 || next_valid[j];
           weights[j] = is_token ? dot(queries.x, key, x_row) * c.scaling : -INFINITY;
           top = weights[j] > top || weights[j] != weights[j] ? weights[j] : top;
         }
@@ -275,7 +272,7 @@ static int windowed_step(const Call& c) {
         multiply(1, e_row, w, weights, w, 1, near_value, e_row, out, e_row, true);
         if (sinks) multiply(1, e_row, sinks, sink_weights, sinks, 1, sink_value_buffer, e_row, out, e_row, true);
         for (int j = 0; j < n; ++j)
-          if (ranks[j] > -INFINITY) {  // S has its estimate, which does not count
+          if (errors[j] >= 0.0f) {  // S has its estimate, which does not count
             const float estimate = dot(queries.features, stored.features + (size_t)j * stored.row, stored.row);
             stored_weights[j] -= estimate;
             normaliser -= estimate;

@@ -15,7 +15,7 @@ _STATE = {"kv": "state", "k_sum": "state_sum"} | {
     name: name for name in ("ring_key", "ring_value", "ring_mask", "count")
 }
 #: The entries that it writes into.
-_WRITTEN = {"sinks": ("sink_key", "sink_value"), "store": ("store_key", "store_value", "store_rank")}
+_WRITTEN = {"sinks": ("sink_key", "sink_value"), "store": ("store_key", "store_value", "store_error")}
 
 
 def run_windowed(call: WindowedCall) -> tuple[Tensor, State | None]:
@@ -85,8 +85,8 @@ def is_kernel_step(call: WindowedCall, state: State) -> bool:
             expected[f"{prefix}_key"] = batch, groups, count, size
             expected[f"{prefix}_value"] = batch, groups, count, call.value.shape[3]
     if call.store:
-        expected["store_rank"] = batch, groups, call.store
-    dtypes = {"ring_mask": torch.bool, "count": torch.int64, "store_rank": torch.float32}
+        expected["store_error"] = batch, groups, call.store
+    dtypes = {"ring_mask": torch.bool, "count": torch.int64, "store_error": torch.float32}
     return all(
         name in state and state[name].shape == shape and state[name].dtype == dtypes.get(name, query.dtype)
         for name, shape in expected.items()
