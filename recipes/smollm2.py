@@ -65,6 +65,8 @@ CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
 EXACT, CONTROL = "exact", "control"
 #: Options that measurements depend on: what is compared must have the same.
 MEASURED_BY = ("contexts", "test_tokens", "recall_lengths", "recall_tasks", "recall_trials", "decoding_contexts")
+#: The plot of losses ends here, in nats beyond the exact model's: others would be flattened.
+LARGEST_LOSS = 0.5
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
 NEAR_ONLY = {"mix_init": -30.0}
 VARIANTS = ("mixture", CONTROL, "near", "probe", "random", "window", "store", "linear")
@@ -339,16 +341,22 @@ def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
 
 
 def loss_plot(measured: dict[str, Any]) -> bytes:
-    """Loss by position in the longest texts, a line for each variant."""
+    """Loss by position in the longest texts beyond that of the exact model, a line for each variant."""
+    results = {name: max(one["perplexity"], key=lambda entry: entry["context"]) for name, one in measured.items()}
+    exact = results.pop(EXACT)
+    positions = [
+        (index + 0.5) * exact["context"] / len(exact["by_position"]) for index in range(len(exact["by_position"]))
+    ]
     with matplotlib.rc_context(STYLE):
         figure, axes = new_figure(3.4)
-        for name, one in measured.items():
-            result = max(one["perplexity"], key=lambda entry: entry["context"])
-            losses = result["by_position"]
-            positions = [(index + 0.5) * result["context"] / len(losses) for index in range(len(losses))]
-            axes.plot(positions, losses, marker="o", label=name)
-        axes.set(title="Loss by position", xlabel="position in tokens", ylabel="nats per token")
-        axes.legend()
+        axes.axhline(0.0, color="black", linewidth=1, label=EXACT)
+        for name, result in results.items():
+            losses = [own - other for own, other in zip(result["by_position"], exact["by_position"], strict=True)]
+            label = name if min(losses) < LARGEST_LOSS else f"{name} ({min(losses):.1f} to {max(losses):.1f})"
+            axes.plot(positions, losses, marker="o", label=label)
+        axes.set_ylim(top=min(axes.get_ylim()[1], LARGEST_LOSS))
+        axes.set(title="Loss beyond the exact model's", xlabel="position in tokens", ylabel="nats per token")
+        axes.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
         return png(figure)
 
 
