@@ -60,9 +60,19 @@ class ExactHeads:
         return cls(table, heads, {"attention": DEFAULT_ATTENTION} if attention is None else attention)
 
     def with_share(self, share: float, retrieval_share: float = RETRIEVAL_SHARE) -> ExactHeads:
-        """Return the choice of another share of all heads, by the scores and gains that were measured."""
+        """Return the choice of another share of all heads, by the scores and gains that were measured for this one.
+
+        Args:
+            share: Share of all key-value heads to choose; 0: none.
+            retrieval_share: Share of these that the scores choose, where gains were measured, too.
+
+        Raises:
+            ValueError: The share is out of range.
+        """
         import pandas as pd
 
+        if not 0 <= share <= 1:
+            raise ValueError(f"share must lie in 0 to 1, got {share}.")
         table, first = self.table, 0
         count = max(1, round(share * len(table))) if share else 0
         if "score" in table:

@@ -137,6 +137,8 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     assert {(layer, head) for layer, heads in less.heads.items() for head in heads} == {cells[0], best_gain(result, 1)}
     assert result.with_share(0.5).plan() == result.plan()
     assert result.with_share(0.0).plan() == {"default": result.plan()["default"]}
+    with pytest.raises(ValueError, match=r"share must lie in 0 to 1, got 1.5"):
+        result.with_share(1.5)
     without = find_exact_heads(model, [batch_of()], "window", share=0.5, window_size=4)
     assert "score" not in without.table
 
