@@ -344,9 +344,8 @@ def loss_plot(measured: dict[str, Any]) -> bytes:
     """Loss by position in the longest texts beyond that of the exact model, a line for each variant."""
     results = {name: max(one["perplexity"], key=lambda entry: entry["context"]) for name, one in measured.items()}
     exact = results.pop(EXACT)
-    positions = [
-        (index + 0.5) * exact["context"] / len(exact["by_position"]) for index in range(len(exact["by_position"]))
-    ]
+    width = exact["context"] / len(exact["by_position"])
+    positions = [(index + 0.5) * width for index in range(len(exact["by_position"]))]
     with matplotlib.rc_context(STYLE):
         figure, axes = new_figure(3.4)
         axes.axhline(0.0, color="black", linewidth=1, label=EXACT)

@@ -169,6 +169,7 @@ def dense_weights(query: Features, keys: Features, allowed: Tensor, *, signed: b
     """
     groups = keys.values.shape[1]
     grouped = group_heads(query.values, groups)
+    # Keys come first, so that the gradient of their features, the largest tensor, is contiguous.
     weights = (keys.values.unsqueeze(2) @ grouped.transpose(-1, -2)).transpose(-1, -2).flatten(1, 2)
     if keys.log_scale is not None:
         repeats = weights.shape[1] // groups

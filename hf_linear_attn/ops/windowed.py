@@ -142,6 +142,7 @@ def row_weights(rows: Features, columns: list[Columns], far_scale: Tensor | None
     for part in columns:
         weight = (part.logits - top.unsqueeze(-1)).exp_()
         if part.outside is not None and part.keys is not None:
+            # Keys come first, so that the gradient of their features is contiguous.
             estimate = (part.keys.values @ rows.values.transpose(-1, -2)).transpose(-1, -2) * part.outside
             if rows.log_scale is not None and part.keys.log_scale is not None:
                 gap = (rows.log_scale - top).unsqueeze(-1) + part.keys.log_scale.unsqueeze(-2)
