@@ -91,7 +91,8 @@ class RecipeConfig(ConvertConfig):
     exact_share: float = option(0.2, "share of the key-value heads that stay exact", common=True)
     contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
     test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
-    probe_length: int = option(512, "tokens of the prompts that find heads")
+    retrieval_share: float = option(0.75, "share of these heads that the probe chooses")
+    probe_length: int = option(8192, "tokens of the prompts of the probe")
     search_length: int = option(8192, "tokens of a row of training text that finds heads")
     search_rows: int = option(3, "number of these rows")
     recall_lengths: tuple[int, ...] = option((512, 1024, 2048, 4096), "lengths of the prompts for recall", common=True)
@@ -153,6 +154,7 @@ class Study:
                 str(config.attention),
                 tokenizer=self.tokenizer,
                 share=config.exact_share,
+                retrieval_share=config.retrieval_share,
                 length=config.probe_length,
                 seed=config.seed,
                 **config.options,
@@ -160,7 +162,7 @@ class Study:
             orders = {
                 "mixture": search.table,
                 "probe": search.table.sort_values("score", ascending=False, kind="stable"),
-                "random": search.table.sample(frac=1, random_state=config.seed),
+                "random": search.table.sort_values(["layer", "head"]).sample(frac=1, random_state=config.seed),
             }
             count = int(search.table["chosen"].sum())
             plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}

@@ -6,11 +6,15 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
@@ -21,7 +25,7 @@ from ..integration.exact import AttentionCall, exact_attention, observe_attentio
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, model_inputs, shared_copy
-from .losses import embedding_loss, logits_loss, mean_pooling, select_targets, task_loss
+from .losses import embedding_loss, logits_loss, mean_pooling
 
 if TYPE_CHECKING:
     import pandas
@@ -212,21 +216,27 @@ def find_exact_heads(
             values = [float(head in chosen.get(layer, ())) for head in range(heads)]
             gates[layer] = torch.tensor(values, device=call.query.device, requires_grad=True)
         gate = gates[layer].to(call.output.dtype).repeat_interleave(call.query.shape[1] // heads)[:, None, None]
-        return gate * call.output + (1 - gate) * call.linear_output()
+        # Where all gates are 0, nothing flows back through the exact output.
+        exact = call.output if layer in chosen else call.output.detach()
+        return gate * exact + (1 - gate) * call.linear_output()
 
+    for module in gated.modules():
+        if isinstance(module, GradientCheckpointingLayer):  # the activations of all layers would not fit
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     gains: dict[int, Tensor] = {}
     with _frozen(gated):
         for batch in batches:
-            inputs = model_inputs(gated, batch)
+            inputs = model_inputs(gated, batch) | ({"use_cache": False} if causal else {})
             with torch.enable_grad(), observe_attention(gated, mix):
                 outputs = gated(**inputs)
-            if causal and "logits" in outputs and outputs.logits.dim() == 3:
-                loss = _next_token_loss(outputs.logits, inputs)
-            else:
-                with torch.no_grad(), exact_attention(gated):
-                    exact = gated(**inputs)
-                loss = _divergence(outputs, exact, inputs.get("attention_mask"))
-            for layer, gradient in zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True):
+                if causal and "logits" in outputs and outputs.logits.dim() == 3:
+                    loss = _next_token_loss(outputs.logits, inputs)
+                else:
+                    with torch.no_grad(), exact_attention(gated):
+                        exact = gated(**inputs)
+                    loss = _divergence(outputs, exact, inputs.get("attention_mask"))
+                gradients = torch.autograd.grad(loss, list(gates.values()))
+            for layer, gradient in zip(gates, gradients, strict=True):
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
     table = _table(gain, "gain") if probed is None else probed.assign(gain=[gain[cell] for cell in _cells(probed)])
@@ -277,8 +287,7 @@ def _next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     labels = inputs["input_ids"]
     if "attention_mask" in inputs:
         labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    rows, targets = select_targets(logits, labels, shift=True)
-    return task_loss(rows, targets) / len(targets)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def _divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:

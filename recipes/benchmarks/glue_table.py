@@ -29,19 +29,21 @@ from hf_linear_attn.utils.files import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
-#: Rows of the table: mechanism and options. In their default sizes the window and the slots hold most of these short
-#: inputs: smaller ones show what the rest is worth. Other mechanisms can be asked for by name.
-MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "window": ("window", {}),
-    "hedgehog": ("hedgehog", {}),
-    "window of 8": ("window", {"window_size": 8}),
-    "window of 16": ("window", {"window_size": 16}),
-    "hedgehog with global tokens": ("window", {"window_size": 1}),
-    "linformer of 16": ("linformer", {"num_slots": 16}),
-    "linformer of 32": ("linformer", {"num_slots": 32}),
-    "linformer of 64": ("linformer", {"num_slots": 64}),
-    "elu": ("elu", {}),
-    "favor+": ("favor+", {}),
+#: Rows of the table: mechanism, options and the share of exact heads. In their default sizes the window and the slots
+#: hold most of these short inputs: smaller ones show what the rest is worth. Other mechanisms can be asked for by name.
+MECHANISMS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "window": ("window", {}, 0.0),
+    "hedgehog": ("hedgehog", {}, 0.0),
+    "window of 8": ("window", {"window_size": 8}, 0.0),
+    "window of 16": ("window", {"window_size": 16}, 0.0),
+    "window of 16, 20 % of the heads exact": ("window", {"window_size": 16}, 0.2),
+    "hedgehog with global tokens": ("window", {"window_size": 1}, 0.0),
+    "hedgehog with global tokens, 20 % of the heads exact": ("window", {"window_size": 1}, 0.2),
+    "linformer of 16": ("linformer", {"num_slots": 16}, 0.0),
+    "linformer of 32": ("linformer", {"num_slots": 32}, 0.0),
+    "linformer of 64": ("linformer", {"num_slots": 64}, 0.0),
+    "elu": ("elu", {}, 0.0),
+    "favor+": ("favor+", {}, 0.0),
 }
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 
@@ -54,11 +56,12 @@ VARIANTS: dict[str, dict[str, float]] = {
 
 def variant_config(base: ConvertConfig, task: str, seed: int, mechanism: str | None, variant: str) -> ConvertConfig:
     """The options of one run, without its folders. mechanism: a row's name, or that of a mechanism; None: control."""
-    attention, options = (None, {}) if mechanism is None else MECHANISMS.get(mechanism, (mechanism, {}))
+    attention, options, share = MECHANISMS.get(str(mechanism), (mechanism, {}, 0.0))
     return replace(
         base,
         attention=attention,
         options={**base.options, **options},
+        exact_share=share,
         data=replace(base.data, task=task),
         distill=replace(base.distill, **VARIANTS[variant]),
         seed=seed,
