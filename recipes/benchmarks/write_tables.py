@@ -174,6 +174,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "evaluate": evaluation_tables,
     "fidelity": result_tables.fidelity_tables,
     "glue": result_tables.glue_table,
+    "glue-exact-heads": lambda: result_tables.glue_table(RESULTS / "glue-exact-heads.json"),
     "length-tricks": result_tables.length_tricks_tables,
     "lm": result_tables.lm_tables,
     "long": result_tables.long_summary,
