@@ -91,7 +91,6 @@ class RecipeConfig(ConvertConfig):
     exact_share: float = option(0.2, "share of the key-value heads that stay exact", common=True)
     contexts: tuple[int, ...] = option((1024, 2048, 8192), "lengths of the texts for perplexity", common=True)
     test_tokens: int = option(32768, "tokens of text for each of these lengths", common=True)
-    retrieval_share: float = option(0.75, "share of these heads that the probe chooses")
     probe_length: int = option(8192, "tokens of the prompts of the probe")
     search_length: int = option(8192, "tokens of a row of training text that finds heads")
     search_rows: int = option(3, "number of these rows")
@@ -154,7 +153,6 @@ class Study:
                 str(config.attention),
                 tokenizer=self.tokenizer,
                 share=config.exact_share,
-                retrieval_share=config.retrieval_share,
                 length=config.probe_length,
                 seed=config.seed,
                 **config.options,

@@ -21,7 +21,7 @@ from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
-from ..training.head_search import ExactHeads, find_exact_heads, leading_batches, probe_length
+from ..training.head_search import ExactHeads, find_exact_heads, leading_batches
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
@@ -198,13 +198,12 @@ class _Run:
     def heads(self, progress: Progress) -> list[ExactHeads]:
         """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`)."""
         progress.status("the choice of exact heads", 0, 1)
-        model, config = self.exact.model, self.config
+        config = self.config
         search = find_exact_heads(
-            model,
+            self.exact.model,
             leading_batches(self.inputs.train),
             config.attention,
             tokenizer=self.exact.tokenizer,
-            length=probe_length(model),
             seed=config.seed,
             **config.options,
         )

@@ -26,7 +26,7 @@ from ..utils.models import accepted, shared_copy
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table
-from .head_search import find_exact_heads, leading_batches, probe_length
+from .head_search import find_exact_heads, leading_batches
 from .losses import mean_pooling
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
@@ -190,7 +190,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
         return None
     if "exact_heads" not in run.state:
         batches = leading_batches(data.collator([row]) for row in data.train)
-        options = {"share": config.exact_share, "length": probe_length(teacher), "seed": config.seed, **config.options}
+        options = {"share": config.exact_share, "seed": config.seed, **config.options}
         search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
         plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})

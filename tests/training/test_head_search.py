@@ -126,14 +126,14 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     model = tiny_model("gpt2")
     probe = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, seed=3).table
     options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "share": 0.5, "length": 48, "seed": 3, "window_size": 4}
-    result = find_exact_heads(model, [batch_of()], "window", retrieval_share=0.5, **options)
+    result = find_exact_heads(model, [batch_of()], "window", **options)
     cells = list(result.table[["layer", "head"]].itertuples(index=False, name=None))
-    assert cells[:2] == list(probe[["layer", "head"]].itertuples(index=False, name=None))[:2]
-    assert result.table["gain"][2:].is_monotonic_decreasing
+    assert cells[:3] == list(probe[["layer", "head"]].itertuples(index=False, name=None))[:3]
+    assert result.table["gain"][3:].is_monotonic_decreasing
     assert result.table["chosen"].tolist() == [True] * 4 + [False] * 4
     assert {(layer, head) for layer, heads in result.heads.items() for head in heads} == set(cells[:4])
     assert result.plan()["default"] == {"attention": "window", "window_size": 4}
-    less = result.with_share(0.25)
+    less = result.with_share(0.25, retrieval_share=0.5)
     assert {(layer, head) for layer, heads in less.heads.items() for head in heads} == {cells[0], best_gain(result, 1)}
     assert result.with_share(0.5).plan() == result.plan()
     assert result.with_share(0.0).plan() == {"default": result.plan()["default"]}
