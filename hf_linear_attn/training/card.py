@@ -157,8 +157,8 @@ def _on_hub(name: str | None) -> bool:
 
 
 def _public(value: Any) -> Any:
-    """A path from the root of the disk without its folders: they are nobody else's business, and no use to them."""
+    """A path out of the working folder, without its folders: they are nobody else's business, and no use to them."""
     if isinstance(value, (list, tuple)):
         return [_public(item) for item in value]
-    local = isinstance(value, str) and (value.startswith("~") or Path(value).is_absolute())
+    local = isinstance(value, str) and (value.startswith(("~", "..")) or Path(value).is_absolute())
     return Path(value).name if local else value

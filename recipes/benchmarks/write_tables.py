@@ -123,7 +123,12 @@ STORE_ROWS = (EXACT, *(f"{name}, {kind}" for kind in ("untrained", "trained") fo
 def smollm2_table(rows: Sequence[str] = ()) -> str:
     """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
-    folders = {"smollm2-probe": "probe only, untrained", "smollm2-untrained": "untrained", "smollm2": "trained"}
+    folders = {
+        "smollm2-probe": "probe only, untrained",
+        "smollm2-untrained": "untrained",
+        "smollm2-short-probe": "short probe, trained",
+        "smollm2": "trained",
+    }
     for folder, kind in folders.items():
         results = read_json(RESULTS / folder / "results.json")
         for name in (EXACT, *VARIANTS):
