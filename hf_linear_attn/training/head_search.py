@@ -174,7 +174,7 @@ def find_exact_heads(
 
         gain = -∂ D / ∂g,
 
-    where D is the loss of the next tokens in a decoder with a head, and otherwise the divergence of the outputs from
+    where D is the loss of the next tokens in a language model, and otherwise the divergence of the outputs from
     those of the exact model: of logits in nats, or `1 - cosine` of mean-pooled embeddings. The learned gates of
     DuoAttention (Xiao et al. 2024, arXiv:2410.10819) minimise such a divergence; here one backward pass ranks all heads
     at once. A batch costs some four forward passes.
@@ -228,10 +228,10 @@ def find_exact_heads(
     gains: dict[int, Tensor] = {}
     with _frozen(gated):
         for batch in batches:
-            inputs = model_inputs(gated, batch) | ({"use_cache": False} if causal else {})
+            inputs = model_inputs(gated, batch)
             with torch.enable_grad(), observe_attention(gated, mix):
                 outputs = gated(**inputs)
-                if causal and "logits" in outputs and outputs.logits.dim() == 3:
+                if causal and gated.can_generate():
                     loss = _next_token_loss(outputs.logits, inputs)
                 else:
                     with torch.no_grad(), exact_attention(gated):

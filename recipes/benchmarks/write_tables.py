@@ -125,6 +125,7 @@ def smollm2_table(rows: Sequence[str] = ()) -> str:
     measured: dict[str, Any] = {}
     folders = {
         "smollm2-probe": "probe only, untrained",
+        "smollm2-short-probe-untrained": "short probe, untrained",
         "smollm2-untrained": "untrained",
         "smollm2-short-probe": "short probe, trained",
         "smollm2": "trained",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaForTokenClassification
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
@@ -141,6 +142,11 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
         result.with_share(1.5)
     without = find_exact_heads(model, [batch_of()], "window", share=0.5, window_size=4)
     assert "score" not in without.table
+
+
+def test_a_decoder_that_labels_tokens_is_no_language_model() -> None:
+    model = LlamaForTokenClassification(tiny_model("llama").config)
+    assert find_exact_heads(model, [batch_of()], "window", window_size=4).table["gain"].abs().max() > 0
 
 
 def test_the_model_is_unchanged() -> None:
