@@ -178,7 +178,7 @@ def find_exact_heads(
     where D is the loss of the next tokens in a language model, and otherwise the divergence of the outputs from
     those of the exact model: of logits in nats, or `1 - cosine` of mean-pooled embeddings. The learned gates of
     DuoAttention (Xiao et al. 2024, arXiv:2410.10819) minimise such a divergence; here one backward pass ranks all heads
-    at once. A batch costs some four forward passes.
+    at once. A batch costs some five forward passes; layers are checkpointed, for the sake of memory.
 
     Args:
         model: A model with exact attention, which is unchanged.
