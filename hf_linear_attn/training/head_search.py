@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: and find 18 and 17 of 18 pass keys.
 RETRIEVAL_SHARE = 0.75
 
-#: Tokens of text that rank heads, and of a prompt of the probe, where the model takes so many.
+#: Tokens of text that rank heads, and the fewest of a prompt of the probe, where the model takes so many.
 SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
 
 
@@ -205,8 +205,8 @@ def find_exact_heads(
     causal = all(layer.causal for layer in self_attention(model))
     probed = None
     if tokenizer is not None and causal and retrieval_share:
-        length = length or _probe_length(model, batches)
-        probed = find_retrieval_heads(model, tokenizer, share=share, length=length, seed=seed).table
+        tokens = _probe_length(model, batches) if length is None else length
+        probed = find_retrieval_heads(model, tokenizer, share=share, length=tokens, seed=seed).table
     first = 0 if probed is None else round(retrieval_share * int(probed["chosen"].sum()))
     chosen = {} if probed is None else _heads_by_layer(probed[:first])
     gated = patch_model(shared_copy(model).eval(), attention, **options)

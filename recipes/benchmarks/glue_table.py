@@ -29,21 +29,30 @@ from hf_linear_attn.utils.files import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
-#: Rows of the table: mechanism, options and the share of exact heads. In their default sizes the window and the slots
-#: hold most of these short inputs: smaller ones show what the rest is worth. Other mechanisms can be asked for by name.
-MECHANISMS: dict[str, tuple[str, dict[str, Any], float]] = {
-    "window": ("window", {}, 0.0),
-    "hedgehog": ("hedgehog", {}, 0.0),
-    "window of 8": ("window", {"window_size": 8}, 0.0),
-    "window of 16": ("window", {"window_size": 16}, 0.0),
-    "window of 16, 20 % of the heads exact": ("window", {"window_size": 16}, 0.2),
-    "hedgehog with global tokens": ("window", {"window_size": 1}, 0.0),
-    "hedgehog with global tokens, 20 % of the heads exact": ("window", {"window_size": 1}, 0.2),
-    "linformer of 16": ("linformer", {"num_slots": 16}, 0.0),
-    "linformer of 32": ("linformer", {"num_slots": 32}, 0.0),
-    "linformer of 64": ("linformer", {"num_slots": 64}, 0.0),
-    "elu": ("elu", {}, 0.0),
-    "favor+": ("favor+", {}, 0.0),
+#: Rows of the table, and what of the options each changes; the mechanism is that of the name unless it is given. In
+#: their default sizes the window and the slots hold most of these short inputs: smaller ones show what the rest is
+#: worth. Other mechanisms can be asked for by name.
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "hedgehog": {},
+    "window of 8": {"attention": "window", "options": {"window_size": 8}},
+    "window of 16": {"attention": "window", "options": {"window_size": 16}},
+    "window of 16, 20 % of the heads exact": {
+        "attention": "window",
+        "options": {"window_size": 16},
+        "exact_share": 0.2,
+    },
+    "hedgehog with global tokens": {"attention": "window", "options": {"window_size": 1}},
+    "hedgehog with global tokens, 20 % of the heads exact": {
+        "attention": "window",
+        "options": {"window_size": 1},
+        "exact_share": 0.2,
+    },
+    "linformer of 16": {"attention": "linformer", "options": {"num_slots": 16}},
+    "linformer of 32": {"attention": "linformer", "options": {"num_slots": 32}},
+    "linformer of 64": {"attention": "linformer", "options": {"num_slots": 64}},
+    "elu": {},
+    "favor+": {},
 }
 TASKS = ("rte", "mrpc", "stsb", "cola", "sst2")
 
@@ -56,12 +65,11 @@ VARIANTS: dict[str, dict[str, float]] = {
 
 def variant_config(base: ConvertConfig, task: str, seed: int, mechanism: str | None, variant: str) -> ConvertConfig:
     """The options of one run, without its folders. mechanism: a row's name, or that of a mechanism; None: control."""
-    attention, options, share = MECHANISMS.get(str(mechanism), (mechanism, {}, 0.0))
+    row: dict[str, Any] = {} if mechanism is None else MECHANISMS.get(mechanism, {})
+    changes = {"attention": mechanism, **row, "options": {**base.options, **row.get("options", {})}}
     return replace(
         base,
-        attention=attention,
-        options={**base.options, **options},
-        exact_share=share,
+        **changes,
         data=replace(base.data, task=task),
         distill=replace(base.distill, **VARIANTS[variant]),
         seed=seed,
