@@ -6,14 +6,9 @@ import copy
 import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .utils.arguments import UsageError, option
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from .config import LinearAttentionConfig
 
 
 @dataclass(frozen=True)
@@ -63,19 +58,45 @@ class InfoConfig:
 
 
 def patch(config: PatchConfig) -> None:
-    """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all."""
-    from .checkpoints import save_checkpoint
-    from .config import LinearAttentionConfig
-    from .patching import patch_report  # fills the registries
-    from .utils.files import check_output
+    """Load a checkpoint, patch it, and save it to a folder that appears completely or not at all.
 
-    check_output(config.output, ["config.json"], overwrite=config.overwrite, source=config.model)
+    A patched checkpoint, an unknown class or a plan that does not fit is an error before any weight is read.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    from .checkpoints import _model_class, read_config, save_checkpoint
+    from .config import LinearAttentionConfig
+    from .patching import CONFIG_FIELD, patch_model, patch_report  # fills the registries
+    from .utils.files import check_output
+    from .utils.gguf import dequantized, split_source
+    from .utils.models import hidden_progress_bars
+
+    source = config.model
+    check_output(config.output, ["config.json"], overwrite=config.overwrite, source=source)
     if config.plan is None:
         plan = LinearAttentionConfig.parse(config.attention or "", config.layers, config.options)
     else:
         plan = LinearAttentionConfig.from_file(config.plan)
-    model = load_and_patch(config, plan)
-    save_checkpoint(model, config.model, config.output, revision=config.revision, overwrite=config.overwrite)
+    name, gguf_file = split_source(source)
+    model_config = read_config(source, config.revision)
+    if getattr(model_config, CONFIG_FIELD, None) is not None:
+        raise ValueError(
+            f"{source!r} is patched already (see `hf-linear-attn info {source}`). Give the checkpoint that it was "
+            "made from, or load it and call unpatch_model(model)."
+        )
+    auto_class = config.auto_class or ("AutoModelForCausalLM" if gguf_file else None)
+    model_class: Any = _model_class(source, model_config, auto_class)
+    with torch.device("meta"):
+        patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
+    try:
+        with hidden_progress_bars(not sys.stderr.isatty()):
+            hub = {"revision": config.revision or "main", **gguf_file}
+            model = dequantized(model_class.from_pretrained(name, dtype=config.dtype, **hub))
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
+    patch_model(model, plan, max_length=config.max_length)
+    save_checkpoint(model, source, config.output, revision=config.revision, overwrite=config.overwrite)
     sys.stdout.write(f"{patch_report(model)}\nSaved to {config.output}\n")
 
 
@@ -118,37 +139,3 @@ def info(config: InfoConfig) -> None:
             f"{'':>5}  format {facts['format_version']}, written by hf-linear-attn {facts['package_version']}\n"
         )
     sys.stdout.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n" if config.json else text)
-
-
-def load_and_patch(config: PatchConfig, plan: LinearAttentionConfig) -> PreTrainedModel:
-    """Return the patched model, loaded with the class that its config names, or with `auto_class`.
-
-    A patched checkpoint, an unknown class or a plan that does not fit is an error before any weight is read.
-    """
-    import torch
-    from safetensors import SafetensorError
-
-    from .checkpoints import _model_class, read_config
-    from .patching import CONFIG_FIELD, patch_model
-    from .utils.gguf import dequantized, split_source
-    from .utils.models import hidden_progress_bars
-
-    source = config.model
-    name, gguf_file = split_source(source)
-    auto_class = config.auto_class or ("AutoModelForCausalLM" if gguf_file else None)
-    model_config = read_config(source, config.revision)
-    if getattr(model_config, CONFIG_FIELD, None) is not None:
-        raise ValueError(
-            f"{source!r} is patched already (see `hf-linear-attn info {source}`). Give the checkpoint that it was "
-            "made from, or load it and call unpatch_model(model)."
-        )
-    model_class: Any = _model_class(source, model_config, auto_class)
-    with torch.device("meta"):
-        patch_model(model_class(copy.deepcopy(model_config)), plan, max_length=config.max_length)
-    try:
-        with hidden_progress_bars(not sys.stderr.isatty()):
-            hub = {"revision": config.revision or "main", **gguf_file}
-            model = dequantized(model_class.from_pretrained(name, dtype=config.dtype, **hub))
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {source!r} cannot be read ({error}): truncated or corrupt.") from error
-    return patch_model(model, plan, max_length=config.max_length)

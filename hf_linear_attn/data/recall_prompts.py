@@ -117,16 +117,6 @@ class PromptMaker:
         return Prompt([*ids, *tokens[used:capacity], *question], answer, position)
 
 
-def _pass_key(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """One sentence in filler."""
-    return maker.prompt(rng, length, depth, [maker.statement(rng)])
-
-
-def _needles(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
-    """Several such sentences, each with a name; one of them is asked for."""
-    return maker.prompt(rng, length, depth, [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)])
-
-
 def _key_value(maker: PromptMaker, rng: random.Random, length: int, depth: float) -> Prompt:
     """Pairs of random tokens (MQAR: Arora et al. 2023, arXiv:2312.04927); the value of one key is asked for."""
     key, value = rng.sample(maker.ordinary, 2)
@@ -142,8 +132,12 @@ def _induction(maker: PromptMaker, rng: random.Random, length: int, depth: float
 
 
 TASKS: dict[str, Callable[[PromptMaker, random.Random, int, float], Prompt]] = {
-    "pass_key": _pass_key,
-    "needles": _needles,
+    # One sentence in filler.
+    "pass_key": lambda maker, rng, length, depth: maker.prompt(rng, length, depth, [maker.statement(rng)]),
+    # Several such sentences, each with a name; one of them is asked for.
+    "needles": lambda maker, rng, length, depth: maker.prompt(
+        rng, length, depth, [maker.statement(rng, name) for name in rng.sample(NAMES, NEEDLES)]
+    ),
     "key_value": _key_value,
     "induction": _induction,
 }

@@ -1,5 +1,6 @@
 """`evaluate`: quality, speed and memory of a model with linear attention, beside its exact attention."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -223,9 +224,12 @@ def _run(
     labels: dict[str, str] = {}
     folders: dict[str, list[str]] = {}
     for evaluator in evaluators:
-        evaluator.groups = models.label_groups(evaluator.groups, labels)
-        for group in evaluator.groups:
-            folders.setdefault(group.label, []).extend(Path(folder).name for folder in group.folders)
+        for group in evaluator.groups:  # those of equal identity have equal labels, such as "hedgehog (converted)"
+            base = f"{group.attention} ({group.state})"
+            names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
+            label = labels.setdefault(group.identity, next(name for name in names if name not in labels.values()))
+            folders.setdefault(label, []).extend(Path(folder).name for folder in group.folders)
+        evaluator.groups = [replace(group, label=labels[group.identity]) for group in evaluator.groups]
         shared = {name: getattr(first.settings, name) for name in ("attentions", "seeds", "steps")}
         evaluator.settings = replace(evaluator.settings, **shared)
         evaluator.records, evaluator.progress = records, progress

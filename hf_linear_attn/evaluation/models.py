@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -249,18 +248,6 @@ def find_checkpoints(converted: Sequence[str], baseline: Sequence[str], exact_co
         known = groups.get(group.identity, group)
         groups[group.identity] = replace(known, folders={**known.folders, folder: folder_fingerprint(Path(folder))})
     return list(groups.values())
-
-
-def label_groups(groups: Sequence[CheckpointGroup], labels: dict[str, str]) -> list[CheckpointGroup]:
-    """Return the groups with labels such as `hedgehog (converted)`, numbered where a mechanism has several.
-
-    Groups of equal identity have equal labels; `labels` has them by identity, and new ones are added to it.
-    """
-    for group in groups:
-        base = f"{group.attention} ({group.state})"
-        names = itertools.chain([base], (f"{base} {number}" for number in itertools.count(2)))
-        labels.setdefault(group.identity, next(name for name in names if name not in labels.values()))
-    return [replace(group, label=labels[group.identity]) for group in groups]
 
 
 def check_same_shape(folder: str, config: Any, exact_config: Any) -> None:

@@ -30,6 +30,9 @@ class LinearAttention(nn.Module):
     distribution = True
     #: Whether `attention_weights` and `outside` work for some of the queries, so that memory can be bounded.
     separable_queries = False
+    #: Whether attention transfer by outputs draws queries, as it does by weights: where all outputs cost more, and
+    #: `forward` takes fewer queries than keys, in decoders those of the last tokens.
+    sampled_outputs = False
     #: What attention transfer matches by default where the weights are a distribution: "weights" or "outputs".
     transfer_loss = "weights"
     #: Learning rate that suits the learned parts in attention transfer.

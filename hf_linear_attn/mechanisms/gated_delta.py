@@ -54,6 +54,7 @@ class GatedDeltaAttention(LinearAttention):
     """
 
     distribution = False
+    sampled_outputs = True
 
     def __init__(self, shape: AttentionShape, options: GatedDeltaOptions) -> None:
         super().__init__(shape, options)

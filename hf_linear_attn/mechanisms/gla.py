@@ -48,6 +48,8 @@ class GatedLinearAttention(LinearAttention):
     forgetting: the untrained start is hedgehog. Learned: φ, D, U, b.
     """
 
+    sampled_outputs = True
+
     def __init__(self, shape: AttentionShape, options: GLAOptions) -> None:
         super().__init__(shape, options)
         features = HedgehogOptions(feature_dim=options.feature_dim or shape.head_dim, activation=options.activation)

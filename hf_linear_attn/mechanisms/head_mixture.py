@@ -60,11 +60,9 @@ class HeadMixture(LinearAttention):
         super().__init__(shape, mechanism.options)
         self.mechanism = mechanism
         self.exact_heads = tuple(sorted(chosen))
-        self.dense_masks = mechanism.dense_masks
-        self.distribution = mechanism.distribution
-        self.separable_queries = mechanism.separable_queries
-        self.transfer_loss = mechanism.transfer_loss
-        self.transfer_lr = mechanism.transfer_lr
+        names = "dense_masks", "distribution", "separable_queries", "sampled_outputs", "transfer_loss", "transfer_lr"
+        for name in names:
+            setattr(self, name, getattr(mechanism, name))
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, State | None]:
         self.begin_forward(inputs)
@@ -77,7 +75,8 @@ class HeadMixture(LinearAttention):
         """Compute the exact heads; return their output and the state after the new tokens."""
         mask, state, length = inputs.mask, inputs.state or {}, inputs.key.shape[2]
         # Padding may hold anything, NaN too.
-        query, key, value = (mask_tokens(tensor, mask) for tensor in (inputs.query, inputs.key, inputs.value))
+        key, value = (mask_tokens(tensor, mask) for tensor in (inputs.key, inputs.value))
+        query = mask_tokens(inputs.query, None if mask is None else inputs.of_queries(mask))
         if state:
             before = state.get("exact_mask")
             if mask is not None or before is not None:
@@ -89,7 +88,7 @@ class HeadMixture(LinearAttention):
         after = {"exact_key": key, "exact_value": value}
         if mask is not None:
             after["exact_mask"] = mask
-        lower_triangle = inputs.causal and mask is None and not state
+        lower_triangle = inputs.causal and mask is None and not state and query.shape[2] == length
         needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
         allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
         return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after

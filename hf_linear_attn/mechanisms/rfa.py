@@ -55,6 +55,7 @@ class RandomFeatureAttention(LinearAttention):
         self.sigma = constant_parameter(groups, shape.head_dim, value=options.sigma_init)
         self.gated = options.gate and shape.causal
         self.dense_masks = not self.gated
+        self.sampled_outputs = self.gated or not shape.causal
         if self.gated:
             bias = -math.log(options.initial_decay / (1 - options.initial_decay))
             self.gate_weight = constant_parameter(groups, shape.head_dim, 1)

@@ -236,13 +236,6 @@ def earlier(log_scale: Tensor) -> Tensor:
     return log_scale.unsqueeze(-2).masked_fill(order > order.unsqueeze(-1), float("-inf"))
 
 
-def running_maximum(log_scale: Tensor) -> Tensor:
-    """Return the maximum of the entries up to each one, `[…, n]`; O(n²) in exported graphs."""
-    if torch.compiler.is_exporting():  # to formats that have no such operation
-        return earlier(log_scale).amax(dim=-1)
-    return log_scale.cummax(dim=-1).values
-
-
 def finite_or_zero(log_scale: Tensor) -> Tensor:
     """Replace `-inf` (the maximum over no keys) by 0, so that `exp(-inf - log_scale)` is 0 and not NaN."""
     return log_scale.masked_fill(log_scale == float("-inf"), 0.0)

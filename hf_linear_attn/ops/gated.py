@@ -19,12 +19,11 @@ from .common import (
     KVState,
     State,
     block_length,
+    earlier,
     finite_or_zero,
-    group_heads,
     is_free,
     join_chunks,
     mask_tokens,
-    running_maximum,
     split_chunks,
     token_blocks,
     weighted_mean,
@@ -46,17 +45,18 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     The log scale of query features is ignored, because it cancels in the normaliser. Time O(L·(chunk + m)·(d + e));
     temporaries O(block·m) and the states of the block's chunks.
     """
-    value, groups = call.value, call.key.shape[1]
+    value = call.value
     batch, heads, length, _ = call.query.shape
     chunk = FEATURE_CHUNK if call.per_feature else HEAD_CHUNK
     step = block_length(batch, heads, max(call.num_features, value.shape[-1]), length)
     carry = None if call.state is None else KVState.from_state(call.state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
-    for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
-        rows = group_heads(call.query_features(query, start).values, groups)
+    for start, stop, part, (key, values) in token_blocks(step, call.mask, call.key, value):
+        rows = call.grouped_queries(start, stop, part)
         keys = masked_keys(call.key_features(key, start), part)
         out, carry = _block(rows, keys, with_ones(values), carry, chunk)
-        outputs.append(weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype))
+        out = weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype)
+        outputs.append(out[:, :, max(call.first_query - start, 0) :] if rows.shape[2] else outputs[0])
     return torch.cat(outputs, dim=2), call.state if carry is None else carry.state()
 
 
@@ -84,7 +84,9 @@ def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, 
         before, carry = _scan(_decayed(own, last), last, carry)
         assert before.log_scale is not None
         carried = before.log_scale.unsqueeze(-1)
-        top = finite_or_zero(torch.maximum(running_maximum(offset), carried))
+        # Formats of exported graphs have no running maximum.
+        running = earlier(offset).amax(dim=-1) if torch.compiler.is_exporting() else offset.cummax(dim=-1).values
+        top = finite_or_zero(torch.maximum(running, carried))
         gap = offset.unsqueeze(-2) - top.unsqueeze(-1)
         weights = _products(query, features) * gap.clamp(max=0.0).exp().unsqueeze(2)
         past = query * (carried - top).exp().unsqueeze(2).unsqueeze(-1)

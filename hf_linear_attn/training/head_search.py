@@ -242,7 +242,7 @@ def find_exact_heads(
             for layer, gradient in zip(gates, gradients, strict=True):
                 gains[layer] = gains.get(layer, 0.0) - gradient.detach().cpu() / len(batches)
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
-    table = _table(gain, "gain") if probed is None else probed.assign(gain=[gain[cell] for cell in _cells(probed)])
+    table = _table(gain, "gain") if probed is None else probed.merge(_table(gain, "gain"), on=["layer", "head"])
     return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
 
 
@@ -311,11 +311,6 @@ def _table(values: Mapping[tuple[int, int], float], column: str) -> pandas.DataF
     return pd.DataFrame([{"layer": layer, "head": head, column: value} for (layer, head), value in values.items()])
 
 
-def _cells(table: pandas.DataFrame) -> list[tuple[int, int]]:
-    return list(zip(table["layer"].tolist(), table["head"].tolist(), strict=True))
-
-
 def _heads_by_layer(rows: pandas.DataFrame) -> dict[int, tuple[int, ...]]:
     """Return the heads of each layer in the rows of a table."""
-    cells = sorted(_cells(rows))
-    return {layer: tuple(head for other, head in cells if other == layer) for layer, _ in cells}
+    return {int(layer): tuple(sorted(map(int, heads))) for layer, heads in rows.groupby("layer")["head"]}

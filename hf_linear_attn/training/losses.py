@@ -159,12 +159,22 @@ def attention_weights_loss(call: AttentionCall, rows: Tensor | None = None) -> T
     return loss + _mean_divergence(target, branch, rows)
 
 
-def attention_outputs_loss(call: AttentionCall) -> Tensor:
-    """Return `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²` over heads and real queries i, for exact outputs o and the mechanism's ô."""
-    rows = call.real_queries().unsqueeze(-1)
-    exact = call.output.detach().float()
-    error = (exact - call.linear_output().float()).square().masked_fill(~rows, 0.0).sum()
-    return error / exact.square().masked_fill(~rows, 0.0).sum().clamp_min(1e-12)
+def attention_outputs_loss(call: AttentionCall, rows: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
+    """Return `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²` over heads and queries i, for exact outputs o and the mechanism's ô.
+
+    Args:
+        call: A call of a layer's attention, with exact outputs.
+        rows: `[B, H, L]`, true for the queries i that count; None for those that are real tokens.
+        norm: What to divide by; None for `Σ ‖o_i‖²`.
+    """
+    rows = call.real_queries() if rows is None else rows
+    norm = _squared_norm(call.output, rows) if norm is None else norm
+    return _squared_norm(call.output.detach().float() - call.linear_output().float(), rows) / norm
+
+
+def _squared_norm(outputs: Tensor, rows: Tensor) -> Tensor:
+    """Return `Σ ‖o_i‖²` of outputs `[B, H, L, e]` over `rows [B, H, L]`."""
+    return outputs.float().square().masked_fill(~rows.unsqueeze(-1), 0.0).sum().clamp_min(1e-12)
 
 
 def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
@@ -180,20 +190,23 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
 
     Args:
         kind: `"weights"`, `"outputs"` or `"auto"`: the mechanism's `transfer_loss`, but outputs where its weights are
-            no distribution, or known for all queries at once only (`gla`, `luna`: 5 to 7 forward passes a step).
+            no distribution, or known for all queries at once only (`luna`: 7 forward passes a step).
         backward: Whether to add gradients to the `.grad` of the learned parts.
-        seed: With a seed, the loss on weights takes `SAMPLED_QUERIES` queries of a long row, spread over it and drawn
-            from this seed: in expectation over seeds, loss and gradients are those of all queries. None takes all.
+        seed: With a seed, the loss on weights, and that on the outputs of mechanisms with `sampled_outputs`, takes
+            `SAMPLED_QUERIES` queries of a long row, spread over it and drawn from this seed: in expectation over seeds,
+            loss and gradients are those of all queries. None takes all.
     """
     mechanism = call.mechanism
-    separable = mechanism.separable_queries and call.query.shape[2] == call.key.shape[2]
+    whole = call.query.shape[2] == call.key.shape[2]
+    separable = mechanism.separable_queries and whole
     if kind == "auto":
         kind = mechanism.transfer_loss if mechanism.distribution and separable else "outputs"
-    total = torch.zeros((), device=call.query.device)
-    if kind == "outputs":
-        return total + _evaluate(lambda: attention_outputs_loss(call), backward)
-    queries = call.real_queries()
+    by_outputs, queries = kind == "outputs", call.real_queries()
+    if by_outputs:
+        separable = mechanism.sampled_outputs and whole and (call.padding is None or call.padding.dim() == 2)
+        norm = _squared_norm(call.output.detach(), queries)
     count = queries.sum().clamp_min(1)
+    total = torch.zeros((), device=call.query.device)
     ranges = _query_ranges(call, seed) if separable else [(0, call.query.shape[2], 1)]
     longest = max(stop - start for start, stop, _ in ranges)
     size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
@@ -201,8 +214,11 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
         for start, stop, factor in ranges:
             index = slice(row, row + size)
             block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
-            loss = partial(attention_weights_loss, block, rows)
-            total = total + _evaluate(loss, backward, factor * rows.sum() / count)
+            if by_outputs:
+                loss, share = partial(attention_outputs_loss, block, rows, norm), factor
+            else:
+                loss, share = partial(attention_weights_loss, block, rows), factor * rows.sum() / count
+            total = total + _evaluate(loss, backward, share)
     return total
 
 

@@ -83,7 +83,8 @@ def transfer_attention(
     - weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Zhang et al. 2024,
       arXiv:2402.04347). Of rows of more than 64 tokens each step draws 64 queries, in one or two runs, anew in every
       layer: in expectation this is the loss of all queries, at a fraction of its cost;
-    - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`.
+    - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla`, `gated-delta` and `rfa`, of all for
+      others.
 
     For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the
     window would do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
@@ -96,8 +97,8 @@ def transfer_attention(
         steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
-        loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `window` in decoders, weights for others whose weights
-            are a distribution and known for some of the queries, outputs otherwise.
+        loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `gla` and for `window` in decoders, weights for others
+            whose weights are a distribution and known for some of the queries, outputs otherwise.
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
             of the best evaluation remain.
         evaluate_every: Steps between two evaluations.

@@ -90,6 +90,24 @@ def test_weights_of_some_queries_are_those_of_all(name, causal):
             assert torch.equal(module.outside(inputs), outside[:, :, start:stop, :keys])
 
 
+@every_direction()
+@torch.no_grad()
+def test_outputs_of_some_queries_are_those_of_all(name, causal):
+    module, (q, k, v), mask = mechanism(name, causal), qkv(150), padding_mask([150, 101], 150, "left")
+    if not module.sampled_outputs:
+        pytest.skip(f"attention transfer by outputs takes all queries of {name}")
+    for padding in (mask, torch.ones_like(mask)):
+        out, _ = run(module, q, k, v, causal=causal, mask=padding)
+        for start, stop in ((0, 3), (60, 130), (129, 150)):
+            keys = stop if causal else 150
+            part = q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys]
+            some, _ = run(module, *part, causal=causal, mask=padding[:, :keys])
+            real = padding[:, None, start:stop].expand(-1, 4, -1)
+            assert_close(some[real], out[:, :, start:stop][real])
+    without_mask, _ = run(module, q[:, :, 60:], k, v, causal=causal)
+    assert_close(without_mask, out[:, :, 60:])
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @every_mechanism(causal=True)
 @torch.no_grad()

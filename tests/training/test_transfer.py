@@ -25,9 +25,9 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def model_of(name: str, family: Family) -> PreTrainedModel:
-    options: dict[str, Any] = {"window_size": 4} if name == "window" else {}
-    return hla.patch_model(family.build(), name, **options)
+def model_of(attention: Any, family: Family) -> PreTrainedModel:
+    options: dict[str, Any] = {"window_size": 4} if attention == "window" else {}
+    return hla.patch_model(family.build(), attention, **options)
 
 
 def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -69,10 +69,24 @@ def test_blocks_add_up(name: str, family: Family, monkeypatch: pytest.MonkeyPatc
         assert max(sizes) <= max(entries, smallest)
 
 
-@pytest.mark.parametrize(("name", "family"), [("hedgehog", GPT2), ("window", LLAMA), ("window", BERT)], ids=str)
-def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("attention", "family", "kind"),
+    [
+        ("hedgehog", GPT2, "weights"),
+        ("window", LLAMA, "weights"),
+        ("window", BERT, "weights"),
+        ("gla", LLAMA, "outputs"),
+        ({"default": "gla", "0": {"exact_heads": [0]}}, LLAMA, "outputs"),
+        ("rfa", GPT2, "outputs"),
+        ("rfa", BERT, "outputs"),
+    ],
+    ids=str,
+)
+def test_sampled_queries_are_unbiased(
+    attention: Any, family: Family, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The average over seeds is the loss of all queries, and so is that of the gradients."""
-    model = model_of(name, family)
+    model = model_of(attention, family)
     calls: list[AttentionCall] = []
     with torch.no_grad(), observe_attention(model, calls.append):
         model(**batch())
@@ -82,11 +96,13 @@ def test_sampled_queries_are_unbiased(name: str, family: Family, monkeypatch: py
     def loss_and_gradients(seed: int | None) -> torch.Tensor:
         for parameter in parameters:
             parameter.grad = None
-        loss = losses.layer_loss(call, "weights", backward=True, seed=seed)
+        loss = losses.layer_loss(call, kind, backward=True, seed=seed)
         grads = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
         return torch.cat([loss.reshape(1), *grads]).double()
 
     expected = loss_and_gradients(None)
+    if kind == "outputs":
+        assert float(losses.attention_outputs_loss(call).detach()) == pytest.approx(float(expected[0]), rel=1e-5)
     monkeypatch.setattr(losses, "SAMPLED_QUERIES", 6)
     monkeypatch.setattr(losses, "SHORT_ROW", 0)
     monkeypatch.setattr(losses, "RUN_LENGTH", 2)  # 9 runs, the last of them shorter; 3 are drawn

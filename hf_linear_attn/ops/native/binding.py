@@ -113,10 +113,8 @@ def _lanes() -> int:
     return int(library().hla_lanes())
 
 
-@torch.compiler.assume_constant_result
-def lanes() -> int:
-    """Return the number of floats in a vector register."""
-    return _lanes()
+#: The number of floats in a vector register; a constant where torch.compile traces a call.
+lanes = torch.compiler.assume_constant_result(lambda: _lanes())
 
 
 def pad_columns(tensor: Tensor) -> Tensor:
