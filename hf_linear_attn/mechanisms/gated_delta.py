@@ -54,7 +54,6 @@ class GatedDeltaAttention(LinearAttention):
     """
 
     distribution = False
-    sampled_outputs = True
 
     def __init__(self, shape: AttentionShape, options: GatedDeltaOptions) -> None:
         super().__init__(shape, options)

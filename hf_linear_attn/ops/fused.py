@@ -209,7 +209,7 @@ class GatedCall(_Call):
     """One call of causal attention with a decaying state (`ops.gated`, `ops.gated_delta`).
 
     There is no formula: `key_features` returns keys with their decays (`GatedKeys`), one per feature or one per head.
-    In torch operations there may be fewer queries than keys: those of the last tokens.
+    `ops.gated` takes fewer queries than keys, too: those of the last tokens.
     """
 
     per_feature: bool = False

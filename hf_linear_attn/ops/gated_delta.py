@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common import KVState, State, block_length, mask_tokens, refuse_free_length, token_blocks, with_ones
+from .common import KVState, State, block_length, group_heads, mask_tokens, refuse_free_length, token_blocks, with_ones
 from .fused import GatedCall
 
 #: Tokens per chunk.
@@ -52,8 +52,8 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     refuse_free_length(length, "The gated delta rule")
     step = block_length(batch, heads, max(call.num_features, value.shape[-1], CHUNK), length)
     outputs, after = [value.new_zeros(batch, heads, 0, value.shape[-1])], call.state
-    for start, stop, part, (key, values) in token_blocks(step, call.mask, call.key, value):
-        rows = call.grouped_queries(start, stop, part)
+    for start, _, part, (query, key, values) in token_blocks(step, call.mask, call.query, call.key, value):
+        rows = group_heads(call.query_features(query, start).values, groups)
         keys = DeltaKeys(*(mask_tokens(x, part) for x in call.key_features(key, start)))  # padding: no decay, no rate
         values = with_ones(values)
         if after is None:
@@ -67,8 +67,7 @@ def delta_causal(call: GatedCall) -> tuple[Tensor, State | None]:
             out, kv = _chunk(rows[:, :, :, size], chunk, values[:, :, size], kv)
             levels = _levels(chunk, level)
             level = levels[..., -1]
-            out = normalise(out, levels).flatten(1, 2).to(value.dtype)
-            outputs.append(out[:, :, max(call.first_query - start - low, 0) :] if rows.shape[2] else outputs[0])
+            outputs.append(normalise(out, levels).flatten(1, 2).to(value.dtype))
         after = {**KVState(kv, None).state(), "level": level}
     return torch.cat(outputs, dim=2), after
 

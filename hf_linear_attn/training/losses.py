@@ -215,10 +215,10 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
             index = slice(row, row + size)
             block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
             if by_outputs:
-                loss, share = partial(attention_outputs_loss, block, rows, norm), factor
+                total = total + _evaluate(partial(attention_outputs_loss, block, rows, norm), backward, factor)
             else:
-                loss, share = partial(attention_weights_loss, block, rows), factor * rows.sum() / count
-            total = total + _evaluate(loss, backward, share)
+                share = factor * rows.sum() / count
+                total = total + _evaluate(partial(attention_weights_loss, block, rows), backward, share)
     return total
 
 

@@ -83,8 +83,7 @@ def transfer_attention(
     - weights: `KL(p_i ‖ w_i)` between exact and implied attention weights of each query (Zhang et al. 2024,
       arXiv:2402.04347). Of rows of more than 64 tokens each step draws 64 queries, in one or two runs, anew in every
       layer: in expectation this is the loss of all queries, at a fraction of its cost;
-    - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla`, `gated-delta` and `rfa`, of all for
-      others.
+    - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla` and `rfa`, of all for others.
 
     For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the
     window would do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
