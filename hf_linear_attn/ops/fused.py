@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import FeatureFunction, Features, State, compute_dtype, group_heads, is_free, mask_tokens
+from .common import FeatureFunction, Features, State
 
 Activation = Literal[
     "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
@@ -216,24 +216,6 @@ class GatedCall(_Call):
     fused: None = None
     causal: bool = True
     return_state: bool = True
-
-    @property
-    def first_query(self) -> int:
-        """Return the place of the first query among the keys; 0 in graphs with a free length."""
-        return 0 if is_free(self.query.shape[2]) else self.key.shape[2] - self.query.shape[2]
-
-    def grouped_queries(self, start: int, stop: int, mask: Tensor | None) -> Tensor:
-        """Return the features of the queries of some tokens `[B, G, R, stop - start, m]`.
-
-        They are zeros for tokens before the first query, and R is 0 where no token has a query.
-        """
-        first, groups = self.first_query, self.key.shape[1]
-        query = self.query[:, :, max(start - first, 0) : max(stop - first, 0)].to(compute_dtype(self.query))
-        if not query.shape[2]:
-            return query.new_zeros(query.shape[0], groups, 0, stop - start, self.num_features)
-        missing = max(first - start, 0)
-        features = self.query_features(mask_tokens(query, mask if mask is None else mask[:, missing:]), start).values
-        return functional.pad(group_heads(features, groups), (0, 0, missing, 0))
 
 
 AttentionCall = KernelizedCall | WindowedCall | GatedCall

@@ -13,14 +13,17 @@ are multiplied by `exp(G_i - G_mid)` and keys by `exp(G_mid - G_j)`, which is sa
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .common import (
     Features,
     KVState,
     State,
     block_length,
+    compute_dtype,
     earlier,
     finite_or_zero,
+    group_heads,
     is_free,
     join_chunks,
     mask_tokens,
@@ -52,11 +55,11 @@ def gated_causal(call: GatedCall) -> tuple[Tensor, State | None]:
     carry = None if call.state is None else KVState.from_state(call.state)
     outputs = [value.new_zeros(batch, heads, 0, value.shape[-1])]
     for start, stop, part, (key, values) in token_blocks(step, call.mask, call.key, value):
-        rows = call.grouped_queries(start, stop, part)
+        rows, missing = _grouped_queries(call, start, stop, part)
         keys = masked_keys(call.key_features(key, start), part)
         out, carry = _block(rows, keys, with_ones(values), carry, chunk)
         out = weighted_mean(out, signed=call.signed).flatten(1, 2).to(value.dtype)
-        outputs.append(out[:, :, max(call.first_query - start, 0) :] if rows.shape[2] else outputs[0])
+        outputs.append(out[:, :, missing:] if rows.shape[2] else outputs[0])
     return torch.cat(outputs, dim=2), call.state if carry is None else carry.state()
 
 
@@ -64,6 +67,21 @@ def masked_keys(keys: GatedKeys, mask: Tensor | None) -> GatedKeys:
     """Remove the features and the decay of padding; mask `[B, L]`."""
     scale = None if keys.log_scale is None else mask_tokens(keys.log_scale, mask, float("-inf"))
     return GatedKeys(mask_tokens(keys.values, mask), mask_tokens(keys.log_decay, mask), scale)
+
+
+def _grouped_queries(call: GatedCall, start: int, stop: int, mask: Tensor | None) -> tuple[Tensor, int]:
+    """Return the features of the queries of some tokens `[B, G, R, stop - start, m]`, and how many tokens have none.
+
+    They are zeros for tokens before the first query, and R is 0 where no token has a query.
+    """
+    query, groups = call.query, call.key.shape[1]
+    first = 0 if is_free(query.shape[2]) else call.key.shape[2] - query.shape[2]
+    missing = max(first - start, 0)
+    query = query[:, :, max(start - first, 0) : max(stop - first, 0)].to(compute_dtype(query))
+    if not query.shape[2]:
+        return query.new_zeros(query.shape[0], groups, 0, stop - start, call.num_features), missing
+    features = call.query_features(mask_tokens(query, mask if mask is None else mask[:, missing:]), start).values
+    return functional.pad(group_heads(features, groups), (0, 0, missing, 0)), missing
 
 
 def _block(rows: Tensor, keys: GatedKeys, value: Tensor, carry: KVState | None, chunk: int) -> tuple[Tensor, KVState]:

@@ -168,13 +168,14 @@ def attention_outputs_loss(call: AttentionCall, rows: Tensor | None = None, norm
         norm: What to divide by; None for `Σ ‖o_i‖²`.
     """
     rows = call.real_queries() if rows is None else rows
-    norm = _squared_norm(call.output, rows) if norm is None else norm
-    return _squared_norm(call.output.detach().float() - call.linear_output().float(), rows) / norm
+    exact = call.output.detach().float()
+    norm = _squared_norm(exact, rows) if norm is None else norm
+    return _squared_norm(exact - call.linear_output().float(), rows) / norm
 
 
 def _squared_norm(outputs: Tensor, rows: Tensor) -> Tensor:
     """Return `Σ ‖o_i‖²` of outputs `[B, H, L, e]` over `rows [B, H, L]`."""
-    return outputs.float().square().masked_fill(~rows.unsqueeze(-1), 0.0).sum().clamp_min(1e-12)
+    return outputs.square().masked_fill(~rows.unsqueeze(-1), 0.0).sum().clamp_min(1e-12)
 
 
 def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
 
     Args:
         kind: `"weights"`, `"outputs"` or `"auto"`: the mechanism's `transfer_loss`, but outputs where its weights are
-            no distribution, or known for all queries at once only (`luna`: 7 forward passes a step).
+            no distribution, or known for all queries at once only (`gla`, `luna`: 5 to 7 forward passes a step).
         backward: Whether to add gradients to the `.grad` of the learned parts.
         seed: With a seed, the loss on weights, and that on the outputs of mechanisms with `sampled_outputs`, takes
             `SAMPLED_QUERIES` queries of a long row, spread over it and drawn from this seed: in expectation over seeds,
@@ -201,28 +202,29 @@ def layer_loss(call: AttentionCall, kind: str, *, backward: bool, seed: int | No
     separable = mechanism.separable_queries and whole
     if kind == "auto":
         kind = mechanism.transfer_loss if mechanism.distribution and separable else "outputs"
-    by_outputs, queries = kind == "outputs", call.real_queries()
-    if by_outputs:
-        separable = mechanism.sampled_outputs and whole and (call.padding is None or call.padding.dim() == 2)
-        norm = _squared_norm(call.output.detach(), queries)
+    total, queries = torch.zeros((), device=call.query.device), call.real_queries()
+    everything = [(0, call.query.shape[2], 1)]
+    if kind == "outputs":
+        sampled = mechanism.sampled_outputs and whole and (call.padding is None or call.padding.dim() == 2)
+        norm = _squared_norm(call.output.detach().float(), queries)
+        for start, stop, factor in _query_ranges(call, seed) if sampled else everything:
+            block, rows = _block(call, slice(None), start, stop), queries[:, :, start:stop]
+            total = total + _evaluate(partial(attention_outputs_loss, block, rows, norm), backward, factor)
+        return total
     count = queries.sum().clamp_min(1)
-    total = torch.zeros((), device=call.query.device)
-    ranges = _query_ranges(call, seed) if separable else [(0, call.query.shape[2], 1)]
+    ranges = _query_ranges(call, seed) if separable else everything
     longest = max(stop - start for start, stop, _ in ranges)
     size = max(1, BLOCK_ENTRIES // (call.query.shape[1] * longest * call.key.shape[2]))
     for row in range(0, len(queries), size):
         for start, stop, factor in ranges:
             index = slice(row, row + size)
             block, rows = _block(call, index, start, stop), queries[index, :, start:stop]
-            if by_outputs:
-                total = total + _evaluate(partial(attention_outputs_loss, block, rows, norm), backward, factor)
-            else:
-                share = factor * rows.sum() / count
-                total = total + _evaluate(partial(attention_weights_loss, block, rows), backward, share)
+            share = factor * rows.sum() / count
+            total = total + _evaluate(partial(attention_weights_loss, block, rows), backward, share)
     return total
 
 
-def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float = 1.0) -> Tensor:
+def _evaluate(loss: Callable[[], Tensor], backward: bool, share: Tensor | float) -> Tensor:
     """Return a share of the value of a loss. Its graph is differentiated and freed at once."""
     with torch.set_grad_enabled(backward):
         value = share * loss()
