@@ -88,7 +88,9 @@ class HeadMixture(LinearAttention):
         after = {"exact_key": key, "exact_value": value}
         if mask is not None:
             after["exact_mask"] = mask
-        lower_triangle = inputs.causal and mask is None and not state and query.shape[2] == length
+        lower_triangle = inputs.causal and mask is None and not state
+        if query.shape[2] != length:  # a branch, since `is_causal` must be no symbol under `torch.compile`
+            lower_triangle = False
         needs_mask = mask is not None or (inputs.causal and not lower_triangle and length > 1)
         allowed = replace(inputs, key=key, mask=mask).visible() if needs_mask else None
         return softmax_attention(query, key, value, allowed, inputs.scaling, lower_triangle), after
