@@ -215,9 +215,12 @@ def test_classifier(folder: Path, tmp_path: Path) -> None:
         run(folder, "bert", tmp_path / "headless", **settings)
 
 
-def test_heads_of_a_mixture_are_searched_and_saved(folder: Path, tmp_path: Path) -> None:
+def test_heads_of_a_mixture_are_searched_and_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget = {"budget": "40% cache at 60", "search": "heads", "lengths": (), "save_model": str(tmp_path / "model")}
-    result = run(folder, "gpt2", tmp_path / "out", attention="hedgehog", options={"feature_dim": 4}, **budget)
+    budget |= {"attention": "hedgehog", "options": {"feature_dim": 4}}
+    result = run(folder, "gpt2", tmp_path / "out", **budget)
     assert (result.part, result.total) == ("key-value heads", 12)
     assert result.met
     assert [row["count"] for row in result.curve] == [0, 6, 8, 10, 11, 11, 12]
@@ -229,6 +232,9 @@ def test_heads_of_a_mixture_are_searched_and_saved(folder: Path, tmp_path: Path)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "Which key-value heads of gpt2" in page
     assert "Each layer by itself" not in page
+    monkeypatch.setattr("hf_linear_attn.evaluation.planning.find_exact_heads", None)  # the ranking is in the records
+    again = run(folder, "gpt2", tmp_path / "out", **budget | {"save_model": None, "resume": True})
+    assert again.curve == result.curve
     with pytest.raises(ValueError, match="'40% cache at 60' is for a causal language model"):
         run(folder, "bert", tmp_path / "bert", attention="elu", budget="40% cache at 60")
 

@@ -30,7 +30,7 @@ from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearch, LayerSearchResult, convert_as_planned
-from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
+from .metrics import QualityMetric, Values, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
 from .progress import ConsoleProgress, Progress
@@ -87,7 +87,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
             budget=budget,
             records=records,
             conditions=conditions,
-            heads=run.heads(progress) if config.search == "heads" else (),
+            heads=run.heads(records, progress) if config.search == "heads" else (),
             lengths=run.lengths,
             tokens=run.inputs.tokens,
             seconds=run.settings.seconds,
@@ -195,18 +195,29 @@ class _Run:
         names = {"steps": "steps", "best_step": "best_step", "seconds": "transfer_seconds"}
         return {name: record.value(metric) for name, metric in names.items()}
 
-    def heads(self, progress: Progress) -> list[ExactHeads]:
-        """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`)."""
+    def heads(self, records: Records, progress: Progress) -> list[ExactHeads]:
+        """Return the choices of exact heads to measure, made on training rows (see `find_exact_heads`), once."""
+        import pandas as pd
+
         progress.status("the choice of exact heads", 0, 1)
         config = self.config
-        search = find_exact_heads(
-            self.exact.model,
-            leading_batches(self.inputs.train),
-            config.attention,
-            tokenizer=self.exact.tokenizer,
-            seed=config.seed,
-            **config.options,
-        )
+
+        def rank() -> Values:
+            search = find_exact_heads(
+                self.exact.model,
+                leading_batches(self.inputs.train),
+                config.attention,
+                tokenizer=self.exact.tokenizer,
+                seed=config.seed,
+                **config.options,
+            )
+            rows = search.table.drop(columns="chosen").melt(["layer", "head"], var_name="metric")
+            return rows.to_dict("records")
+
+        record = records.measure(self.exact.conditions(config.attention, "exact_heads", **self.identity), rank)
+        table = pd.DataFrame(record.values).pivot(index=["layer", "head"], columns="metric", values="value")
+        attention = {"attention": config.attention, **config.options}
+        search = ExactHeads.first_rows(table.reset_index(), 0, attention)
         return [search.with_share(share) for share in HEAD_SHARES]
 
     def facts(self) -> dict[str, Any]:

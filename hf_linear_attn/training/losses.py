@@ -180,8 +180,7 @@ def _squared_norm(outputs: Tensor, rows: Tensor) -> Tensor:
 
 def _mean_divergence(exact: Tensor, linear: Tensor, rows: Tensor) -> Tensor:
     """Return the divergence between weights `[B, H, L, S]`, averaged over `rows [B, H, L]`."""
-    floor = torch.finfo(linear.dtype).tiny
-    terms = exact * (exact.clamp_min(floor).log() - linear.clamp_min(1e-12).log())
+    terms = functional.kl_div(linear.clamp_min(1e-12).log(), exact, reduction="none")
     per_row = terms.sum(dim=-1).masked_fill(~rows, 0.0)
     return per_row.sum() / rows.sum().clamp_min(1)
 
