@@ -228,6 +228,8 @@ def test_heads_of_a_mixture_are_searched_and_saved(
     saved = hla.load_pretrained(str(tmp_path / "model")).eval()
     exact = {str(row.index): list(row.exact_heads) for row in hla.patch_report(saved).layers if row.exact_heads}
     assert exact == result.chosen["exact_heads"]
+    assert result.plan["default"]["attention"] == "hedgehog"
+    assert {name: entry["exact_heads"] for name, entry in result.plan.items() if name != "default"} == exact
     assert "by 12 of 12" not in result.summary()[0]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "Which key-value heads of gpt2" in page

@@ -192,7 +192,7 @@ class LayerSearchResult:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The mechanism of each layer, as `patch_model` and `patch --plan` read it; layers not named are exact."""
+        """The mechanism of each layer, as `patch_model` and `patch --plan` read it (see `plan_of`)."""
         return plan_of(self.chosen, self.mechanisms)
 
     @property
@@ -305,9 +305,18 @@ def format_divergence(value: float | None) -> str:
 
 
 def plan_of(row: Mapping[str, Any], mechanisms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plan of a row of the curve; `mechanisms` are those of all layers, by the index of the layer."""
-    exact = {layer: {"exact_heads": heads} for layer, heads in row["exact_heads"].items()}
-    return {"default": EXACT, **{name: {**mechanisms[name], **exact.get(name, {})} for name in map(str, row["layers"])}}
+    """Return the plan of a row of the curve; `mechanisms` are those of all layers, by the index of the layer.
+
+    Layers not named are exact, or, where every layer is converted, have the mechanism of the first one.
+    """
+    every_layer = len(row["layers"]) == len(mechanisms)
+    default = next(iter(mechanisms.values())) if every_layer else EXACT
+    plan: dict[str, Any] = {"default": default}
+    for name in map(str, row["layers"]):
+        own = {} if mechanisms[name] == default else mechanisms[name]
+        exact = {"exact_heads": row["exact_heads"][name]} if name in row["exact_heads"] else {}
+        plan |= {name: {**own, **exact}} if own or exact else {}
+    return plan
 
 
 def mechanisms_of(patched: PreTrainedModel) -> dict[str, dict[str, Any]]:

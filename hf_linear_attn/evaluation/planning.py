@@ -289,26 +289,35 @@ def _write(result: LayerSearchResult, facts: dict[str, Any], folder: Path, progr
 
 
 def draw_curve(result: LayerSearchResult, model_name: str) -> bytes:
-    """Return a PNG of damage and speed by the number of converted layers."""
+    """Return a PNG of the damage, and of the speed and the cache where measured, by the number of converted parts."""
     import matplotlib
 
     budget, table = result.budget, result.table.set_index("converted")
+    limited = budget.cost or "damage"
+    titles = {
+        "damage": f"loss of quality, {'% ' if result.unit.relative else ''}{result.unit.name}",
+        "speedup": f"times as fast as {result.baseline}",
+        "cache": "share of the exact model's cache",
+    }
+    panels = [name for name in titles if name == "damage" or result.curve[0][name]]
     with matplotlib.rc_context(STYLE):
-        figure, (damage, speed) = new_figure(5.6, 2, sharex=True)
-        damage.set_title(f"{model_name}: what converting {result.part} costs")
-        damage.set_ylabel(f"loss of quality, {'% ' if result.unit.relative else ''}{result.unit.name}")
-        damage.plot(table["damage"], marker="o", label="on the data of the choice")
-        verified = {"marker": "X", "markersize": 9, "linestyle": "none", "label": "the plan, verified on other data"}
-        damage.plot([result.chosen["count"]], [result.verified["damage"]], **verified)
-        speed.set_ylabel(f"times as fast as {result.baseline}")
-        speed.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
-        for length in result.curve[0]["speedup"]:
-            speed.plot(table[f"speedup_at_{length}"], marker="s", label=f"{int(length):,} tokens")
-        if budget.cost != "cache":
-            limited = speed if budget.unit is None else damage
-            limited.axhline(budget.limit, color="black", linestyle="--", label=f"budget: {budget.text}")
-        speed.xaxis.get_major_locator().set_params(integer=True)
-        speed.set_xlabel(f"{result.part} converted to {result.attention} (of {result.total})")
-        damage.legend()
-        speed.legend()
+        figure, grid = new_figure(2.8 * len(panels), len(panels), sharex=True, squeeze=False)
+        figure.suptitle(model_name)
+        for name, axes in zip(panels, grid[:, 0], strict=True):
+            axes.set_ylabel(titles[name])
+            if name == "damage":
+                axes.plot(table["damage"], marker="o", label="on the data of the choice")
+                verified = {"marker": "X", "markersize": 9, "linestyle": "none"}
+                point = [result.chosen["count"]], [result.verified["damage"]]
+                axes.plot(*point, **verified, label="the plan, verified on other data")
+            else:
+                axes.axhline(1.0, color="#767676", linewidth=1, label=result.baseline)
+                for length in result.curve[0][name]:
+                    axes.plot(table[f"{name}_at_{length}"], marker="s", label=f"{int(length):,} tokens")
+            if name == limited:
+                limit = budget.limit / (100 if name == "cache" else 1)
+                axes.axhline(limit, color="black", linestyle="--", label=f"budget: {budget.text}")
+            axes.legend()
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel(f"{result.part} converted to {result.attention} (of {result.total})")
         return png(figure)

@@ -66,7 +66,8 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
     result = LayerSearchResult.from_dict({**report["result"], "budget": report["settings"]["budget"]})
     table = result.formatted_table().reset_index()
     settings = report["settings"]
-    flags = [f"--attention {result.attention}"]
+    flags = ["--search heads"] if settings.get("search") == "heads" else []
+    flags += [f"--attention {result.attention}"]
     flags += [f"--options.{name} {value}" for name, value in settings["options"].items()]
     flags += [f"--steps {settings['steps']}", f"--data.max_length {settings['sequence_length']}"]
     return "\n".join(
@@ -78,7 +79,7 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
             "",
             report["summary"][0],
             "",
-            f"![Perplexity and speed by the number of layers converted]({_link(folder / 'curve.png')})",
+            f"![Perplexity and costs by the number of {result.part} converted]({_link(folder / 'curve.png')})",
         ]
     )
 
@@ -191,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packages": lambda: compare_packages.table(read_json(RESULTS / "packages.json")),
     "packing": result_tables.packing_summary,
     "plan": plan_table,
+    "plan-heads": lambda: plan_table(RESULTS / "plan-smollm2"),
     "quantization": result_tables.quantization_table,
     "profile": result_tables.profile_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
