@@ -1,8 +1,7 @@
 """How near a patched model is to exact attention, without labels."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -14,18 +13,7 @@ from transformers import PreTrainedModel
 from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
-from ..utils.models import Batch, model_inputs
-
-
-@contextmanager
-def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: the model in evaluation mode, and afterwards as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
+from ..utils.models import Batch, evaluation_mode, model_inputs
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
 from ..training.losses import mean_pooling
-from ..utils.models import Batch, model_inputs
-from .fidelity import evaluation_mode, measure_fidelity
+from ..utils.models import Batch, evaluation_mode, model_inputs
+from .fidelity import measure_fidelity
 from .progress import OnBatch, report_batches, report_nothing
 
 Values = list[dict[str, Any]]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker, check_positions
 from ..data.text import pad_token, padded_batches
-from .fidelity import evaluation_mode
+from ..utils.models import evaluation_mode
 from .metrics import QualityMetric, Score, Values, sentence_embeddings, value
 from .progress import OnBatch, report_nothing
 
@@ -84,21 +84,26 @@ def measure_recall(
         on_batch: Called with the prompts done and all prompts.
 
     Raises:
+        NotImplementedError: The model is an encoder-decoder.
         ValueError: An unknown task, numbers out of range, a length without room for the question or beyond a table of
             positions, or too few tokens in the vocabulary.
     """
     import pandas as pd
 
     decoder = bool(getattr(model, "can_generate", lambda: False)())
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder: give a decoder or an encoder.")
     known = tuple(TASKS) if decoder else (RETRIEVAL,)
-    chosen = tuple(tasks or known)
+    chosen = (tasks,) if isinstance(tasks, str) else tuple(tasks or known)
     for task in chosen:
         if task not in known:
             raise ValueError(f"tasks: {task!r} is none of {', '.join(known)}, which this model can answer.")
+    if not lengths or not depths:
+        raise ValueError(f"lengths and depths must not be empty, got {lengths} and {depths}.")
     if trials < 1 or batch_size < 1 or not all(0 <= depth <= 1 for depth in depths):
         numbers = f"{trials}, {batch_size}, {depths}"
         raise ValueError(f"trials and batch_size must be positive and depths in 0 to 1, got {numbers}.")
-    check_positions(model, max(lengths, default=0) + (KEY if decoder else 0))
+    check_positions(model, max(lengths) + (KEY if decoder else 0))
     maker = PromptMaker(tokenizer, getattr(getattr(model, "config", None), "vocab_size", None))
     cells = [(task, length, depth) for task in chosen for length in lengths for depth in depths]
     rows: list[dict[str, Any]] = []
@@ -156,13 +161,20 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
 
 
 def _generate(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:
-    """Yield the greedy answer to each prompt; all prompts have the same length."""
+    """Yield the greedy answer to each prompt, whatever the model's generation config says; all are equally long."""
+    own = model.generation_config
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
         ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
         count = max(len(prompt.answer) for prompt in part)
-        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": count, "min_new_tokens": count}
-        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=pad, **options)
+        tokens = {"pad_token_id": pad, "eos_token_id": own.eos_token_id}
+        # An argument of `generate` would be completed by the model's own, such as a penalty on repetitions.
+        model.generation_config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, **tokens)
+        try:
+            with evaluation_mode(model):
+                output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+        finally:
+            model.generation_config = own
         for prompt, row in zip(part, output[:, ids.shape[1] :].tolist(), strict=True):
             yield row[: len(prompt.answer)]
 

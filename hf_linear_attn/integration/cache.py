@@ -176,7 +176,8 @@ class LinearStateLayer(CacheLayerMixin):
         if count > recorded:
             raise ValueError(
                 f"Cannot remove the last {count} tokens: a recurrent state does not keep its past ({recorded} tokens "
-                "recorded). Call cache.activate_past_recording() before the forward passes that may be taken back."
+                "recorded). Call cache.activate_past_recording() after the first forward pass, and before those that "
+                "may be taken back."
             )
         if count:
             first, remaining = self._record[0], recorded - count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
 from ..utils.models import Batch, model_inputs, shared_copy
 from .losses import embedding_loss, logits_loss, mean_pooling
+from .transfer import exact_length, longest_row
 
 if TYPE_CHECKING:
     import pandas
@@ -68,7 +70,7 @@ class ExactHeads:
         """Return the choice of another share of all heads, by the scores and gains that were measured for this one.
 
         Args:
-            share: Share of all key-value heads to choose; 0: none.
+            share: Share of all key-value heads to choose; 0: none, 1: all, else at least one and not all.
             retrieval_share: Share of these that the scores choose, where gains were measured, too.
 
         Raises:
@@ -76,10 +78,12 @@ class ExactHeads:
         """
         import pandas as pd
 
-        if not 0 <= share <= 1:
-            raise ValueError(f"share must lie in 0 to 1, got {share}.")
+        if not 0 <= share <= 1 or not 0 <= retrieval_share <= 1:
+            raise ValueError(f"share and retrieval_share must lie in 0 to 1, got {share} and {retrieval_share}.")
         table, first = self.table, 0
         count = max(1, round(share * len(table))) if share else 0
+        if share < 1:
+            count = min(count, len(table) - 1)
         if "score" in table:
             table, first = table.sort_values("score", ascending=False, kind="stable"), round(retrieval_share * count)
         if "gain" in table:
@@ -210,6 +214,10 @@ def find_exact_heads(
     first = 0 if probed is None else round(retrieval_share * int(probed["chosen"].sum()))
     chosen = {} if probed is None else _heads_by_layer(probed[:first])
     gated = patch_model(shared_copy(model).eval(), attention, **options)
+    limit = exact_length(gated)
+    if max(map(longest_row, batches)) <= limit:
+        reason = f"All rows have at most {limit} tokens, which the mechanism attends to exactly: gains say nothing."
+        warnings.warn(f"{reason} Pass longer rows, or narrow what is exact.", stacklevel=2)
     layers = _patched_layers(gated)
     gates: dict[int, Tensor] = {}
 
@@ -296,6 +304,8 @@ def _next_token_loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 def _divergence(outputs: Any, exact: Any, attention_mask: Tensor | None) -> Tensor:
     """Return the mean divergence of outputs from exact ones, over rows, real tokens or embeddings."""
     if "logits" not in outputs:
+        if "last_hidden_state" not in outputs:
+            raise NotImplementedError(f"{type(outputs).__name__} has neither logits nor last_hidden_state to compare.")
         own, target = (mean_pooling(part.last_hidden_state, attention_mask) for part in (outputs, exact))
         return embedding_loss(own, target) / len(own)
     own, target = outputs.logits, exact.logits

@@ -204,5 +204,10 @@ class ConvertConfig(TrainingRunConfig):
             raise ValueError(f"exact_share must lie in 0 to 1, got {self.exact_share!r}.")
         if self.exact_share and (self.attention is None or self.plan is not None or self.layers is not None):
             raise ValueError("exact_share chooses heads in all layers. Give attention, and leave plan and layers out.")
+        carried, longest = self.distill.carried_length, self.data.max_length
+        if carried and (self.task_type != "causal-lm" or self.gradient_checkpointing):
+            raise ValueError("distill.carried_length needs task_type causal-lm and no gradient_checkpointing.")
+        if carried and longest is not None and longest < carried + 2:
+            raise ValueError(f"distill.carried_length {carried} leaves no token to predict in rows of {longest}.")
         if self.task_type == "embedding" and self.teacher.enabled:
             raise ValueError("task_type embedding has no labels to fine-tune a teacher on: leave out that section.")

@@ -15,6 +15,7 @@ from ..data.task_data import IGNORED
 from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
+from ..utils.models import evaluation_mode
 from . import losses
 from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
@@ -435,7 +436,11 @@ class DistillationTrainer(FinetuningTrainer):
         target: Any = self.teacher_outputs(arguments, with_hidden) if needs_teacher else None
         carried = config.carried_length
         if carried:
-            arguments, labels = self._carried_state(model, arguments), labels[:, carried:]
+            labels = labels[:, carried:]
+            if not (labels[:, 1:] != IGNORED).any():
+                length = inputs["input_ids"].shape[1]
+                raise ValueError(f"carried_length={carried} leaves no token to predict in rows of {length}. Lower it.")
+            arguments = self._carried_state(model, arguments)
         outputs = model(**arguments, output_hidden_states=with_hidden)
         labels = labels if has_head else self._predictions(target, inputs)
         rows, classes = losses.select_targets(self._predictions(outputs, inputs), labels, shift)
@@ -459,17 +464,22 @@ class DistillationTrainer(FinetuningTrainer):
     @torch.no_grad()
     def _carried_state(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Read the first `carried_length` tokens; return the inputs of the others, with the state after them."""
-        length, ids, mask = self.args.carried_length, inputs["input_ids"], inputs["attention_mask"]
-        if ids.shape[1] < length + 2:
-            raise ValueError(f"carried_length={length} leaves no token to predict in rows of {ids.shape[1]}. Lower it.")
-        before = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
-        cache = model(**{**inputs, **before}, use_cache=True).past_key_values
+        length, shape = self.args.carried_length, inputs["input_ids"].shape
+        by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", ())[:2] == shape}
+        cache = model(
+            **inputs | {name: value[:, :length] for name, value in by_token.items()}, use_cache=True
+        ).past_key_values
+        if cache is None:
+            raise ValueError("carried_length needs a cache, which gradient checkpointing excludes. Switch it off.")
         torch.clear_autocast_cache()  # Weights that were cast without a gradient would stay without one.
-        return {**inputs, "input_ids": ids[:, length:], "past_key_values": cache}
+        by_token.pop("attention_mask", None)  # covers what is in the cache, too
+        rest = {name: value[:, length:] for name, value in by_token.items()}
+        return {**inputs, **rest, "past_key_values": cache}
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         if self.args.carried_length:
             for batch in batch_samples:
+                batch["labels"] = batch["labels"].clone()  # may be the input_ids
                 batch["labels"][:, : self.args.carried_length + 1] = IGNORED
         return super()._get_num_items_in_batch(batch_samples, device)
 
@@ -480,14 +490,8 @@ class DistillationTrainer(FinetuningTrainer):
             if self.teacher is not None:
                 return self.teacher(**inputs, output_hidden_states=output_hidden_states)
             student: Any = self.model
-            modes = {module: module.training for module in student.modules()}
-            student.eval()
-            try:
-                with student.disable_adapter(), exact_attention(student):
-                    return student(**inputs, output_hidden_states=output_hidden_states)
-            finally:
-                for module, mode in modes.items():
-                    module.training = mode
+            with evaluation_mode(student), student.disable_adapter(), exact_attention(student):
+                return student(**inputs, output_hidden_states=output_hidden_states)
 
 
 def _is_learned(name: str) -> bool:

@@ -25,7 +25,7 @@ from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
 from ..utils.arguments import check_positive
-from ..utils.models import Batch, model_inputs
+from ..utils.models import Batch, evaluation_mode, model_inputs
 from .arguments import AttentionTransferConfig
 from .losses import layer_loss
 from .options import check_attention_loss
@@ -125,7 +125,7 @@ def transfer_attention(
         warnings.warn(f"{reason}: attention transfer is skipped. {remedy}", stacklevel=2)
         return TransferResult(0, 0, 0.0, [])
     source = itertools.chain([first], source)
-    held_out = [batch for batch in validation or () if _longest(batch) > beyond]
+    held_out = [batch for batch in validation or () if longest_row(batch) > beyond]
     parameters = objective.parameters
     optimizer, schedule = objective.optimizer(lr, steps)
     losses: list[float] = []
@@ -205,12 +205,12 @@ class AttentionTransferLoss:
         dtypes = [parameter.dtype for parameter in parameters]
         initial = [parameter.detach().clone() for parameter in parameters]
         required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        mode = model.training
         try:
-            model.eval().requires_grad_(False)
+            model.requires_grad_(False)
             for module in self.learned:
                 module.float().requires_grad_(True)
-            yield
+            with evaluation_mode(model):
+                yield
         except FloatingPointError:
             for parameter, value in zip(self.parameters, initial, strict=True):
                 parameter.data.copy_(value)
@@ -221,7 +221,6 @@ class AttentionTransferLoss:
                 parameter.grad, parameter.data = None, parameter.data.to(dtype)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(required[name])
-            model.train(mode)
 
     def __call__(self, batch: Batch, step: int | None = None) -> Tensor:
         """Return the loss of each layer, `[layers]`, and with a step (from 1) add gradients to the learned parts.
@@ -282,7 +281,7 @@ def exact_length(model: nn.Module) -> int:
     return min((module.exact_length for module in learned or modules), default=0)
 
 
-def _longest(batch: Batch) -> int:
+def longest_row(batch: Batch) -> int:
     """Return the tokens of the longest input of a batch."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -298,7 +297,7 @@ def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
             count += 1
             if not isinstance(batch, Mapping):
                 raise TypeError(f"batches must be dicts of tensors, got a {type(batch).__name__}.")
-            if _longest(batch) > beyond:
+            if longest_row(batch) > beyond:
                 useful += 1
                 yield batch
         if not count:

@@ -33,6 +33,18 @@ def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
 
 
 @contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager: the model in evaluation mode, and afterwards every module as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def hidden_progress_bars(hide: bool = True) -> Iterator[None]:
     """Context manager that hides Transformers' progress bars, optionally."""
     hide = hide and logging.is_progress_bar_enabled()

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, measure_recall
@@ -17,22 +18,23 @@ from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, measure_recall
 from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
 
 
-class Copier:
+class Copier(nn.Module):
     """Generates what followed the longest earlier occurrence of its last tokens, of which it sees `reach`."""
 
     device = "cpu"
     config = SimpleNamespace(vocab_size=VOCABULARY)
 
     def __init__(self, reach: int = 10**6) -> None:
-        self.reach = reach
+        super().__init__()
+        self.reach, self.generation_config = reach, GenerationConfig()
 
     def can_generate(self) -> bool:
         return True
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         rows = input_ids.tolist()
         for row in rows:
-            for _ in range(max_new_tokens):
+            for _ in range(self.generation_config.max_new_tokens or 0):
                 row.append(self.next_token(row[-self.reach :]))
         return torch.tensor(rows)
 
@@ -123,6 +125,13 @@ def test_models_of_transformers() -> None:
     result = measure_recall(decoder, tiny_tokenizer(), **options)
     again = measure_recall(decoder, tiny_tokenizer(), **options, batch_size=1)
     pd.testing.assert_frame_equal(result.table, again.table)
+    # Neither dropout nor what its generation config says matters, and both are as before afterwards.
+    decoder.train()
+    decoder.generation_config.update(repetition_penalty=9.0, num_beams=2, num_return_sequences=2)
+    again = measure_recall(decoder, tiny_tokenizer(), **options)
+    pd.testing.assert_frame_equal(result.table, again.table)
+    assert decoder.training
+    assert decoder.generation_config.num_beams == 2
     retrieval = measure_recall(tiny_model("bert"), tiny_tokenizer(), **options)
     assert len(retrieval.table) == 4
 
@@ -157,8 +166,16 @@ def test_text_that_a_tokenizer_can_encode_is_used() -> None:
         ({"lengths": (96,)}, "beyond the model's 96 positions"),
         ({"depths": (2.0,)}, "depths in 0 to 1"),
         ({"trials": 0}, "must be positive"),
+        ({"depths": ()}, "must not be empty"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure_recall(tiny_model("gpt2"), tiny_tokenizer(), **{"lengths": (60,), **options})
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, d_model=16, **sizes))
+    with pytest.raises(NotImplementedError, match="is an encoder-decoder"):
+        measure_recall(model, tiny_tokenizer(), lengths=(60,))

@@ -137,6 +137,7 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     less = result.with_share(0.25, retrieval_share=0.5)
     assert {(layer, head) for layer, heads in less.heads.items() for head in heads} == {cells[0], best_gain(result, 1)}
     assert result.with_share(0.5).plan() == result.plan()
+    assert int(result.with_share(0.999).table["chosen"].sum()) == len(result.table) - 1
     assert result.with_share(0.0).plan() == {"default": result.plan()["default"]}
     with pytest.raises(ValueError, match=r"share must lie in 0 to 1, got 1.5"):
         result.with_share(1.5)
@@ -158,6 +159,11 @@ def test_the_model_is_unchanged() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
     assert not hla.is_patched(model)
+
+
+def test_rows_within_the_window_are_reported() -> None:
+    with pytest.warns(UserWarning, match="All rows have at most 68 tokens, which the mechanism attends to exactly"):
+        find_exact_heads(tiny_model("llama"), [batch_of()], "window")
 
 
 def test_arguments_of_the_search_are_checked() -> None:

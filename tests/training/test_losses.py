@@ -275,6 +275,18 @@ def test_a_carried_state_is_context_without_a_gradient(attention: str, tmp_path:
     assert bool((gradient[8:20] > 0).all())
 
 
+def test_a_carried_state_of_batches_with_other_inputs(tmp_path: Path) -> None:
+    """Labels that are the tokens themselves, positions, and no mask."""
+    ids = torch.randint(4, 50, (2, 20))
+    batch = {"input_ids": ids, "labels": ids}
+    student, teacher = patched("window", GPT2), GPT2.build()
+    _, expected, trainer = terms(student, teacher, batch, tmp_path, carried_length=8)
+    more = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(20).expand(2, -1)}
+    assert_close(terms(student, teacher, batch | more, tmp_path, carried_length=8)[1], expected)
+    trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    assert (ids >= 0).all()
+
+
 def test_a_carried_state_in_half_precision_leaves_no_weight_without_a_gradient(tmp_path: Path) -> None:
     ids = torch.randint(4, 50, (2, 20))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -290,6 +302,15 @@ def test_a_state_that_cannot_be_carried_is_refused(tmp_path: Path) -> None:
         terms(classifier(1), classifier(2), batch_of("class"), tmp_path, carried_length=2)
     with pytest.raises(ValueError, match=r"leaves no token to predict in rows of 8\. Lower it"):
         terms(patched("window", GPT2), GPT2.build(), batch_of("tokens"), tmp_path, carried_length=10)
+    batch = batch_of("tokens")
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, 4:] = -100
+    with pytest.raises(ValueError, match=r"leaves no token to predict in rows of 8\. Lower it"):
+        terms(patched("window", GPT2), GPT2.build(), batch, tmp_path, carried_length=4)
+    student = patched("window", GPT2).train()
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="which gradient checkpointing excludes"):
+        terms(student, GPT2.build(), batch_of("tokens"), tmp_path, carried_length=2)
     with pytest.raises(ValueError, match="which gradient_checkpointing excludes"):
         config(tmp_path, DistillationConfig, carried_length=2, gradient_checkpointing=True)
 

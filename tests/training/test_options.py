@@ -83,6 +83,12 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
         (FinetuneConfig, {"train": StageConfig(num_train_epochs=0)}, "there is nothing to train"),
         (ConvertConfig, {"exact_share": 1.5}, "exact_share must lie in 0 to 1, got 1.5"),
         (ConvertConfig, {"exact_share": 0.2, "layers": (0,)}, "leave plan and layers out"),
+        (ConvertConfig, {"distill": DistillConfig(carried_length=8)}, "needs task_type causal-lm"),
+        (
+            ConvertConfig,
+            {"distill": DistillConfig(carried_length=8), "task_type": "causal-lm", "data": DataConfig(max_length=9)},
+            "carried_length 8 leaves no token to predict in rows of 9",
+        ),
         (FinetuneConfig, {"control": True, "attention": "elu"}, "control trains the exact model"),
     ],
 )
