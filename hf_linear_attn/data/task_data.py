@@ -240,7 +240,8 @@ def read_documents(data: DataConfig, seed: int) -> Text:
         return read_text(path)
     splits = load_splits(data, seed, data.text_columns[:1])
     train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
-    return Text(path, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
+    source = Path(path).name if Path(path).exists() else path
+    return Text(source, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
 
 
 def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:

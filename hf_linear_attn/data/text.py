@@ -31,7 +31,7 @@ MIN_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Text:
-    """Documents of one source. The held-out ones are never trained on."""
+    """Documents of one source. The held-out ones are never trained on. Of a path the source is the name only."""
 
     source: str
     sha256: str
@@ -47,7 +47,7 @@ def read_text(path: str | None) -> Text:
         return text_of(standard_library_documents(), source)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
-    return text_of(files.text_documents(Path(path)), path)
+    return text_of(files.text_documents(Path(path)), Path(path).name)
 
 
 def text_of(documents: Sequence[str], source: str) -> Text:

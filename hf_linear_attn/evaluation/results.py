@@ -92,7 +92,7 @@ class Comparison:
         if not assessment.valid:
             return f"{title}: no verdict"
         if assessment.below_floor:
-            return f"{title}: below the floor"
+            return f"{title}: worse than without attention"
         if self.score.agreement:
             return f"{title} {self.own.text(self.score.digits)}"
         if self.share is None:

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
             "batch_size": arguments.batch_size,
             "documents": len(documents),
         },
-        "text": {"source": Path(text.source).name if arguments.text else text.source, "sha256": text.sha256},
+        "text": {"source": text.source, "sha256": text.sha256},
         "tokens": {"packed": tokens, "padded": computed},
         "rows": rows,
         "environment": environment(torch.device("cpu")),

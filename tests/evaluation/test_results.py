@@ -64,7 +64,7 @@ def test_no_verdict_where_the_exact_model_is_no_better_than_without_attention() 
 def test_the_exact_model_comes_first_and_then_the_floor() -> None:
     result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 30.0, "window": 10.1, "without attention": 20.0})
     elu, window = result.conclusions()
-    assert "perplexity: below the floor" in elu.sentence
+    assert "perplexity: worse than without attention" in elu.sentence
     assert "perplexity +1.0%." in window.sentence
     assert result.summary()["perplexity change"].to_dict()["elu"] == "+200.0%"
     assert (elu.worthwhile, window.worthwhile) == (False, True)
