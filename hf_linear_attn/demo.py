@@ -37,7 +37,7 @@ class DemoConfig(EvaluateConfig):
     )
     speed: SpeedConfig = option(factory=lambda: SpeedConfig(batch_size=1))
     full: bool = option(
-        False, "a study of all mechanisms, as `evaluate` makes it: some ten minutes instead of two", common=True
+        False, "a study of all mechanisms, as `evaluate` makes it: about seven minutes instead of two", common=True
     )
     quick: bool = option(True, "less of everything; `full` turns it off")
     output: str = option("demo-report", "folder for the report and its records", common=True)

@@ -140,7 +140,7 @@ class EvaluateConfig:
         None, "length of your own inputs, in tokens, for the conclusions (default: at most 2048)", common=True
     )
     speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
-    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 300; quick: 25)", common=True)
+    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 100; quick: 25)", common=True)
     seeds: tuple[int, ...] | None = option(
         None, "seeds of transfer and random features; several give a spread (default: seed)", common=True
     )
@@ -274,7 +274,7 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return Settings(
         attentions=tuple(dict.fromkeys(config.attention or (() if config.converted else default))),
-        steps=(25 if quick else 300) if config.steps is None else config.steps,
+        steps=(25 if quick else 100) if config.steps is None else config.steps,
         sequence_length=length,
         batch_size=batch_size,
         evaluations=2 if quick else 4,
