@@ -26,9 +26,8 @@ from ..quality_assurance import compare_packages
 from ..smollm2 import CONTROL, EXACT, VARIANTS, summary_table
 from . import result_tables
 from .compare import read_report
-from .former_reports import summarise_report
 from .headline import forward_tables, headline, memory_part
-from .result_tables import RESULTS, machine, machine_with_load, markdown_table, read_json
+from .result_tables import RESULTS, machine_with_load, markdown_table, read_json
 
 ROOT = RESULTS.parents[1]
 FILES = ("README.md", "recipes/README.md", "docs/*.md")
@@ -53,11 +52,12 @@ def mechanisms_table() -> str:
     return markdown_table(titles, rows, text_columns=None)
 
 
-def demo_table(folder: Path = RESULTS / "demo-minilm") -> str:
-    """The summary of the committed report of the demo, and its plot of quality against speed."""
-    text = (folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0].partition("\n")[2]
+def report_summary(folder: Path) -> str:
+    """The summary of a committed report of `evaluate` or of the demo, and its plot of quality against speed."""
+    text = (folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0]
     picture = f"![Quality against speed]({_link(folder / 'quality_vs_speed.png')})"
-    return f"{text.strip()}\n\n[The whole report]({_link(folder / 'report.md')}).\n\n{picture}"
+    summary = text.removeprefix("# Linear attention in ").strip()
+    return f"{summary}\n\n[The whole report]({_link(folder / 'report.md')}).\n\n{picture}"
 
 
 def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
@@ -84,34 +84,9 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
     )
 
 
-def evaluation_tables() -> str:
-    """Table, recommendations and plot of every committed evaluation."""
-    return "\n\n".join(_evaluation_table(path) for path in sorted(RESULTS.glob("evaluate-*/report.json")))
-
-
-def _evaluation_table(path: Path) -> str:
-    report = read_json(path)
-    summary, recommendations = summarise_report(report), report["advice"]
-    lines = [
-        f"**{report['model']['name']}** at {recommendations['length']:,} tokens ({machine(report)}, transformers "
-        f"{report['versions']['transformers']}; [every value]({_link(path)})):",
-        "",
-        markdown_table(summary.titles, summary.rows, text_columns=None),
-        "",
-        *(f"- **{entry['name']}**: {_current_wording(entry['words'])}" for entry in recommendations["verdicts"]),
-    ]
-    plot = path.with_name("pareto.png")
-    return "\n".join([*lines, *(["", f"![Quality against speed]({_link(plot)})"] if plot.is_file() else [])])
-
-
-def _current_wording(text: str) -> str:
-    """The sentence of a former report in the words of today's reports."""
-    text = re.sub(r"an attention that cost nothing would give ([\d.]+×)", r"the model without attention \1", text)
-    text = re.sub(
-        r"judged on inputs of up to (\d+) tokens, .*", r"quality was measured on inputs of at most \1 tokens.", text
-    )
-    recovery = "training all weights may win it back (hf-linear-attn convert)"
-    return text.replace(recovery, "distillation (`hf-linear-attn convert`) may recover more")
+def evaluation_summaries() -> str:
+    """The summary of every committed evaluation, under the model's name."""
+    return "\n\n".join(f"### {report_summary(folder)}" for folder in sorted(RESULTS.glob("evaluate-*")))
 
 
 #: The conversions of SmolLM2 that the short table shows.
@@ -177,8 +152,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark-forward": lambda: benchmark_part(forward_tables),
     "compiled": result_tables.compiled_table,
     "conversion": result_tables.conversion_table,
-    "demo": demo_table,
-    "evaluate": evaluation_tables,
+    "demo": lambda: report_summary(RESULTS / "demo-minilm").partition("\n\n")[2],
+    "evaluate": evaluation_summaries,
     "fidelity": result_tables.fidelity_tables,
     "glue": result_tables.glue_table,
     "glue-exact-heads": lambda: result_tables.glue_table(RESULTS / "glue-exact-heads.json"),
