@@ -24,7 +24,10 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
-from tests.helpers import BERT, FAMILIES, GPT2, LLAMA, assert_close, logits, patched, saved_and_loaded, token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA, saved_and_loaded
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 WEIGHTS = "model.safetensors"

@@ -10,7 +10,8 @@ import pytest
 
 from hf_linear_attn import Evaluation
 from hf_linear_attn.cli import main, parse_verb
-from tests.helpers import sample_text, save_checkpoint
+from tests.tiny_models import save_checkpoint
+from tests.tiny_text import sample_text
 
 
 def test_arguments() -> None:

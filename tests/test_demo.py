@@ -19,7 +19,8 @@ from hf_linear_attn.evaluation.config import EvaluateConfig, resolve_settings, w
 from hf_linear_attn.evaluation.evaluator import Evaluator
 from hf_linear_attn.evaluation.examples import examples
 from hf_linear_attn.evaluation.models import is_decoder
-from tests.helpers import MAX_LENGTH, sample_text, save_checkpoint, tiny_config
+from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config
+from tests.tiny_text import sample_text
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ from transformers.exporters.base import ExportedModel
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.integration.cache import state_layer
-from tests.helpers import assert_close, logits, padded_batch, save_checkpoint, token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, token_ids
+from tests.tiny_models import save_checkpoint
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 

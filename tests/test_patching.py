@@ -20,7 +20,10 @@ from transformers import (
 )
 
 import hf_linear_attn as hla
-from tests.helpers import BERT, FAMILIES, GPT2, LLAMA, SIZES, Snapshot, logits, patched, relative_error, token_ids
+from tests.comparing import Snapshot, logits, relative_error
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA, SIZES
 
 
 def attentions(model):

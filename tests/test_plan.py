@@ -30,7 +30,9 @@ from hf_linear_attn.evaluation.progress import ConsoleProgress
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.plan import PlanConfig, PlanTimingConfig
 
-from .helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer, token_ids
+from .inputs import token_ids
+from .tiny_models import save_checkpoint, tiny_model
+from .tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned", RECORDS_FILE}
 

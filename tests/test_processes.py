@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import BERT, patched
+from tests.small import patched
+from tests.tiny_models import BERT
 
 REPOSITORY = Path(__file__).parents[1]
 

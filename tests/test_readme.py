@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import re
@@ -10,19 +11,31 @@ import shlex
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
-from tests.helpers import entries, load_script, serves
+from tests.cases import entries, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
 
 pytestmark = pytest.mark.skipif(not TEXT, reason="needs the repository, and runs outside of it")
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script as a module, wherever it lies."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
 
 #: A fenced block, and the comment in the line above it.
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)

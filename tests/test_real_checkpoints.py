@@ -9,7 +9,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import assert_close, entries, logits, relative_error, saved_and_loaded
+from tests.cases import entries
+from tests.comparing import assert_close, logits, relative_error
+from tests.tiny_models import saved_and_loaded
 
 pytestmark = pytest.mark.real
 

@@ -11,7 +11,10 @@ from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.mechanisms import LinearAttention
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, Registry, build_options
-from tests.helpers import BERT, GPT2, assert_close, entries, logits, token_ids
+from tests.cases import entries
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
+from tests.tiny_models import BERT, GPT2
 
 
 @dataclass(frozen=True)

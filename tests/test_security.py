@@ -22,7 +22,8 @@ import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
 from tests.faults.checks import CreatesFileWhenUnpickled
-from tests.helpers import BERT, patched
+from tests.small import patched
+from tests.tiny_models import BERT
 from tests.training.tiny_runs import convert_config, save_encoder, save_task
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,20 +10,12 @@ import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
 from recipes.benchmarks.stream_book import file_tokens
-from tests.helpers import (
-    BERT,
-    DECODERS,
-    GPT2,
-    LLAMA,
-    MAX_LENGTH,
-    assert_close,
-    every_pair,
-    logits,
-    patch_small,
-    patched,
-    tiny_tokenizer,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
+from tests.small import patch_small, patched
+from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, MAX_LENGTH
+from tests.tiny_text import tiny_tokenizer
 
 LENGTH = 90
 

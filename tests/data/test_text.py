@@ -20,7 +20,7 @@ from hf_linear_attn.data.text import (
     token_documents,
     token_passages,
 )
-from tests.helpers import tiny_tokenizer
+from tests.tiny_text import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers import tiny_tokenizer
+from tests.tiny_text import tiny_tokenizer
 
 PACK = {"": lambda raw: raw, ".xz": lzma.compress, ".gz": gzip.compress}
 

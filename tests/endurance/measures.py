@@ -22,19 +22,11 @@ from torch import Tensor
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    BERT,
-    GPT2,
-    LLAMA,
-    Family,
-    logits,
-    patch_small,
-    patched,
-    relative_error,
-    small_options,
-    token_ids,
-)
+from tests.comparing import logits, relative_error
+from tests.inputs import token_ids
 from tests.mechanisms.checks import build
+from tests.small import patch_small, patched, small_options
+from tests.tiny_models import BERT, GPT2, LLAMA, Family
 
 ROOT = Path(__file__).resolve().parents[2]
 SCALING = 0.25

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import every_mechanism, every_pair
 from tests.endurance import measures
-from tests.helpers import BERT, LLAMA, every_mechanism, every_pair
 from tests.slow_cases import slow
+from tests.tiny_models import BERT, LLAMA
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason=f"{sys.platform} has no memory of processes in /proc"

@@ -14,7 +14,8 @@ import hf_linear_attn as hla
 from hf_linear_attn.evaluation.api import run_evaluate
 from hf_linear_attn.evaluation.config import EvaluateConfig, with_options
 from hf_linear_attn.evaluation.results import Evaluation
-from tests.helpers import TOKENS, sample_text, save_checkpoint, tiny_model, tiny_tokenizer
+from tests.tiny_models import save_checkpoint, tiny_model
+from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     "quick": True,

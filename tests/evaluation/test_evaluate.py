@@ -29,7 +29,8 @@ from hf_linear_attn.evaluation.metrics import SENTENCE_EMBEDDINGS, measure_perpl
 from hf_linear_attn.evaluation.models import CheckpointGroup, ExactModel
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.evaluation.results import Evaluation
-from tests.helpers import GPT2, MAX_LENGTH, sample_text, tiny_model, tiny_tokenizer
+from tests.tiny_models import GPT2, MAX_LENGTH, tiny_model
+from tests.tiny_text import sample_text, tiny_tokenizer
 
 from .runs import SMALL, run, save_folder
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.harness import harness_model
-from tests.helpers import DECODERS, TOKENS, patch_small, save_checkpoint, tiny_model, tiny_tokenizer
+from tests.small import patch_small
+from tests.tiny_models import DECODERS, save_checkpoint, tiny_model
+from tests.tiny_text import TOKENS, tiny_tokenizer
 
 
 @pytest.fixture

@@ -26,7 +26,9 @@ from hf_linear_attn.evaluation.records import Conditions, Records
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy
 
-from ..helpers import GPT2, patched, tiny_model, token_ids
+from ..inputs import token_ids
+from ..small import patched
+from ..tiny_models import GPT2, tiny_model
 
 # --------------------------------------------------------------------------------------------------------------------
 # Budgets

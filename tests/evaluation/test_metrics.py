@@ -22,7 +22,7 @@ from hf_linear_attn.evaluation.metrics import (
     sentence_embeddings,
     strided_windows,
 )
-from tests.helpers import MAX_LENGTH, VOCABULARY, tiny_model
+from tests.tiny_models import MAX_LENGTH, VOCABULARY, tiny_model
 
 DOCUMENTS = [list(range(1, 40)), [5, 9, 3], [7], list(range(60, 20, -1))]
 

@@ -15,7 +15,8 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 import hf_linear_attn as hla
 from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, measure_recall
 
-from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
+from ..tiny_models import VOCABULARY, tiny_model
+from ..tiny_text import tiny_tokenizer
 
 
 class Copier(nn.Module):

@@ -16,7 +16,8 @@ from hf_linear_attn.evaluation import resources
 from hf_linear_attn.evaluation.resources import count_flops, free_memory, peak_memory
 from hf_linear_attn.evaluation.speed import measure_passes, without_attention
 from hf_linear_attn.utils.models import shared_copy
-from tests.helpers import BERT, FAMILIES, GPT2, Family, token_ids
+from tests.inputs import token_ids
+from tests.tiny_models import BERT, FAMILIES, GPT2, Family
 
 CPU = torch.device("cpu")
 

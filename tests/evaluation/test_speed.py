@@ -24,7 +24,9 @@ from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.positions import accepts_longer_inputs, position_inputs, synthetic_inputs
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.utils.models import shared_copy
-from tests.helpers import MAX_LENGTH, every_mechanism, patch_small, tiny_model
+from tests.cases import every_mechanism
+from tests.small import patch_small
+from tests.tiny_models import MAX_LENGTH, tiny_model
 
 TOKENS = list(range(1, 30))
 

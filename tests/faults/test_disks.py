@@ -16,8 +16,11 @@ import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.trainers import FinetuningTrainer
+from tests.comparing import logits
 from tests.faults.checks import Observed, error_message, file_hashes
-from tests.helpers import BERT, logits, patched, token_ids
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT
 from tests.training.tiny_runs import convert_config, save_encoder, save_task
 
 

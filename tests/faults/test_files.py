@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import hf_linear_attn as hla
 from hf_linear_attn.config import FORMAT_VERSION, LinearAttentionConfig
+from tests.comparing import logits
 from tests.faults.checks import CreatesFileWhenUnpickled, Observed, error_message
-from tests.helpers import BERT, logits, patched, token_ids
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT
 
 WEIGHTS = "model.safetensors"
 LEARNED = "bert.encoder.layer.1.attention.self.linear_attention.feature_map.query_weight"

@@ -15,7 +15,8 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
+from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.reference import naive_feature_maps as definitions
 from tests.slow_cases import slow, slow_rows

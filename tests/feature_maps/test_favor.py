@@ -11,7 +11,9 @@ from hf_linear_attn.feature_maps.favor import FavorFeatureMap, FavorOptions
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, divide
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import GPT2, Snapshot, logits, qkv, saved_and_loaded, token_ids
+from tests.comparing import Snapshot, logits
+from tests.inputs import qkv, token_ids
+from tests.tiny_models import GPT2, saved_and_loaded
 
 
 def build(layer_index=1, **options):

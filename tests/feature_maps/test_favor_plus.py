@@ -6,8 +6,11 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.random_features import gaussian_features
 from hf_linear_attn.integration.context import attention_modules
-from tests.helpers import LLAMA, TOLERANCE, assert_close, feature_map, qkv, relative_error
+from tests.comparing import TOLERANCE, assert_close, relative_error
+from tests.inputs import qkv
 from tests.ops.test_kernelized import SCALING, fast
+from tests.small import feature_map
+from tests.tiny_models import LLAMA
 
 DIM, DRAWS = 8, 400
 

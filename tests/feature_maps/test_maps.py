@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from hf_linear_attn.registry import FEATURE_MAPS
-from tests.helpers import assert_close, every_feature_map, feature_map, qkv
+from tests.cases import every_feature_map
+from tests.comparing import assert_close
+from tests.inputs import qkv
+from tests.small import feature_map
 
 SCALING = 0.4
 

@@ -10,7 +10,9 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.performer_relu import POSITIVE, SIGNED, PerformerReluFeatureMap, PerformerReluOptions
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
-from tests.helpers import GPT2, feature_map, qkv
+from tests.inputs import qkv
+from tests.small import feature_map
+from tests.tiny_models import GPT2
 
 
 def build(dim=6, **options):

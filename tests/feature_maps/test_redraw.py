@@ -8,7 +8,9 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.favor_plus import FavorPlusOptions
 from hf_linear_attn.integration.context import attention_modules
-from tests.helpers import GPT2, LLAMA, logits, saved_and_loaded, token_ids
+from tests.comparing import logits
+from tests.inputs import token_ids
+from tests.tiny_models import GPT2, LLAMA, saved_and_loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 

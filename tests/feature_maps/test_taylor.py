@@ -10,7 +10,9 @@ from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.taylor import TaylorFeatureMap, TaylorOptions, pair_products
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import BERT, assert_close, token_ids
+from tests.comparing import assert_close
+from tests.inputs import token_ids
+from tests.tiny_models import BERT
 
 
 def build(heads=4, groups=2, dim=6, **options):

@@ -3,7 +3,8 @@
 import torch
 from transformers import DataCollatorWithFlattening
 
-from tests.helpers import logits, token_ids
+from tests.comparing import logits
+from tests.inputs import token_ids
 
 # Documents of one token, of equal and of like length (batched together), and far longer ones (by themselves).
 LENGTHS = (5, 9, 1, 30, 22, 9)

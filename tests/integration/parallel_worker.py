@@ -13,7 +13,9 @@ from torch import Tensor, distributed
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 import hf_linear_attn as hla
-from tests.helpers import GRADIENT_FACTOR, SMALL_OPTIONS, TOLERANCE, VOCABULARY, tiny_model
+from tests.comparing import GRADIENT_FACTOR, TOLERANCE
+from tests.small import SMALL_OPTIONS
+from tests.tiny_models import VOCABULARY, tiny_model
 
 BATCH, LENGTH = 3, 40
 #: Where slices of 2 and of 4 processes begin and end: some are shorter than a window.

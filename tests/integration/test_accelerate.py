@@ -19,7 +19,11 @@ from safetensors import safe_open
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import DECODERS, LLAMA, every_pair, logits, patch_small, patched, small_options, token_ids
+from tests.cases import every_pair
+from tests.comparing import logits
+from tests.inputs import token_ids
+from tests.small import patch_small, patched, small_options
+from tests.tiny_models import DECODERS, LLAMA
 
 CPU = torch.device("cpu")
 #: One with random buffers, one with learned features, one with learned parts of the mechanism itself.

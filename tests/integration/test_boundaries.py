@@ -7,18 +7,11 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.integration.packing import MODEL_CONTEXT, find_documents
 from tests.architectures.models import architecture_model
-from tests.helpers import (
-    BERT,
-    DECODERS,
-    FAMILIES,
-    LLAMA,
-    assert_close,
-    logits,
-    patch_small,
-    patched,
-    token_ids,
-)
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
 from tests.integration.packed import as_ids, calls_of, packed, positions, unpacked_logits
+from tests.small import patch_small, patched
+from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 

@@ -13,17 +13,11 @@ from hf_linear_attn.integration.cache import LinearStateLayer, state_layer
 from hf_linear_attn.integration.context import forward_context
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    DECODERS,
-    GPT2,
-    LLAMA,
-    assert_close,
-    every_pair,
-    logits,
-    patched,
-    randomize_learned,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
+from tests.small import patched, randomize_learned
+from tests.tiny_models import DECODERS, GPT2, LLAMA
 
 
 def summed(inputs):

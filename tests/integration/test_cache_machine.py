@@ -24,7 +24,9 @@ from hypothesis.stateful import (
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from tests.helpers import GPT2, LLAMA, MAX_LENGTH, VOCABULARY, assert_close, logits, patched, randomize_learned
+from tests.comparing import assert_close, logits
+from tests.small import patched, randomize_learned
+from tests.tiny_models import GPT2, LLAMA, MAX_LENGTH, VOCABULARY
 
 #: Rows that a batch may grow to.
 ROWS = 6

@@ -6,19 +6,11 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    MAX_LENGTH,
-    SIZES,
-    Snapshot,
-    assert_close,
-    entries,
-    randomize_learned,
-    relative_error,
-    saved_and_loaded,
-    serves,
-    small_options,
-    token_ids,
-)
+from tests.cases import entries, serves
+from tests.comparing import Snapshot, assert_close, relative_error
+from tests.inputs import token_ids
+from tests.small import randomize_learned, small_options
+from tests.tiny_models import MAX_LENGTH, SIZES, saved_and_loaded
 
 BOTH = [entry.name for entry in entries() if entry.causal and entry.bidirectional]
 ENCODER = [entry.name for entry in entries() if not entry.causal]

@@ -10,7 +10,11 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules, layer_context
 from hf_linear_attn.integration.exact import AttentionCall
-from tests.helpers import BERT, GPT2, Family, every_pair, logits, patched, token_ids
+from tests.cases import every_pair
+from tests.comparing import logits
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, GPT2, Family
 
 
 def part_of(whole: Any, name: str, family: Family, layers: list[int]) -> Any:

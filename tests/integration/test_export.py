@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch.export import Dim
 
-from tests.helpers import BERT, Family, assert_close, every_pair, logits, padded_batch, patched, token_ids
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, Family
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -6,7 +6,11 @@ from transformers import DynamicCache, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_linear_attn as hla
-from tests.helpers import DECODERS, assert_close, every_pair, logits, padded_batch, patched, tiny_model, token_ids
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched
+from tests.tiny_models import DECODERS, tiny_model
 
 EITHER = pytest.mark.parametrize("family", DECODERS, ids=str)
 NEW = 8

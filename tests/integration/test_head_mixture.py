@@ -13,24 +13,13 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.mechanisms.base import AttentionInputs
-from tests.helpers import (
-    BERT,
-    DECODERS,
-    FAMILIES,
-    LLAMA,
-    Family,
-    Snapshot,
-    assert_close,
-    every_pair,
-    logits,
-    padded_batch,
-    patch_small,
-    randomize_learned,
-    saved_and_loaded,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import Snapshot, assert_close, logits
+from tests.inputs import padded_batch, token_ids
 from tests.integration.packed import as_ids, packed, unpacked_logits
 from tests.integration.test_peft import lora
+from tests.small import patch_small, randomize_learned
+from tests.tiny_models import BERT, DECODERS, FAMILIES, LLAMA, Family, saved_and_loaded
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 EACH_DECODER = pytest.mark.parametrize("family", DECODERS, ids=str)

@@ -6,21 +6,11 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.integration.mask import full_mask_to_bool, linear_attention_mask
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import (
-    BERT,
-    FAMILIES,
-    GPT2,
-    LLAMA,
-    assert_close,
-    entries,
-    logits,
-    mechanism,
-    padding_mask,
-    patched,
-    relative_error,
-    serves,
-    token_ids,
-)
+from tests.cases import entries, serves
+from tests.comparing import assert_close, logits, relative_error
+from tests.inputs import padding_mask, token_ids
+from tests.small import mechanism, patched
+from tests.tiny_models import BERT, FAMILIES, GPT2, LLAMA
 
 LENGTH = 14
 

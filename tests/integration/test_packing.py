@@ -11,24 +11,12 @@ import hf_linear_attn as hla
 from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.integration.packing import Documents
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import (
-    BERT,
-    DECODERS,
-    FAMILIES,
-    GPT2,
-    GRADIENT_FACTOR,
-    LLAMA,
-    assert_close,
-    every_pair,
-    logits,
-    padded_batch,
-    patch_small,
-    patched,
-    relative_error,
-    tiny_model,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import GRADIENT_FACTOR, assert_close, logits, relative_error
+from tests.inputs import padded_batch, token_ids
 from tests.integration.packed import as_ids, calls_of, documents, flattened, packed, positions, unpacked_logits
+from tests.small import patch_small, patched
+from tests.tiny_models import BERT, DECODERS, FAMILIES, GPT2, LLAMA, tiny_model
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 

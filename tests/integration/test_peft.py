@@ -9,7 +9,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import hf_linear_attn as hla
-from tests.helpers import BERT, FAMILIES, LLAMA, Snapshot, logits, patched, saved_and_loaded, token_ids
+from tests.comparing import Snapshot, logits
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, FAMILIES, LLAMA, saved_and_loaded
 
 #: Learned features for both directions; random buffers; parts of the mechanism itself.
 PAIRS = [(name, family) for name in ("hedgehog", "favor+", "window") for family in FAMILIES] + [("linformer", BERT)]

@@ -36,18 +36,9 @@ from transformers import (
 import hf_linear_attn as hla
 from hf_linear_attn.integration.positions import EXTENDED_FROM, METHODS, find_tables, position_limit
 from hf_linear_attn.utils.models import shared_copy
-from tests.helpers import (
-    BERT,
-    GPT2,
-    LLAMA,
-    SIZES,
-    Snapshot,
-    assert_close,
-    padding_mask,
-    saved_and_loaded,
-    tiny_config,
-    token_ids,
-)
+from tests.comparing import Snapshot, assert_close
+from tests.inputs import padding_mask, token_ids
+from tests.tiny_models import BERT, GPT2, LLAMA, SIZES, saved_and_loaded, tiny_config
 
 SHORT = 40  # tokens that every family takes
 LONG = 100

@@ -37,8 +37,10 @@ from transformers import (
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
 from hf_linear_attn.integration.positions import position_limit
-from tests.helpers import LLAMA, Snapshot, tiny_tokenizer
+from tests.comparing import Snapshot
 from tests.integration.test_positions import GRID, LONG, PADDED, SEQ2SEQ, SHORT, build, ids, outputs
+from tests.tiny_models import LLAMA
+from tests.tiny_text import tiny_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BitsAndBytesConfig, TorchAoConfig
 
 import hf_linear_attn as hla
-from tests.helpers import BERT, LLAMA, assert_close, every_pair, logits, patched, token_ids
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import BERT, LLAMA
 
 #: int8 keeps 7 bits of each weight; random weights magnify what that changes (favor up to 0.44, the others up to 0.1).
 TOLERANCE = 0.5

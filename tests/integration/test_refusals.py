@@ -15,7 +15,10 @@ from hf_linear_attn.integration.discovery import HEAD_DIM, HEADS, AttentionLayer
 from hf_linear_attn.integration.exact import eager_function
 from hf_linear_attn.integration.mask import linear_attention_mask
 from hf_linear_attn.integration.models import weight_write_errors
-from tests.helpers import LLAMA, logits, patched, qkv, token_ids
+from tests.comparing import logits
+from tests.inputs import qkv, token_ids
+from tests.small import patched
+from tests.tiny_models import LLAMA
 
 
 def layer():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from tests.helpers import patch_small, tiny_model
+from tests.small import patch_small
+from tests.tiny_models import tiny_model
 
 sentence_transformers = pytest.importorskip(
     "sentence_transformers", reason="sentence-transformers is no dependency: pip install sentence-transformers"

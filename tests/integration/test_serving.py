@@ -6,7 +6,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_linear_attn as hla
-from tests.helpers import LLAMA, logits, patched, token_ids
+from tests.comparing import logits
+from tests.inputs import token_ids
+from tests.small import patched
+from tests.tiny_models import LLAMA
 
 SERVERS = ("vllm", "sglang", "tgi")
 

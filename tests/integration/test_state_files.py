@@ -8,19 +8,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_linear_attn as hla
-from tests.helpers import (
-    BERT,
-    DECODERS,
-    GPT2,
-    LLAMA,
-    every_pair,
-    logits,
-    padded_batch,
-    patched,
-    randomize_learned,
-    tiny_model,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import logits
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched, randomize_learned
+from tests.tiny_models import BERT, DECODERS, GPT2, LLAMA, tiny_model
 
 
 @torch.no_grad()

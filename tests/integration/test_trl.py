@@ -8,7 +8,9 @@ import torch
 from datasets import Dataset
 
 import hf_linear_attn as hla
-from tests.helpers import LLAMA, TOKENS, assert_close, logits, sample_text, tiny_tokenizer
+from tests.comparing import assert_close, logits
+from tests.tiny_models import LLAMA
+from tests.tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 trl = pytest.importorskip("trl", reason="needs TRL, from the extra 'trl'")
 

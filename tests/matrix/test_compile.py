@@ -5,7 +5,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForMaskedLM, DynamicCache
 
-from tests.helpers import LLAMA, Family, assert_close, every_pair, logits, padded_batch, patched, token_ids
+from tests.cases import every_pair
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched
+from tests.tiny_models import LLAMA, Family
 
 # One layer: compiling takes seconds a layer.
 BERT = Family("bert", False, (), AutoModelForMaskedLM, num_layers=1)

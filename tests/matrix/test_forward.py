@@ -5,22 +5,11 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    DECODERS,
-    FAMILIES,
-    Snapshot,
-    assert_close,
-    entries,
-    every_pair,
-    every_refused_pair,
-    logits,
-    padded_batch,
-    patched,
-    relative_error,
-    serves,
-    small_options,
-    token_ids,
-)
+from tests.cases import entries, every_pair, every_refused_pair, serves
+from tests.comparing import Snapshot, assert_close, logits, relative_error
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched, small_options
+from tests.tiny_models import DECODERS, FAMILIES
 
 
 def test_every_mechanism_serves_at_least_one_family():

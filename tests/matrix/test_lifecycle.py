@@ -9,17 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    Snapshot,
-    config_dict,
-    every_pair,
-    logits,
-    patch_small,
-    patched,
-    saved_and_loaded,
-    small_options,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import Snapshot, config_dict, logits
+from tests.inputs import token_ids
+from tests.small import patch_small, patched, small_options
+from tests.tiny_models import saved_and_loaded
 
 
 @every_pair()

@@ -10,20 +10,11 @@ from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.discovery import self_attention
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import (
-    DECODERS,
-    GRADIENT_FACTOR,
-    TOLERANCE,
-    assert_close,
-    every_pair,
-    logits,
-    padded_batch,
-    patched,
-    randomize_learned,
-    relative_error,
-    small_options,
-    token_ids,
-)
+from tests.cases import every_pair
+from tests.comparing import GRADIENT_FACTOR, TOLERANCE, assert_close, logits, relative_error
+from tests.inputs import padded_batch, token_ids
+from tests.small import patched, randomize_learned, small_options
+from tests.tiny_models import DECODERS
 
 
 def gradients(model, **inputs):

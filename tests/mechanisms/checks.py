@@ -13,7 +13,8 @@ from torch.autograd import gradcheck
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv
+from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.inputs import padding_mask, qkv
 
 SCALING = 0.4
 

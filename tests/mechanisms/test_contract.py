@@ -7,17 +7,11 @@ from hypothesis import strategies as st
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import (
-    assert_close,
-    entries,
-    every_direction,
-    every_feature_map,
-    every_mechanism,
-    mechanism,
-    padding_mask,
-    qkv,
-)
+from tests.cases import entries, every_direction, every_feature_map, every_mechanism
+from tests.comparing import assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
+from tests.small import mechanism
 
 SCALING = 0.4
 

@@ -12,9 +12,12 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.ops import common
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import GPT2, GRADIENT_FACTOR, assert_close, padded_batch, padding_mask, patched, qkv, token_ids
+from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.reference import naive
 from tests.reference.naive import cosformer_attention
+from tests.small import patched
+from tests.tiny_models import GPT2
 
 SCALING = 0.4
 M = 400

@@ -8,7 +8,9 @@ import torch
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import default_dtype, every_direction, padding_mask, qkv, small_options
+from tests.cases import every_direction
+from tests.inputs import padding_mask, qkv
+from tests.small import default_dtype, small_options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

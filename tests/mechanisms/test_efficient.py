@@ -5,7 +5,8 @@ import torch
 
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import efficient as ops
-from tests.helpers import assert_close, qkv
+from tests.comparing import assert_close
+from tests.inputs import qkv
 from tests.mechanisms import checks
 from tests.reference import naive
 from tests.reference.naive import efficient_attention

@@ -7,7 +7,8 @@ from torch.nn import functional
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gated_delta import GatedDeltaAttention, GatedDeltaOptions
-from tests.helpers import assert_close, qkv, relative_error
+from tests.comparing import assert_close, relative_error
+from tests.inputs import qkv
 from tests.reference import naive
 
 

@@ -7,8 +7,10 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.hedgehog import SMALL_HEAD_ROWS
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.gla import GatedLinearAttention, GLAOptions
-from tests.helpers import assert_close, mechanism, qkv
+from tests.comparing import assert_close
+from tests.inputs import qkv
 from tests.reference import naive
+from tests.small import mechanism
 
 
 def module(**options):

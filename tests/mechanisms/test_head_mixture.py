@@ -13,8 +13,11 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.head_mixture import HeadMixture
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import assert_close, every_direction, qkv, small_options
+from tests.cases import every_direction
+from tests.comparing import assert_close
+from tests.inputs import qkv
 from tests.mechanisms import checks
+from tests.small import small_options
 
 HEADS, GROUPS, DIM = 8, 4, 6
 CHOICES = [(0,), (2,), (0, 1, 3)]

@@ -5,9 +5,11 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.ops import linformer as ops
-from tests.helpers import BERT, GPT2, assert_close, padded_batch, padding_mask, qkv, relative_error, token_ids
+from tests.comparing import assert_close, relative_error
+from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
+from tests.tiny_models import BERT, GPT2
 
 PROJECTIONS = ("linear", "mean-pool", "conv")
 SHARINGS = ("none", "headwise", "kv")

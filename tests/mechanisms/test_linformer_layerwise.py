@@ -14,7 +14,9 @@ from transformers import BertForMaskedLM, PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import BERT, logits, tiny_model, token_ids
+from tests.comparing import logits
+from tests.inputs import token_ids
+from tests.tiny_models import BERT, tiny_model
 
 OPTIONS: dict[str, Any] = {"sharing": "layerwise", "num_slots": 6}
 

@@ -7,9 +7,11 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import BERT, GPT2, assert_close, qkv, relative_error, token_ids
+from tests.comparing import assert_close, relative_error
+from tests.inputs import qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference.naive import luna_attention, luna_causal_attention
+from tests.tiny_models import BERT, GPT2
 
 DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 

@@ -9,10 +9,12 @@ import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import common
 from hf_linear_attn.ops import nystrom as ops
-from tests.helpers import BERT, GPT2, assert_close, padded_batch, padding_mask, qkv, relative_error, token_ids
+from tests.comparing import assert_close, relative_error
+from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
 from tests.reference.naive import nystrom_attention
+from tests.tiny_models import BERT, GPT2
 
 
 def build(*sizes, **options):

@@ -6,7 +6,8 @@ import torch
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.rfa import RandomFeatureAttention, RFAOptions
-from tests.helpers import assert_close, padding_mask, qkv
+from tests.comparing import assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
 FORMS = [(False, False), (True, False), (True, True)]

@@ -9,8 +9,11 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import buckets, windowed
 from hf_linear_attn.ops.fused import WindowedCall
-from tests.helpers import DECODERS, assert_close, logits, padded_batch, padding_mask, patched, qkv, token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.reference import naive
+from tests.small import patched
+from tests.tiny_models import DECODERS
 
 HASHED = {"num_hash_buckets": 4, "hash_rounds": 2, "bucket_capacity": 3}
 OPTIONS = [{}, HASHED]

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import TOLERANCE, assert_close, every_direction, mechanism
+from tests.cases import every_direction
+from tests.comparing import TOLERANCE, assert_close
+from tests.small import mechanism
 
 SCALING = 0.4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

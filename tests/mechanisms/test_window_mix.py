@@ -12,7 +12,8 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.backends import use_backend
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.transfer import transfer_attention
-from tests.helpers import tiny_model, token_ids
+from tests.inputs import token_ids
+from tests.tiny_models import tiny_model
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 SCALING = 0.35

@@ -13,8 +13,11 @@ import hf_linear_attn as hla
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import BERT, LLAMA, assert_close, logits, padding_mask, patched, qkv, token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import padding_mask, qkv, token_ids
 from tests.reference import naive
+from tests.small import patched
+from tests.tiny_models import BERT, LLAMA
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "torch"])

@@ -10,9 +10,12 @@ import hf_linear_attn as hla
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.common import InPlaceState
-from tests.helpers import BERT, LLAMA, assert_close, logits, padded_batch, patched, qkv, token_ids
+from tests.comparing import assert_close, logits
+from tests.inputs import padded_batch, qkv, token_ids
 from tests.mechanisms import checks
 from tests.reference import naive
+from tests.small import patched
+from tests.tiny_models import BERT, LLAMA
 
 SCALING = checks.SCALING
 MAPS = pytest.mark.parametrize("feature_map", ["hedgehog", "favor+", "elu"])

@@ -6,7 +6,8 @@ import torch
 from hf_linear_attn.ops import gated
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, Features
 from hf_linear_attn.ops.fused import GatedCall
-from tests.helpers import assert_close, padding_mask, qkv
+from tests.comparing import assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
 KINDS = ("head", "feature", "scaled", "signed")

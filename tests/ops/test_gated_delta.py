@@ -7,7 +7,8 @@ from torch.nn import functional
 from hf_linear_attn.ops import gated_delta
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import GatedCall
-from tests.helpers import assert_close, padding_mask, qkv
+from tests.comparing import assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
 strengths = pytest.mark.parametrize("strength", [0.0, 1.0, 6.0], ids=["even", "varied", "extreme"])

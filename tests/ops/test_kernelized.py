@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from hf_linear_attn.ops import common, kernelized
 from hf_linear_attn.ops.fused import KernelizedCall
-from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+from tests.cases import every_feature_map
+from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 from tests.reference.naive_feature_maps import normalise_signed
 from tests.slow_cases import slow, slow_rows
+from tests.small import feature_map
 
 SCALING = 0.4
 LENGTHS = [0, 1, 65, 129, *slow(2, 63, 64, 127, 128, 300)]

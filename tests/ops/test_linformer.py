@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops import linformer as ops
-from tests.helpers import GRADIENT_FACTOR, assert_close, padding_mask, qkv, relative_error
+from tests.comparing import GRADIENT_FACTOR, assert_close, relative_error
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
 
 SCALING = 0.4

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import assert_close, every_feature_map, every_mechanism, feature_map, mechanism, qkv, relative_error
+from tests.cases import every_feature_map, every_mechanism
+from tests.comparing import assert_close, relative_error
+from tests.inputs import qkv
 from tests.ops.test_kernelized import SCALING, fast, full_features
 from tests.reference import naive
+from tests.small import feature_map, mechanism
 
 
 def error_of_the_last_rows(built, length, causal, rows=32):

@@ -9,8 +9,8 @@ from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import default_dtype
 from tests.ops.test_native import REASON
+from tests.small import default_dtype
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

@@ -8,7 +8,7 @@ import torch
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import FusedMap, KernelizedCall
 from hf_linear_attn.ops.native.backend import NativeBackend
-from tests.helpers import qkv
+from tests.inputs import qkv
 
 SIX = torch.zeros(4, 6, 6)
 

@@ -13,8 +13,11 @@ from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.ops.common import InPlaceState
 from hf_linear_attn.ops.native import binding
 from recipes.benchmarks import workloads
-from tests.helpers import Family, assert_close, patched, token_ids
+from tests.comparing import assert_close
+from tests.inputs import token_ids
 from tests.ops.test_native import REASON
+from tests.small import patched
+from tests.tiny_models import Family
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.fused import WindowedCall
-from tests.helpers import GRADIENT_FACTOR, assert_close, every_feature_map, feature_map, padding_mask, qkv
+from tests.cases import every_feature_map
+from tests.comparing import GRADIENT_FACTOR, assert_close
+from tests.inputs import padding_mask, qkv
 from tests.ops.test_kernelized import SCALING, full_features
 from tests.reference import naive
 from tests.slow_cases import slow, slow_rows
+from tests.small import feature_map
 
 BOTH = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
 LOG_MIX = torch.tensor([0.3, -0.5, 0.0, 0.8, -0.2, 0.1])

@@ -6,8 +6,10 @@ import torch
 from hf_linear_attn.ops import windowed
 from hf_linear_attn.ops.common import Features
 from hf_linear_attn.ops.fused import WindowedCall
-from tests.helpers import assert_close, feature_map, padding_mask, qkv
+from tests.comparing import assert_close
+from tests.inputs import padding_mask, qkv
 from tests.reference import naive
+from tests.small import feature_map
 
 WINDOW = 5
 MAPS = ("hedgehog", "favor+")

@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_linear_attn as hla
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.registry import ATTENTIONS, build_options
-from tests.helpers import TOLERANCE, relative_error
+from tests.comparing import TOLERANCE, relative_error
 from tests.reference import naive
 
 SEED = 0

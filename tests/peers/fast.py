@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.random_features import gaussian_features
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import padding_mask
+from tests.inputs import padding_mask
 from tests.peers.comparing import (
     BATCH,
     DIM,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.mechanisms import AttentionInputs
-from tests.helpers import padding_mask
+from tests.inputs import padding_mask
 from tests.peers.comparing import BATCH, DIM, HEADS, LENGTH, SCALING, Outputs, Package, compare, mechanism
 from tests.reference import naive
 

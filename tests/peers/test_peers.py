@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from tests.helpers import relative_error
+from tests.comparing import relative_error
 from tests.peers import fast, fla, low_rank, performer  # noqa: F401  (the comparisons add themselves)
 from tests.peers.comparing import CLEAR, COMPARISONS, LENGTH, SEED, Comparison, inputs, measure
 

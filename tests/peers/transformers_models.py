@@ -22,7 +22,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.integration.model_class import linear_attention_class
 from hf_linear_attn.patching import CONFIG_FIELD
 from hf_linear_attn.registry import ATTENTIONS
-from tests.helpers import small_options
+from tests.small import small_options
 
 FAMILY = os.environ["SUITE_FAMILY"]
 #: The mechanism, or `exact` for models that are not patched.

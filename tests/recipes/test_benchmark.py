@@ -20,7 +20,8 @@ from recipes.benchmarks.options import BenchmarkOptions
 from recipes.benchmarks.tables import times
 from recipes.benchmarks.timing import InContext, ratio, sample_interleaved
 from recipes.benchmarks.workloads import Inputs
-from tests.helpers import every_mechanism, relative_error
+from tests.cases import every_mechanism
+from tests.comparing import relative_error
 from tests.recipes.benchmark_runs import run
 
 

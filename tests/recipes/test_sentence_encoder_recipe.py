@@ -9,7 +9,7 @@ import pytest
 
 import hf_linear_attn as hla
 from recipes.sentence_encoder import main
-from tests.helpers import save_checkpoint
+from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text
 
 

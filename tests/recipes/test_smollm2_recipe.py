@@ -10,7 +10,7 @@ import torch
 
 import hf_linear_attn as hla
 from recipes.smollm2 import main
-from tests.helpers import save_checkpoint
+from tests.tiny_models import save_checkpoint
 from tests.training.tiny_runs import save_text
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import padding_mask
+from tests.inputs import padding_mask
 from tests.reference import naive, naive_feature_maps
 
 B, H, G, L, D, E, M = 2, 4, 2, 7, 3, 2, 5

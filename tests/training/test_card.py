@@ -11,7 +11,8 @@ from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.patching import patch_report
 from hf_linear_attn.training.card import comparison_with_teacher, model_card, results_table, speed_table
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
-from tests.helpers import BERT, patched
+from tests.small import patched
+from tests.tiny_models import BERT
 
 
 def facts(metric="accuracy", higher=True, layers=()):

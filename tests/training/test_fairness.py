@@ -12,7 +12,8 @@ from transformers import BertForSequenceClassification
 from hf_linear_attn.data.task_data import load_task_data
 from hf_linear_attn.training.convert import convert, finetune
 from hf_linear_attn.training.trainers import FinetuningTrainer
-from tests.helpers import tiny_config, tiny_tokenizer
+from tests.tiny_models import tiny_config
+from tests.tiny_text import tiny_tokenizer
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,

@@ -15,7 +15,8 @@ import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
 from hf_linear_attn.training.head_search import ExactHeads, find_exact_heads, find_retrieval_heads
 
-from ..helpers import VOCABULARY, tiny_model, tiny_tokenizer
+from ..tiny_models import VOCABULARY, tiny_model
+from ..tiny_text import tiny_tokenizer
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

@@ -21,7 +21,9 @@ from hf_linear_attn.training.losses import (
     task_loss,
 )
 from hf_linear_attn.training.trainers import DistillationTrainer
-from tests.helpers import BERT, GPT2, assert_close, patched
+from tests.comparing import assert_close
+from tests.small import patched
+from tests.tiny_models import BERT, GPT2
 from tests.training.tiny_data import Rows, classifier, collate, config
 
 # --------------------------------------------------------------------------------------------------------------------

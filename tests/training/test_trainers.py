@@ -24,7 +24,7 @@ from hf_linear_attn.training.losses import row_losses
 from hf_linear_attn.training.reproducible import EpochSampler, SeededCollator
 from hf_linear_attn.training.trainers import DistillationTrainer, FinetuningTrainer
 from hf_linear_attn.training.transfer import AttentionTransferLoss, AttentionTransferTrainer, transfer_attention
-from tests.helpers import tiny_model
+from tests.tiny_models import tiny_model
 from tests.training.tiny_data import (
     Rows,
     assert_same_weights,

@@ -13,7 +13,7 @@ from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.training import losses
 from hf_linear_attn.training.transfer import AttentionTransferLoss, transfer_attention
-from tests.helpers import BERT, GPT2, LLAMA, VOCABULARY, Family
+from tests.tiny_models import BERT, GPT2, LLAMA, VOCABULARY, Family
 
 LENGTHS = (17, 9, 13)
 

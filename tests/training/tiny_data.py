@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_linear_attn.training.arguments import FinetuningConfig
-from tests.helpers import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):

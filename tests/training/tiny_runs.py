@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import BertForSequenceClassification, BertModel
 
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
-from tests.helpers import TOKENS, sample_text, save_checkpoint
+from tests.tiny_models import save_checkpoint
+from tests.tiny_text import TOKENS, sample_text
 
 
 def save_encoder(folder: Path, *, head: bool = False, **changes: Any) -> Path:

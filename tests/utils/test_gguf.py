@@ -14,7 +14,8 @@ from hf_linear_attn import cli
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import train_tokenizer
 from hf_linear_attn.utils.gguf import split_source
-from tests.helpers import sample_text, tiny_model
+from tests.tiny_models import tiny_model
+from tests.tiny_text import sample_text
 from tests.training.tiny_runs import convert_config, quiet, save_text
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (extra gguf)")

@@ -1,0 +1,87 @@
+"""Mechanisms, feature maps and patched models with options so small that a few tokens exceed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_linear_attn as hla
+from hf_linear_attn.feature_maps import AttentionShape, FeatureMap
+from hf_linear_attn.mechanisms import LinearAttention
+from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, build_options
+from tests.tiny_models import Family
+
+#: Options that make a mechanism approximate on a handful of tokens, by option name: whatever has one gets it.
+SMALL_OPTIONS: dict[str, Any] = {
+    "num_features": 24,
+    "window_size": 4,
+    "sink_tokens": 2,
+    "block_size": 4,
+    "slots_per_block": 2,
+    "num_slots": 5,
+    "num_packed": 5,
+    "num_landmarks": 5,
+}
+
+
+def small_options(options: type) -> dict[str, Any]:
+    return {field.name: SMALL_OPTIONS[field.name] for field in fields(options) if field.name in SMALL_OPTIONS}
+
+
+def patched(name: str, family: Family, **options: Any) -> PreTrainedModel:
+    """A tiny model of the family, patched with small options."""
+    return patch_small(family.build(), name, **options)
+
+
+def patch_small(model: PreTrainedModel, name: str, **options: Any) -> PreTrainedModel:
+    chosen = {**small_options(ATTENTIONS.get(name).options), **options}
+    return randomize_learned(hla.patch_model(model, name, **chosen))
+
+
+def randomize_learned(model: nn.Module) -> Any:
+    """Move learned parameters off their symmetric start (equal heads, zero biases), in place."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "linear_attention" in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += (0.1 * noise * parameter.abs().max().clamp(min=0.1)).to(parameter.dtype)
+    return model
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.set_default_dtype` for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def mechanism(name: str, causal: bool, heads: int = 4, groups: int = 2, dim: int = 6, value_dim: int = 6) -> Any:
+    """A mechanism by itself, with small options, in float32; float64 by `.double()`."""
+    hla.list_attentions()
+    entry = ATTENTIONS.get(name)
+    shape = AttentionShape(heads, groups, dim, value_dim, layer_index=1, max_length=2048, causal=causal)
+    options = build_options(entry, small_options(entry.options))
+    module: LinearAttention = entry.factory(shape, options)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return module
+
+
+def feature_map(name: str, heads: int = 4, groups: int = 2, dim: int = 6, **options: Any) -> FeatureMap:
+    hla.list_attentions()
+    entry = FEATURE_MAPS.get(name)
+    chosen = build_options(entry, {**small_options(entry.options), **options})
+    built = entry.factory(AttentionShape(heads, groups, dim, dim, layer_index=1, max_length=64, causal=True), chosen)
+    for parameter in built.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    return built
