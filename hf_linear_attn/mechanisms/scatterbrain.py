@@ -65,7 +65,7 @@ class ScatterbrainAttention(HybridAttention):
             return accumulator.values, after
         if inputs.query.shape[2] == 0:
             return inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[-1]), inputs.state
-        accumulator, stored = buckets.add_buckets(accumulator, call, hashing)
+        accumulator, stored = buckets.add_buckets(accumulator, call, hashing, after)
         out = mask_tokens(weighted_mean(accumulator.values), inputs.mask).to(inputs.value.dtype)
         return out, None if after is None else {**after, **stored}
 

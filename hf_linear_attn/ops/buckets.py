@@ -9,6 +9,8 @@ A pair that several rounds of hashing select, or that lies in the band too, coun
 The decoding state consists of the last `capacity` keys and values of every bucket and round:
     `bucket_ring_key` `[B, G, rounds, buckets, capacity, d]`, `bucket_ring_value` `[…, e]`,
     `bucket_ring_place` `[B, G, rounds, buckets, capacity]` (the token's position among the real ones; -1: empty)
+and, where the sums of the band have a gradient, the keys that they hold without one, since an earlier call had none:
+    `bucket_ring_constant` `[B, G, rounds, buckets, capacity]`
 """
 
 from typing import NamedTuple
@@ -51,6 +53,7 @@ class _Pool(NamedTuple):
     key: Tensor  # [B, G, N, d]
     value: Tensor  # [B, G, N, e]
     position: Tensor  # [B, G, N]
+    constant: Tensor  # [B, G, N]: whether the sums of the band hold the key without a gradient
     order: Tensor  # [B, G, rounds, N]
     code: Tensor  # [B, G, rounds, N], sorted
 
@@ -67,7 +70,7 @@ def _take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def make_pool(
-    key: Tensor, value: Tensor, mask: Tensor | None, hashing: Hashing, state: State | None
+    key: Tensor, value: Tensor, mask: Tensor | None, hashing: Hashing, state: State | None, window: int = 0
 ) -> tuple[Tensor, _Pool]:
     """Sort stored and new keys `[B, G, L, d]` by bucket and position; padding and empty entries go to the end.
 
@@ -80,6 +83,7 @@ def make_pool(
     if state is not None:
         positions = positions + state["count"].unsqueeze(1)
     position = positions.unsqueeze(1).expand(key.shape[:3])
+    constant = torch.zeros_like(position, dtype=torch.bool)
     if state is not None:
         stored, rounds = state["bucket_ring_place"], bucket.shape[2]
         numbers = torch.arange(hashing.buckets, device=key.device).unsqueeze(-1)
@@ -87,12 +91,21 @@ def make_pool(
         in_ring = torch.where(own & (stored >= 0).unsqueeze(2), numbers, hashing.buckets)
         bucket = torch.cat([in_ring.flatten(3), bucket], dim=3)
         position = torch.cat([stored.flatten(2), position], dim=2)
+        constant = torch.cat([_constant_keys(state, window).flatten(2), constant], dim=2)
         key, value = (
             torch.cat([state[f"bucket_ring_{name}"].flatten(2, 4).to(new.dtype), new], dim=2)
             for name, new in (("key", key), ("value", value))
         )
     code, order = (bucket * MAX_POSITION + position.clamp_min(0).unsqueeze(2)).sort(dim=-1)
-    return positions, _Pool(key, value, position, order, code)
+    return positions, _Pool(key, value, position, constant, order, code)
+
+
+def _constant_keys(state: State, window: int) -> Tensor:
+    """Return which stored keys the sums of a state hold without a gradient, in the shape of `bucket_ring_place`."""
+    stored = state["bucket_ring_place"]
+    if state["kv"].requires_grad:
+        return state.get("bucket_ring_constant", torch.zeros_like(stored, dtype=torch.bool))
+    return stored < (state["count"] - window).view(-1, 1, 1, 1, 1)  # the others are still in the window
 
 
 def select_keys(
@@ -125,7 +138,8 @@ def _correct(
     (index, valid), dtype = matches, rows.query.dtype
     key, value = _take(pool.key, index).to(dtype), with_ones(_take(pool.value, index).to(dtype))
     logit = (key @ rows.query[..., :-1].unsqueeze(-1)).squeeze(-1).masked_fill(~valid, float("-inf"))
-    features = key_features(key.flatten(2, 3), 0)
+    constant = _take(pool.constant.unsqueeze(-1), index).flatten(2)
+    features = key_features(key.flatten(2, 3), 0).constant(constant)
     estimate = (features.values.view(*index.shape, -1) @ rows.features.values.unsqueeze(-1)).squeeze(-1)
     assert features.log_scale is not None
     assert rows.features.log_scale is not None
@@ -138,7 +152,9 @@ def _correct(
     return Accumulator(base.values * decay + (weights.unsqueeze(-2) @ value).squeeze(-2), top)
 
 
-def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tuple[Accumulator, State]:
+def add_buckets(
+    base: Accumulator, call: WindowedCall, hashing: Hashing, after: State | None
+) -> tuple[Accumulator, State]:
     """Replace estimates by exact weights for the pairs that hashing selects.
 
     Time O(L·rounds·capacity·(m·d + e)) and a sort; gathered keys, values and features are bounded by `GATHER_ELEMENTS`.
@@ -147,6 +163,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
         base: The accumulator `[B, H, L, …]` of the band (`ops.windowed`).
         call: The call of the band; its feature maps must return a log scale, and its state that of the buckets too.
         hashing: Directions and capacity of the buckets.
+        after: The state of the band after the call.
 
     Returns:
         The new accumulator, and the part of the state that belongs to the buckets.
@@ -156,7 +173,7 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
     refuse_free_length(length, "Attention with hash buckets")
     groups = call.key.shape[1]
     query, key, value = (mask_tokens(x, mask) for x in (call.query, call.key, call.value))
-    positions, pool = make_pool(key, value, mask, hashing, call.state)
+    positions, pool = make_pool(key, value, mask, hashing, call.state, call.window)
     zero_mix = torch.zeros(1, heads, 1, dtype=dtype, device=key.device)
     width = len(hashing.directions) * hashing.capacity * (key.shape[-1] + value.shape[-1] + 1)
     step = length if torch.compiler.is_compiling() else GATHER_ELEMENTS // max(batch * heads * width, 1)
@@ -172,22 +189,25 @@ def add_buckets(base: Accumulator, call: WindowedCall, hashing: Hashing) -> tupl
         corrected = _correct(rows, part, matches, pool, call.key_features)
         values.append(corrected.values.unflatten(2, (heads // groups, -1)).flatten(1, 2))
         scales.append(corrected.log_scale.unflatten(2, (heads // groups, -1)).flatten(1, 2))
-    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), _store(pool, hashing)
+    return Accumulator(torch.cat(values, dim=2), torch.cat(scales, dim=2)), _store(pool, hashing, after)
 
 
-def _store(pool: _Pool, hashing: Hashing) -> State:
-    """Return the state: the last `capacity` keys and values of every bucket."""
+def _store(pool: _Pool, hashing: Hashing, band: State | None) -> State:
+    """Return the state: the last `capacity` keys and values of every bucket. `band` is that of the band."""
     device, sizes = pool.key.device, pool.code.shape[:3]
     numbers = torch.arange(hashing.buckets + 1, device=device) * MAX_POSITION
     borders = torch.searchsorted(pool.code, numbers.expand(*sizes, -1).contiguous())
     places = borders[..., 1:].unsqueeze(-1) + torch.arange(-hashing.capacity, 0, device=device)
     empty = (places < borders[..., :-1].unsqueeze(-1)).unsqueeze(-1)
     index = pool.sorted_tokens(places)
-    return {
+    stored = {
         "bucket_ring_key": _take(pool.key, index).masked_fill(empty, 0.0),
         "bucket_ring_value": _take(pool.value, index).masked_fill(empty, 0.0),
         "bucket_ring_place": _take(pool.position.unsqueeze(-1), index).masked_fill(empty, -1).squeeze(-1),
     }
+    if band is not None and band["kv"].requires_grad:
+        stored["bucket_ring_constant"] = _take(pool.constant.unsqueeze(-1), index).squeeze(-1)
+    return stored
 
 
 def bucket_pairs(

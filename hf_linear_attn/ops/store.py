@@ -9,8 +9,9 @@ keys of largest error among them (of equal errors the earlier key). LoLA compute
 a key keeps its own, so that the store does not depend on how a sequence is split.
 
 The sums contain stored keys, too: `ops.windowed` adds their exact weights and subtracts their estimates (which costs
-digits where these are hundreds of times larger). The state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and
-`store_error [B, G, n]` (-1: empty).
+digits where these are hundreds of times larger). An estimate has a gradient where the sums have that of its key. The
+state has `store_key [B, G, n, d]`, `store_value [B, G, n, e]` and `store_error [B, G, n]` (-1: empty), and, where its
+sums have a gradient, `store_constant [B, G, n]`: the keys that they hold without one, since an earlier call had none.
 """
 
 from typing import NamedTuple
@@ -30,27 +31,39 @@ ROUNDING = 1e-5
 
 
 class StoredKeys(NamedTuple):
-    """Keys `[B, G, n, d]`, values `[B, G, n, e]` and errors `[B, G, n]`, in the order of the sequence."""
+    """Keys `[B, G, n, d]`, values `[B, G, n, e]` and errors `[B, G, n]`, in the order of the sequence; and which of
+    them the sums hold without a gradient, constant `[B, G, n]`."""
 
     key: Tensor
     value: Tensor
     error: Tensor
+    constant: Tensor
 
     @staticmethod
     def before(call: WindowedCall) -> "StoredKeys":
         """Return the store before the first token of a call."""
         if call.state is not None:
-            size = call.state["store_key"].shape[2] if "store_key" in call.state else 0
+            state = call.state
+            size = state["store_key"].shape[2] if "store_key" in state else 0
             if size != call.store:
                 raise ValueError(f"The state has a store of {size} keys, not {call.store}: it is of other options.")
-            return StoredKeys(*(call.state[f"store_{name}"] for name in StoredKeys._fields))
+            error, has_graph = state["store_error"], state["kv"].requires_grad
+            constant = state.get("store_constant") if has_graph else None
+            if constant is None:
+                constant = torch.full_like(error, not has_graph, dtype=torch.bool)
+            return StoredKeys(state["store_key"], state["store_value"], error, constant)
         key, value, count = call.key, call.value, call.store
         sizes = key.shape[0], key.shape[1], count
         error = torch.full(sizes, NEVER, dtype=compute_dtype(key), device=key.device)
-        return StoredKeys(key.new_zeros(*sizes, key.shape[3]), value.new_zeros(*sizes, value.shape[3]), error)
+        constant = torch.zeros_like(error, dtype=torch.bool)
+        return StoredKeys(key.new_zeros(*sizes, key.shape[3]), value.new_zeros(*sizes, value.shape[3]), error, constant)
 
-    def state(self) -> State:
-        return {f"store_{name}": tensor.contiguous() for name, tensor in self._asdict().items()}
+    def state(self, has_graph: bool) -> State:
+        """Return the entries of a state, whose sums have a gradient or not."""
+        entries = {f"store_{name}": tensor.contiguous() for name, tensor in self._asdict().items()}
+        if not has_graph:  # then all keys are constant
+            del entries["store_constant"]
+        return entries
 
     def at(self, tokens: slice) -> "StoredKeys":
         return StoredKeys(*(tensor[:, :, tokens] for tensor in self))
@@ -71,7 +84,7 @@ class StoredKeys(NamedTuple):
         is_stored = is_stored & (pool.error != NEVER).unsqueeze(2)
         best = best[..., :size].sort(dim=-1).values
         key, value = (x.gather(2, best.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in pool[:2])
-        return pool, is_stored, StoredKeys(key, value, pool.error.gather(2, best))
+        return pool, is_stored, StoredKeys(key, value, *(x.gather(2, best) for x in pool[2:]))
 
 
 def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) -> StoredKeys:
@@ -88,7 +101,7 @@ def leaving_keys(call: WindowedCall, key: Tensor, value: Tensor, far: Tensor) ->
     with torch.no_grad():
         own = KernelizedCall(key, key, value.to(compute_dtype(value)), *maps, True, mask=far, state=call.state)
         error = recall_error(causal(own)[0], own.value)
-    return StoredKeys(key, value, mask_tokens(error, far, NEVER))
+    return StoredKeys(key, value, mask_tokens(error, far, NEVER), torch.zeros_like(error, dtype=torch.bool))
 
 
 def recall_error(recalled: Tensor, value: Tensor) -> Tensor:
@@ -101,4 +114,7 @@ def leaving_key(key: Tensor, value: Tensor, features: Features, far: KVState, re
     """Return the same for one key with its features, given the sums `far` that contain it; real `[B, 1]`."""
     with torch.no_grad():
         error = recall_error(weighted_mean(features.values @ far.total), value.to(far.total.dtype))
-    return StoredKeys(mask_tokens(key, real), mask_tokens(value, real), mask_tokens(error, real, NEVER))
+    error = mask_tokens(error, real, NEVER)
+    return StoredKeys(
+        mask_tokens(key, real), mask_tokens(value, real), error, torch.zeros_like(error, dtype=torch.bool)
+    )

@@ -307,6 +307,7 @@ def _store_columns(
     is_stored `[…, n, p]`, and their values `[v, 1]`."""
     is_stored = is_stored.repeat(*(1,) * (is_stored.dim() - 2), call.query.shape[1] // call.key.shape[1], 1)
     logits = query @ functional.pad(pool.key.to(query.dtype), (0, 1)).transpose(-1, -2)
+    features = features.constant(pool.constant)
     columns = Columns(logits.masked_fill(~is_stored, float("-inf")), features, -is_stored.to(query.dtype))
     return columns, with_ones(pool.value.to(query.dtype))
 
@@ -435,7 +436,7 @@ def accumulate(
     if query_index is not None:
         out, scale = (mask_tokens(take_tokens(x, query_index), call.mask) for x in (out, scale))
     after = carried.plus(blocks.kv_state.at(-reach if free else now)).state()
-    stored = store.state() if call.store else {}
+    stored = store.state(after["kv"].requires_grad) if call.store else {}
     return Accumulator(out, scale[..., 0]), {**after, **make_ring(inputs, valid, length), **first, **stored}
 
 
@@ -521,7 +522,7 @@ def _step(call: WindowedCall, state: State) -> tuple[Tensor, State]:
     if call.store:
         total = total + weights[1] @ stored_value
     out = divide(weights[0] @ near_value + total[..., :-1], weights[0].sum(dim=-1) + total[..., -1])
-    after = {**far.state(), **ring, **first, **(store.state() if call.store else {})}
+    after = {**far.state(), **ring, **first, **(store.state(far.total.requires_grad) if call.store else {})}
     return out.view(batch, heads, 1, -1).to(value.dtype), after
 
 

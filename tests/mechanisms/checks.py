@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,21 @@ def check_gradients(module: Any, definition: Definition, length: int, mask: Tens
     )
     for own, true in zip(actual, expected, strict=True):
         assert_close(own, true, factor=GRADIENT_FACTOR)
+
+
+@torch.no_grad()
+def check_differences(loss: Callable[[], Tensor], parameters: list[Any], gradients: Sequence[Tensor]) -> None:
+    """Central differences of a loss along a random direction are the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        start, losses = parameter.data, []
+        for step in (1e-5, -1e-5):
+            parameter.data = start + step * direction
+            losses.append(float(loss()))
+        parameter.data = start
+        slope = (losses[0] - losses[1]) / 2e-5
+        assert abs(float((gradient * direction).sum()) - slope) <= 1e-6 * (1 + abs(slope))
 
 
 def check_gradcheck(module: Any, length: int = 5, **sizes: int) -> None:

@@ -1,5 +1,7 @@
 """Scatterbrain against its definition, with and without hash buckets."""
 
+import copy
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from hf_linear_attn.ops import buckets, windowed
 from hf_linear_attn.ops.fused import WindowedCall
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
+from tests.mechanisms import checks
 from tests.reference import naive
 from tests.small import patched
 from tests.tiny_models import DECODERS
@@ -44,11 +47,16 @@ def run(layer, tensors, causal, mask=None, **kwargs):
     return layer(AttentionInputs(*tensors, scaling=0.4, causal=causal, mask=mask, **kwargs))
 
 
-def definition(layer, tensors, causal, mask=None):
+def definition(layer, tensors, causal, mask=None, carried=None):
+    """`carried`: a copy of the layer, and how many of the first keys have its features."""
     q, k, v = tensors
     allowed = naive.visible(mask, q.shape[0], q.shape[2], k.shape[2], causal)
     features = [project(x, 0.4) for project, x in ((layer.feature_map.query, q), (layer.feature_map.key, k))]
     phi = [f.values if f.log_scale is None else f.values * f.log_scale.exp().unsqueeze(-1) for f in features]
+    if carried is not None:
+        before, count = carried
+        of_carried = before.feature_map.key(k[:, :, :count], 0.4).values.detach()
+        phi[1] = torch.cat([of_carried, phi[1][:, :, count:]], dim=2)
     options = layer.options
     support = naive.support(
         q.detach(),
@@ -84,6 +92,28 @@ def test_outputs_and_gradients_equal_the_definition(length, options, causal):
 def test_a_map_without_a_log_scale(options, causal):
     layer, tensors = module(feature_map="taylor", feature_map_options={}, **options), doubles(23)
     assert_close(run(layer, tensors, causal)[0], definition(layer, tensors, causal), torch.float64)
+
+
+@kinds
+@pytest.mark.parametrize("sizes", [[20, 30], [20, 1, 1, 1, 9, 8]], ids=str)
+def test_gradients_after_a_state_that_was_read_without_one(sizes, options):
+    """Differences of the definition, in which the keys that left the band before are constants, are the gradients."""
+    layer, tensors = module(feature_map="hedgehog", feature_map_options={}, **options), qkv(sum(sizes))
+    tensors, state, outputs, start = [tensor.double() for tensor in tensors], None, [], 0
+    for size in sizes:
+        with torch.set_grad_enabled(start > 0):
+            parts = [tensor[:, :, start : start + size] for tensor in tensors]
+            out, state = run(layer, parts, True, state=state, return_state=True)
+        outputs.append(out)
+        start += size
+    out, parameters, before = torch.cat(outputs[1:], dim=2), list(layer.parameters()), copy.deepcopy(layer)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+
+    def loss():
+        whole = definition(layer, tensors, True, carried=(before, sizes[0] - layer.options.window_size))
+        return (whole[:, :, sizes[0] :] * probe).sum()
+
+    checks.check_differences(loss, parameters, torch.autograd.grad((out * probe).sum(), parameters))
 
 
 @both
@@ -149,7 +179,7 @@ def test_the_estimate_is_unbiased(causal):
         maps = module(feature_map_options={"num_features": 24, "seed": seed})._maps(0.4)
         call = WindowedCall(q, k, v, *maps, 24, causal, **settings)
         band, _ = windowed.accumulate(call)
-        total, _ = buckets.add_buckets(band, call, hashing)
+        total, _ = buckets.add_buckets(band, call, hashing, None)
         draws.append(total.values[..., :-1] * total.log_scale.exp().unsqueeze(-1))
     stacked = torch.stack(draws)
     error = (stacked.mean(0) - exact) / (stacked.std(0) / len(draws) ** 0.5 + 1e-9)

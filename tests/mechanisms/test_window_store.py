@@ -50,7 +50,16 @@ def stored_keys(module, key, value):
     return is_stored
 
 
-def definition(module, q, k, v, causal):
+def key_features(module, k, carried):
+    """Features of keys; `carried` is a copy of the module, and how many of the first keys have its features."""
+    own = phi(module.feature_map.key, k)[0]
+    if carried is None:
+        return own
+    before, count = carried
+    return torch.cat([phi(before.feature_map.key, k[:, :, :count])[0].detach(), own[:, count:]], dim=1)
+
+
+def definition(module, q, k, v, causal, carried=None):
     """Weights as `WindowAttention` defines them, from the pairs that are exact."""
     options, length, repeats = module.options, q.shape[2], q.shape[1] // k.shape[1]
     if not length:
@@ -64,9 +73,8 @@ def definition(module, q, k, v, causal):
     mix = mix - torch.log1p(far / options.saturation)
     key, value = (x[0].repeat_interleave(repeats, dim=0) for x in (k, v))
     scores = SCALING * q[0] @ key.transpose(-1, -2)
-    estimates = phi(module.feature_map.query, q)[0] @ phi(module.feature_map.key, k)[0].repeat_interleave(
-        repeats, dim=0
-    ).transpose(-1, -2)
+    far_keys = key_features(module, k, carried).repeat_interleave(repeats, dim=0)
+    estimates = phi(module.feature_map.query, q)[0] @ far_keys.transpose(-1, -2)
     top = scores.masked_fill(~exact, float("-inf")).amax(-1, keepdim=True)
     if module.feature_map.query(q, SCALING).log_scale is not None:  # estimates of exp(τ q·k) itself
         top = torch.zeros_like(top)
@@ -94,6 +102,36 @@ def test_padding_leaves_the_state_unchanged():
 def test_gradients(feature_map):
     checks.check_gradients(build(feature_map), definition, 70)
     checks.check_poisoned_gradients(build(feature_map))
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "t2r"])
+@pytest.mark.parametrize("sizes", [[20, 40], [20] + [1] * 12, [20, 0, 9, 1, 1, 14], [20, 30, "detach", 20, 1]], ids=str)
+def test_gradients_after_a_state_that_was_read_without_one(sizes, feature_map):
+    """Differences of the definition, in which the keys that left the window before are constants, are the gradients."""
+    module = checks.double(build(feature_map))
+    inputs = [x.double() for x in qkv(sum(size for size in sizes if size != "detach"), batch=1)]
+    state, outputs, start, constant, counted = None, [], 0, 0, 0
+    for size in sizes:
+        if size == "detach":
+            state = {name: tensor.detach() for name, tensor in state.items()}
+            constant, counted, outputs = start - module.options.window_size, start, []
+            continue
+        now = slice(start, start + size)
+        with torch.set_grad_enabled(start > 0):
+            out, state = checks.run(module, *(x[:, :, now] for x in inputs), state=state)
+        if not start:
+            constant, counted = size - module.options.window_size, size
+        else:
+            outputs.append(out)
+        start += size
+    out = torch.cat(outputs, dim=2)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    parameters, before = list(module.parameters()), checks.double(module)
+
+    def loss():
+        return (definition(module, *inputs, True, (before, constant))[:, :, counted:] * probe).sum()
+
+    checks.check_differences(loss, parameters, torch.autograd.grad((out * probe).sum(), parameters))
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [3, 1, 1, 70, 2, 64], [130, 1, 1, 1]], ids=str)
