@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from .config import LayerConfig as LayerConfig
     from .config import LinearAttentionConfig as LinearAttentionConfig
     from .evaluation.api import evaluate as evaluate
-    from .evaluation.fidelity import Fidelity as Fidelity
-    from .evaluation.fidelity import measure_fidelity as measure_fidelity
-    from .evaluation.recall import Recall as Recall
-    from .evaluation.recall import measure_recall as measure_recall
     from .evaluation.results import Evaluation as Evaluation
     from .integration.context import is_patched as is_patched
     from .integration.exact import AttentionCall as AttentionCall
@@ -29,6 +25,10 @@ if TYPE_CHECKING:
     from .integration.positions import extend_positions as extend_positions
     from .integration.state_files import load_state as load_state
     from .integration.state_files import save_state as save_state
+    from .measure.fidelity import Fidelity as Fidelity
+    from .measure.fidelity import measure_fidelity as measure_fidelity
+    from .measure.recall import Recall as Recall
+    from .measure.recall import measure_recall as measure_recall
     from .ops.backends import get_backend as get_backend
     from .ops.backends import list_backends as list_backends
     from .ops.backends import register_backend as register_backend
@@ -58,9 +58,9 @@ _NAMES = {
     "checkpoints": ("load_pretrained",),
     "config": ("LayerConfig", "LinearAttentionConfig"),
     "evaluation.api": ("evaluate",),
-    "evaluation.fidelity": ("Fidelity", "measure_fidelity"),
+    "measure.fidelity": ("Fidelity", "measure_fidelity"),
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
-    "evaluation.recall": ("Recall", "measure_recall"),
+    "measure.recall": ("Recall", "measure_recall"),
     "evaluation.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),

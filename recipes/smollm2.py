@@ -48,10 +48,10 @@ from hf_linear_attn.data.files import read_text, split_documents
 from hf_linear_attn.data.task_data import read_documents
 from hf_linear_attn.data.text import encode_text, token_passages
 from hf_linear_attn.demo import SMOLLM2, resolve_model
-from hf_linear_attn.evaluation.metrics import measure_perplexity
 from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.evaluation.plots import STYLE, new_figure, png, recall_maps
-from hf_linear_attn.evaluation.speed import measure_decoding
+from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.measure.speed import measure_decoding
 from hf_linear_attn.mechanisms.window import WindowOptions
 from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert

@@ -24,11 +24,11 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
-from hf_linear_attn.evaluation.metrics import Assessment, QualityMetric, assess
 from hf_linear_attn.evaluation.planning import plan_layers, split_halves
-from hf_linear_attn.evaluation.progress import ConsoleProgress
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
+from hf_linear_attn.measure.quality import Assessment, QualityMetric, assess
 from hf_linear_attn.plan import PlanConfig, PlanTimingConfig
+from hf_linear_attn.utils.progress import ConsoleProgress
 
 from .inputs import token_ids
 from .tiny_models import save_checkpoint, tiny_model

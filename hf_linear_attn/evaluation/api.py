@@ -18,19 +18,19 @@ from ..data.tasks import TASKS
 from ..data.text import Text, text_of
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
+from ..measure.quality import QualityMetric, classification_metric, embedding_metric, perplexity_metric
+from ..measure.recall import recall_metric
 from ..patching import patch_model
 from ..registry import ATTENTIONS
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
+from ..utils.progress import ConsoleProgress, Progress
 from . import models
 from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
 from .evaluator import Evaluator, measure_speed
 from .inputs import sentence_pair_metric, task_inputs, text_inputs
-from .metrics import QualityMetric, classification_metric, embedding_metric, perplexity_metric
-from .progress import ConsoleProgress, Progress
-from .recall import recall_metric
 from .records import RECORDS_FILE, RESULTS, Records
 from .results import Evaluation
 

@@ -15,8 +15,22 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
+from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
+from ..measure.inputs import possible_lengths, timing_options
+from ..measure.quality import QualityMetric, Score, fidelity_metric
+from ..measure.speed import (
+    DECODING,
+    FORWARD,
+    PREFILL,
+    TRAINING,
+    WITHOUT_ATTENTION,
+    measure_decoding,
+    measure_passes,
+    reason_to_skip,
+)
+from ..measure.values import Values, value
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
@@ -24,14 +38,11 @@ from ..training.transfer import transfer_attention
 from ..utils.files import atomic_write
 from ..utils.formatting import fixed
 from ..utils.models import shared_copy
-from . import speed
+from ..utils.progress import Progress
 from .config import Settings
 from .inputs import EvaluationInputs
-from .metrics import QualityMetric, Score, Values, fidelity_metric, value
 from .models import CheckpointGroup, ExactModel, seed_options
-from .progress import Progress
 from .records import LEARNED_FOLDER, Record, Records
-from .speed import DECODING, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION, measure_decoding, measure_passes
 
 #: The label of the exact model, and the mechanism's name of a model without attention.
 EXACT_LABEL, NO_ATTENTION = "exact", "none"
@@ -69,7 +80,7 @@ class Evaluator:
         """Measure the exact model, the model without attention, every mechanism and every checkpoint."""
         model = self.exact.model
         self._quality(EXACT_LABEL, EXACT, lambda: model, state="exact")
-        floor = cache(lambda: speed.without_attention(model))
+        floor = cache(lambda: without_attention(model))
         self._quality(WITHOUT_ATTENTION, NO_ATTENTION, floor, state="without attention")
         for name in self.settings.attentions:
             for seed in self.settings.seeds:
@@ -173,7 +184,7 @@ class Evaluator:
 def measure_speed(evaluator: Evaluator) -> None:
     """Measure speed, memory and operations of one model with each mechanism at every length, side by side."""
     settings, exact = evaluator.settings, evaluator.exact.cast(evaluator.settings.dtype)
-    lengths, note = speed.possible_lengths(exact.model, settings.lengths)
+    lengths, note = possible_lengths(exact.model, settings.lengths)
     evaluator.notes += [note] if note else []
     sweep = _SpeedSweep(evaluator, exact)
     generation = [PREFILL, DECODING] if exact.kind == "decoder" else []
@@ -194,7 +205,7 @@ class _SpeedSweep:
         self.common: dict[str, Any] = {"tokens": tokens, "baseline": EXACT_LABEL}
         self.models: dict[str, tuple[str, dict[str, Any], Loader]] = {}  # label -> mechanism, its options, the model
         self.models[EXACT_LABEL] = (EXACT, {"implementation": exact.implementation}, lambda: model)
-        sized = partial(speed.timing_options, limit=longest_input(model), length=max(self.settings.lengths))
+        sized = partial(timing_options, limit=longest_input(model), length=max(self.settings.lengths))
         for name in self.settings.attentions:
             entry = ATTENTIONS.get(name)
             options = sized(entry, seed_options(entry, self.settings.seed))
@@ -210,7 +221,7 @@ class _SpeedSweep:
             identity = {"layers": replace(group, layers=layers).identity}
             patched = cache(partial(patch_model, shared_copy(model), {"default": EXACT, **layers}))
             self.models[group.label] = (group.attention, identity, patched)
-        self.models[WITHOUT_ATTENTION] = (NO_ATTENTION, {}, cache(lambda: speed.without_attention(model)))
+        self.models[WITHOUT_ATTENTION] = (NO_ATTENTION, {}, cache(lambda: without_attention(model)))
 
     def time(self, measurement: str, lengths: Sequence[int]) -> None:
         """Time one pass of the whole model, or one more token after each context: of one sequence, and of several.
@@ -259,7 +270,7 @@ class _SpeedSweep:
             if missing:
                 last = max(done, default=length)
                 rows, growth = (single[length], batch_size) if single else (done.get(last, {}), length / last)
-                reason = speed.reason_to_skip(rows, growth, self.settings.seconds, device, () if single else quadratic)
+                reason = reason_to_skip(rows, growth, self.settings.seconds, device, () if single else quadratic)
                 if not reason:
                     self.evaluator.progress.status(f"{name}: {length:,} tokens", index, len(lengths))
                     beside = [label for label in models if label in (*missing, EXACT_LABEL, WITHOUT_ATTENTION)]

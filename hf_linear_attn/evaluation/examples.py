@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..data.text import encode_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
+from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.timing import time_interleaved
-from .metrics import sentence_embeddings
 from .models import ExactModel
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from ..data.metrics import compute_metrics
 from ..data.task_data import load_task_data
 from ..data.tasks import load_task
 from ..data.text import Text, encode_text, evenly_spread, pad_token, padded_batches, token_documents, token_passages
+from ..measure.quality import SENTENCE_PAIRS, QualityMetric, bootstrap_stderr, sentence_embeddings
+from ..measure.values import Values, value
+from ..utils.progress import OnBatch
 from .config import Settings
-from .metrics import SENTENCE_PAIRS, QualityMetric, Values, bootstrap_stderr, sentence_embeddings, value
-from .progress import OnBatch
 
 Batch = dict[str, Tensor]
 Rows = Sequence[Mapping[str, Any]]

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from ..integration.ablation import without_attention
 from ..integration.context import SUBMODULE
 from ..integration.discovery import self_attention
+from ..measure.quality import Assessment, QualityMetric, assess
+from ..measure.speed import FORWARD, fill_cache, measure_passes
+from ..measure.values import Values, value
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..patching import patch_model, patch_report
@@ -25,11 +29,9 @@ from ..training.head_search import ExactHeads
 from ..utils.environment import json_safe
 from ..utils.formatting import fixed
 from ..utils.models import shared_copy
+from ..utils.progress import Progress
 from ..utils.timing import crossover
-from .metrics import Assessment, QualityMetric, Values, assess, value
-from .progress import Progress
 from .records import Conditions, Record, Records
-from .speed import FORWARD, fill_cache, measure_passes, without_attention
 
 if TYPE_CHECKING:
     import pandas as pd

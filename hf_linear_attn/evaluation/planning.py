@@ -19,6 +19,10 @@ from ..data.task_data import read_documents
 from ..data.text import Text, cut_text, pad_token, padded_batches, token_documents, token_passages
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
+from ..measure.inputs import possible_lengths, timing_options
+from ..measure.quality import QualityMetric, classification_metric, embedding_metric, perplexity_metric
+from ..measure.recall import recall_metric
+from ..measure.values import Values
 from ..patching import patch_model, patch_report
 from ..registry import ATTENTIONS
 from ..training.head_search import ExactHeads, find_exact_heads, leading_batches
@@ -26,18 +30,15 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
+from ..utils.progress import ConsoleProgress, Progress
 from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearch, LayerSearchResult, convert_as_planned
-from .metrics import QualityMetric, Values, classification_metric, embedding_metric, perplexity_metric
 from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
-from .progress import ConsoleProgress, Progress
-from .recall import recall_metric
 from .records import RECORDS_FILE, RESULTS, Records
 from .report import page_template
-from .speed import possible_lengths, timing_options
 
 if TYPE_CHECKING:
     from ..plan import PlanConfig

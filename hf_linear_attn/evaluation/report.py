@@ -6,13 +6,13 @@ import base64
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..measure.speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
 from ..utils.formatting import format_seconds
 from .evaluator import EXACT_LABEL
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
-from .speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING
 
 if TYPE_CHECKING:
     import pandas

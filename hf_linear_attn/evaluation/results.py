@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from ..measure.quality import Assessment, Score, assess
+from ..measure.speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
 from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
 from ..utils.timing import Crossover, crossover
 from .evaluator import EXACT_LABEL, lengths_to_show
-from .metrics import Assessment, Score, assess
 from .records import RECORDS_FILE, Records
-from .speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     import pandas

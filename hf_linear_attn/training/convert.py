@@ -17,17 +17,16 @@ from ..config import LinearAttentionConfig
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
-from ..integration.positions import accepts_longer_inputs, synthetic_inputs
+from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
 from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
-from ..utils.models import accepted, shared_copy
+from ..utils.models import accepted, mean_pooling, shared_copy
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table
 from .head_search import find_exact_heads, leading_batches
-from .losses import mean_pooling
 from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
 from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
 from .sharding import is_sharded

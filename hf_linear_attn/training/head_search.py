@@ -25,8 +25,8 @@ from ..integration.discovery import longest_input, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
 from ..mechanisms.softmax import EXACT, softmax_weights
 from ..patching import is_patched, patch_model
-from ..utils.models import Batch, model_inputs, shared_copy
-from .losses import embedding_loss, logits_loss, mean_pooling
+from ..utils.models import Batch, mean_pooling, model_inputs, shared_copy
+from .losses import embedding_loss, logits_loss
 from .transfer import exact_length, longest_row
 
 if TYPE_CHECKING:

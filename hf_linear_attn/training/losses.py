@@ -68,14 +68,6 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def mean_pooling(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean over real tokens of hidden states `[B, L, D]`, float32 `[B, D]`: the sentence embeddings."""
-    if attention_mask is None:
-        return hidden.float().mean(1)
-    mask = attention_mask.to(hidden.device).unsqueeze(-1).float()
-    return (hidden.float() * mask).sum(1) / mask.sum(1)
-
-
 def embedding_loss(embeddings: Tensor, expected: Tensor) -> Tensor:
     """Return `Σ (1 - cos(e, e'))` over N embeddings `[N, D]` and those that are expected."""
     return (1 - functional.cosine_similarity(embeddings.float(), expected.float(), dim=-1)).sum()

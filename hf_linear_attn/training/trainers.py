@@ -15,7 +15,7 @@ from ..data.task_data import IGNORED
 from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
 from ..utils.files import remove_partial_files, replace_folder
-from ..utils.models import evaluation_mode
+from ..utils.models import evaluation_mode, mean_pooling
 from . import losses
 from .arguments import DistillationConfig, FinetuningConfig
 from .callbacks import InterruptionCallback
@@ -136,7 +136,7 @@ class FinetuningTrainer(Trainer):
         """Return the logits, or the sentence embeddings of a model without a head."""
         if self._task_loss is losses.task_loss:
             return outputs.logits
-        return losses.mean_pooling(outputs.last_hidden_state, inputs.get("attention_mask"))
+        return mean_pooling(outputs.last_hidden_state, inputs.get("attention_mask"))
 
     def _forward_arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch without labels, unless the model makes its decoder's inputs of them."""

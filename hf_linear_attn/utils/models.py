@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel
 from transformers.utils import logging
 
@@ -30,6 +31,14 @@ def model_inputs(model: Any, batch: Batch) -> dict[str, Any]:
     """Return what a model's forward pass takes of a batch, on its device, without labels and without a cache."""
     inputs = BatchEncoding({name: value for name, value in batch.items() if name != "labels"})
     return accepted(model, **inputs.to(model.device), use_cache=False)
+
+
+def mean_pooling(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean over real tokens of hidden states `[B, L, D]`, float32 `[B, D]`: the sentence embeddings."""
+    if attention_mask is None:
+        return hidden.float().mean(1)
+    mask = attention_mask.to(hidden.device).unsqueeze(-1).float()
+    return (hidden.float() * mask).sum(1) / mask.sum(1)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.evaluation.config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
 from hf_linear_attn.evaluation.models import is_decoder
-from hf_linear_attn.evaluation.progress import ConsoleProgress
 from hf_linear_attn.registry import ATTENTIONS, list_attentions
+from hf_linear_attn.utils.progress import ConsoleProgress
 
 
 def mechanism_names(causal: bool) -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_linear_attn.evaluation.speed import cache_bytes, timing_options, without_attention
-from hf_linear_attn.integration.positions import position_inputs
+from hf_linear_attn.integration.ablation import without_attention
+from hf_linear_attn.measure.inputs import position_inputs, timing_options
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.utils.models import shared_copy
 
 from . import workloads

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.data.task_data import DEFAULT_MAX_LENGTH, load_splits
 from hf_linear_attn.data.text import token_documents
-from hf_linear_attn.evaluation.metrics import measure_perplexity
+from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import parse_config, to_dict

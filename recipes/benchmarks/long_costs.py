@@ -28,8 +28,8 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.resources import peak_memory
 from hf_linear_attn.integration.positions import position_limit
+from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import parse_config
 from hf_linear_attn.utils.environment import environment

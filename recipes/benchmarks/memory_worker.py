@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_linear_attn.evaluation.resources import peak_memory
+from hf_linear_attn.measure.memory import peak_memory
 from hf_linear_attn.patching import patch_model
 
 from . import workloads

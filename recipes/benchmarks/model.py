@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_linear_attn.evaluation.speed import forward_pass, timing_options, without_attention
+from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.discovery import longest_input, self_attention
-from hf_linear_attn.integration.positions import accepts_longer_inputs, synthetic_inputs
+from hf_linear_attn.measure.inputs import accepts_longer_inputs, synthetic_inputs, timing_options
+from hf_linear_attn.measure.speed import forward_pass
 from hf_linear_attn.ops import backends
 from hf_linear_attn.patching import patch_model
 from hf_linear_attn.registry import ATTENTIONS

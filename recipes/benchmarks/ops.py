@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_linear_attn.evaluation.resources import count_flops
+from hf_linear_attn.measure.memory import count_flops
 from hf_linear_attn.mechanisms.base import LinearAttention
 
 from . import limits, workloads

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.metrics import measure_perplexity
-from hf_linear_attn.training.losses import mean_pooling
+from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.models import mean_pooling
 from recipes.benchmarks.timing import spread
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from hf_linear_attn import list_attentions, patch_model
-from hf_linear_attn.evaluation.speed import timing_options
+from hf_linear_attn.measure.inputs import timing_options
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from hf_linear_attn.utils.environment import environment

@@ -23,12 +23,12 @@ from hf_linear_attn.evaluation.config import (
     with_options,
 )
 from hf_linear_attn.evaluation.evaluator import _SpeedSweep
-from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.evaluation.inputs import text_inputs
-from hf_linear_attn.evaluation.metrics import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from hf_linear_attn.evaluation.models import CheckpointGroup, ExactModel
 from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.evaluation.results import Evaluation
+from hf_linear_attn.measure.fidelity import measure_fidelity
+from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from tests.tiny_models import GPT2, MAX_LENGTH, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -229,7 +229,7 @@ def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where several sequences do not fit, the report says so and the rest is measured."""
-    monkeypatch.setattr("hf_linear_attn.evaluation.speed.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hf_linear_attn.measure.speed.free_memory", lambda device: 1000)
     options = {"attention": ("elu",), "batch_size": 8}
     evaluation, _ = run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(tmp_path / "out"), **options)
     notes = " ".join(evaluation.info["notes"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.feature_maps.taylor import TaylorFeatureMap, TaylorOptions, pair_products
+from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.training.transfer import transfer_attention
 from tests.comparing import assert_close
 from tests.inputs import token_ids

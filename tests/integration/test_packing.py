@@ -8,8 +8,8 @@ import torch
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.fidelity import measure_fidelity
 from hf_linear_attn.integration.packing import Documents
+from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.training.transfer import transfer_attention
 from tests.cases import every_pair
 from tests.comparing import GRADIENT_FACTOR, assert_close, logits, relative_error

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.harness import harness_model
+from hf_linear_attn.measure.harness import harness_model
 from tests.small import patch_small
 from tests.tiny_models import DECODERS, save_checkpoint, tiny_model
 from tests.tiny_text import TOKENS, tiny_tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.recall import TASKS, PromptMaker, measure_recall
+from hf_linear_attn.measure.recall import TASKS, PromptMaker, measure_recall
 
 from ..tiny_models import VOCABULARY, tiny_model
 from ..tiny_text import tiny_tokenizer

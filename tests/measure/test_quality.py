@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, GPT2LMHeadModel
 
-from hf_linear_attn.evaluation.metrics import (
+from hf_linear_attn.measure.quality import (
     assess,
     bootstrap_stderr,
     classification_metric,

@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker, check_positions
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
-from .metrics import QualityMetric, Score, Values, sentence_embeddings, value
-from .progress import OnBatch, report_nothing
+from ..utils.progress import OnBatch, report_nothing
+from .quality import QualityMetric, Score, sentence_embeddings
+from .values import Values, value
 
 if TYPE_CHECKING:
     import pandas

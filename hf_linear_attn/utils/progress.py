@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..utils.formatting import printable
+from .formatting import printable
 
 if TYPE_CHECKING:
     import pandas

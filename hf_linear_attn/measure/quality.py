@@ -14,12 +14,10 @@ from transformers import PreTrainedModel
 
 from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
-from ..training.losses import mean_pooling
-from ..utils.models import Batch, evaluation_mode, model_inputs
+from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
+from ..utils.progress import OnBatch, report_batches, report_nothing
 from .fidelity import measure_fidelity
-from .progress import OnBatch, report_batches, report_nothing
-
-Values = list[dict[str, Any]]
+from .values import Values, value
 
 #: Resamples of the bootstrap (Efron 1979) behind the standard error of a score.
 BOOTSTRAP_SAMPLES = 200
@@ -104,11 +102,6 @@ class QualityMetric:
     def __call__(self, model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         """Measure a model."""
         return self.measure(model, on_batch)
-
-
-def value(metric: str, number: float | None, **columns: Any) -> dict[str, Any]:
-    """Return one value of a record."""
-    return {"metric": metric, "value": number, **columns}
 
 
 @dataclass(frozen=True)

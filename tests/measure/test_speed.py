@@ -10,19 +10,13 @@ import torch
 from transformers import DynamicCache
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation import speed
-from hf_linear_attn.evaluation.speed import (
-    WITHOUT_ATTENTION,
-    cache_bytes,
-    fill_cache,
-    measure_decoding,
-    measure_passes,
-    timing_options,
-    without_attention,
-)
+from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.integration.positions import accepts_longer_inputs, position_inputs, synthetic_inputs
+from hf_linear_attn.measure import speed
+from hf_linear_attn.measure.inputs import accepts_longer_inputs, position_inputs, synthetic_inputs, timing_options
+from hf_linear_attn.measure.speed import WITHOUT_ATTENTION, fill_cache, measure_decoding, measure_passes
 from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.streaming import cache_bytes
 from hf_linear_attn.utils.models import shared_copy
 from tests.cases import every_mechanism
 from tests.small import patch_small
@@ -157,7 +151,7 @@ def test_bytes_of_a_state_are_those_that_the_mechanism_states(name: str) -> None
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_prefill_in_pieces_is_one_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_linear_attn.evaluation.speed.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("hf_linear_attn.measure.speed.PREFILL_CHUNK", 7)
     model = tiny_model(kind).eval()
     whole = DynamicCache()
     with torch.no_grad():

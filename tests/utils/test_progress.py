@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hf_linear_attn.evaluation.progress import ConsoleProgress, report_batches
+from hf_linear_attn.utils.progress import ConsoleProgress, report_batches
 
 
 @pytest.mark.parametrize("width", range(40, 121, 8))

@@ -2,29 +2,26 @@
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from ..integration.discovery import longest_input
-from ..integration.positions import accepts_longer_inputs, has_position_table, position_inputs, synthetic_inputs
-from ..registry import AttentionEntry
+from ..integration.ablation import NO_ATTENTION_IMPLEMENTATION
 from ..streaming import cache_bytes
 from ..utils.formatting import format_bytes, format_flops, format_rate, format_seconds
-from ..utils.models import accepted, shared_copy
+from ..utils.models import accepted
 from ..utils.timing import Timing, time_interleaved
-from .metrics import Values, value
-from .records import Record
-from .resources import count_flops, free_memory, peak_memory
+from .inputs import position_inputs, synthetic_inputs
+from .memory import count_flops, free_memory, peak_memory
+from .values import Values, value
 
 #: The name of a model whose attention is switched off, in tables and plots.
 WITHOUT_ATTENTION = "without attention"
-NO_ATTENTION_IMPLEMENTATION = "hf_linear_attn_no_attention"
 
 #: Seconds that one length may take in any case: without long inputs there is little to see.
 LONGEST_WAIT = 60.0
@@ -44,46 +41,6 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
-
-
-def without_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy, with shared weights, whose attention returns each token's own value.
-
-    Its time is that of the rest of the model, and its quality is the floor that attention must exceed.
-    """
-    AttentionInterface.register(NO_ATTENTION_IMPLEMENTATION, _own_value)
-    AttentionMaskInterface.register(NO_ATTENTION_IMPLEMENTATION, lambda *args, **kwargs: None)
-    copied = shared_copy(model)
-    copied.set_attn_implementation(NO_ATTENTION_IMPLEMENTATION)
-    return copied
-
-
-def _own_value(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    own = value[:, :, -query.shape[2] :].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return own.transpose(1, 2).contiguous(), None
-
-
-def timing_options(entry: AttentionEntry, options: Mapping[str, Any], limit: int | None, length: int) -> dict[str, Any]:
-    """Return the options of a mechanism that is timed at up to `length` tokens.
-
-    A mechanism that is built for a largest length gets that one where the model's own limit is smaller.
-    """
-    sized = any(item.name == "max_length" for item in fields(entry.options))
-    return {**options, "max_length": length} if sized and (limit is None or length > limit) else dict(options)
-
-
-def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Return the lengths that the whole model can take, and a sentence about those beyond its positions (or "")."""
-    limit = longest_input(model)
-    if limit is None or max(lengths, default=0) <= limit:
-        return list(lengths), ""
-    if not accepts_longer_inputs(model):
-        possible = [length for length in lengths if length <= limit] or [limit]
-        return possible, f"The model takes {limit:,} positions; longer inputs were not timed."
-    beyond = "start again from zero" if has_position_table(model) else "continue"
-    return list(lengths), f"Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."
 
 
 def forward_pass(model: PreTrainedModel) -> Callable[[Mapping[str, Tensor]], object]:
@@ -209,7 +166,7 @@ def measure_decoding(
 
 
 def reason_to_skip(
-    rows: Mapping[str, Record],
+    rows: Mapping[str, Any],
     growth: float,
     seconds: float,
     device: torch.device,
