@@ -1,4 +1,4 @@
-"""Write the generated tables of README.md, recipes/README.md and docs/*.md, from the registry and recipes/results/.
+"""Write the generated tables of README.md, docs/ and recipes/results/README.md from the registry and recipes/results/.
 
     python -m recipes.benchmarks.write_tables            # some seconds
     python -m recipes.benchmarks.write_tables --check    # writes nothing; exit code 1 where a file is out of date
@@ -30,7 +30,7 @@ from .headline import forward_tables, headline, memory_part
 from .result_tables import RESULTS, machine_with_load, markdown_table, read_json
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "recipes/README.md", "docs/*.md")
+FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
 MARK = re.compile(r"<!-- (?P<name>[\w-]+):begin -->\n.*?<!-- (?P=name):end -->", re.DOTALL)
 
 
@@ -84,16 +84,8 @@ def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
     )
 
 
-def evaluation_summaries() -> str:
-    """The summary of every committed evaluation, under the model's name."""
-    return "\n\n".join(f"### {report_summary(folder)}" for folder in sorted(RESULTS.glob("evaluate-*")))
-
-
 #: The conversions of SmolLM2 that the short table shows.
 SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
-
-#: Those without exact heads, with and without a store of keys.
-STORE_ROWS = (EXACT, *(f"{name}, {kind}" for kind in ("untrained", "trained") for name in ("window", "store")))
 
 
 def smollm2_table(rows: Sequence[str] = ()) -> str:
@@ -153,7 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compiled": result_tables.compiled_table,
     "conversion": result_tables.conversion_table,
     "demo": lambda: report_summary(RESULTS / "demo-minilm").partition("\n\n")[2],
-    "evaluate": evaluation_summaries,
+    "evaluate": lambda: report_summary(RESULTS / "evaluate-minilm").partition("\n\n")[2],
     "fidelity": result_tables.fidelity_tables,
     "glue": result_tables.glue_table,
     "glue-exact-heads": lambda: result_tables.glue_table(RESULTS / "glue-exact-heads.json"),
@@ -172,7 +164,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": result_tables.profile_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
-    "store": lambda: smollm2_table(STORE_ROWS),
     "stream": result_tables.stream_table,
     "sentence-encoder": sentence_encoder_tables,
     "transfer-cost": result_tables.transfer_cost_table,
