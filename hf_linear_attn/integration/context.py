@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from ..config import LayerConfig
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.parallel import Ranks
 
@@ -41,8 +40,6 @@ class LayerContext:
     #: None in cross-attention, where the module's flag counts.
     causal: bool | None
     runs_exactly: bool = False
-    #: The mechanism of the layer with its options; None where it is exact.
-    layer_config: LayerConfig | None = None
     #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
     observer: Callable[[Any], Tensor | None] | None = None
     #: The processes of context parallelism, inside of `context_parallel`.
@@ -126,8 +123,8 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Return whether `patch_model` has been applied to this model, to a part of it, or to a model that it is part of."""
-    return next(attention_modules(model), None) is not None
+    """Return whether `patch_model` has been applied to this model."""
+    return any(layer_context(module) is not None for module in model.modules())
 
 
 # -------------------------------------------------------------------------------- Weights that are elsewhere, or shards

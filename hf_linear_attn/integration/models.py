@@ -1,7 +1,6 @@
 """Models as Transformers builds them: their configs, their original class, and errors while their weights are saved."""
 
 import copy
-import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,21 +58,10 @@ def model_around(name: str, modules: Mapping[str, nn.Module]) -> str:
     return next((parent for parent in parent_names(name) if isinstance(modules[parent], PreTrainedModel)), "")
 
 
-def outermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models that a model is a part of and that are no part of others: itself where it stands alone.
-
-    A module does not know its parents, so this asks the garbage collector for all models that there are.
-    """
-    everything = (one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel) and one is not model)
-    around = [other for other in everything if any(part is model for part in other.modules())]
-    inner = {id(part) for other in around for part in other.modules() if part is not other}
-    return [other for other in around if id(other) not in inner] or [model]
-
-
-def own_configs(*models: nn.Module) -> None:
-    """Give models copies of their configs, shared among them as before, because yet another model may share them."""
+def own_configs(model: nn.Module) -> None:
+    """Give the model copies of its configs, because another model may share them."""
     memo: dict[int, Any] = {}
-    for module in {id(module): module for model in models for module in model.modules()}.values():
+    for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig):
                 setattr(module, name, copy.deepcopy(value, memo))
