@@ -15,7 +15,7 @@ from .utils.arguments import UsageError, option
 class PatchConfig:
     """Options of `patch`."""
 
-    model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
+    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     output: str = option(help="the folder to write", common=True)
     attention: str | None = option(None, "the mechanism (see `hf-linear-attn list`)", common=True)
     options: dict[str, Any] = option(

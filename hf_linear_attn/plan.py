@@ -21,7 +21,7 @@ class PlanTimingConfig(TimingConfig):
 class PlanConfig:
     """What `plan_command` searches, and how thoroughly. None stands for what suits the model and `quick`."""
 
-    model: str = option(help="a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
+    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     budget: str = option(
         help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048', '2x at 4096' or "
         "'25% cache at 8192'",

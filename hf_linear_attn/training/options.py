@@ -121,7 +121,7 @@ class DistillConfig(StageConfig):
 class TrainingRunConfig:
     """What `convert` and `finetune` have in common. Values that are out of range or exclude each other are errors."""
 
-    model: str | None = option(None, "a local folder, a Hub repository, or FOLDER/NAME.gguf", common=True)
+    model: str | None = option(None, "a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
     attention: str | None = option(DEFAULT_ATTENTION, "mechanism (see `hf-linear-attn list`); null: exact", common=True)
     options: dict[str, Any] = option(factory=dict, help="mechanism's options: --options.window_size 32", common=True)
     layers: tuple[int, ...] | None = option(None, "layers to patch, negative ones from the end (default: all)")

