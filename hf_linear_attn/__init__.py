@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .registry import list_attentions as list_attentions
     from .registry import register_attention as register_attention
     from .registry import register_feature_map as register_feature_map
-    from .training.arguments import AttentionTransferConfig as AttentionTransferConfig
     from .training.arguments import DistillationConfig as DistillationConfig
     from .training.arguments import FinetuningConfig as FinetuningConfig
     from .training.head_search import ExactHeads as ExactHeads
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from .training.head_search import find_retrieval_heads as find_retrieval_heads
     from .training.trainers import DistillationTrainer as DistillationTrainer
     from .training.trainers import FinetuningTrainer as FinetuningTrainer
-    from .training.transfer import AttentionTransferTrainer as AttentionTransferTrainer
     from .training.transfer import TransferResult as TransferResult
     from .training.transfer import transfer_attention as transfer_attention
 
@@ -70,9 +68,9 @@ _NAMES = {
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),
     "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
     "registry": ("list_attentions", "register_attention", "register_feature_map"),
-    "training.arguments": ("AttentionTransferConfig", "DistillationConfig", "FinetuningConfig"),
+    "training.arguments": ("DistillationConfig", "FinetuningConfig"),
     "training.trainers": ("DistillationTrainer", "FinetuningTrainer"),
-    "training.transfer": ("AttentionTransferTrainer", "TransferResult", "transfer_attention"),
+    "training.transfer": ("TransferResult", "transfer_attention"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -8,8 +8,6 @@ import hf_linear_attn as hla
 
 PUBLIC = [
     "AttentionCall",
-    "AttentionTransferConfig",
-    "AttentionTransferTrainer",
     "DistillationConfig",
     "DistillationTrainer",
     "Evaluation",

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..utils.arguments import check_positive
-from .options import AttentionLoss, DistillConfig, StageConfig, TransferConfig, check_attention_loss, check_loss_weights
+from .options import DistillConfig, StageConfig, check_loss_weights
 
 
 def _as_in(section: Any, name: str) -> Any:
@@ -47,22 +47,3 @@ class DistillationConfig(FinetuningConfig):
         check_loss_weights("", self)
         if self.carried_length and self.gradient_checkpointing:
             raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")
-
-
-@dataclass
-class AttentionTransferConfig(FinetuningConfig):
-    """Arguments of `AttentionTransferTrainer`.
-
-    The optimizer is AdamW without weight decay; the learning rate rises for a tenth of the steps and falls as a cosine
-    to a tenth of its peak. `max_grad_norm` is the largest norm per layer.
-    """
-
-    learning_rate: float | None = _as_in(TransferConfig, "learning_rate")  # type: ignore[assignment]
-    max_steps: int = _as_in(TransferConfig, "max_steps")
-    loss: AttentionLoss = _as_in(TransferConfig, "loss")  # noqa: RUF009
-    patience: int | None = _as_in(TransferConfig, "patience")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("", self, "learning_rate", "max_steps", "patience")
-        check_attention_loss("", self)

@@ -1,13 +1,11 @@
-"""Callbacks for `transformers.Trainer`: interruption by signals; log, progress and periodic checkpoints of a stage."""
+"""Log, progress and periodic checkpoints of a stage."""
 
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..utils.environment import json_safe
 from ..utils.json_lines import JsonLinesFile
@@ -16,66 +14,42 @@ from ..utils.json_lines import JsonLinesFile
 PROGRESS_SECONDS = 30.0
 
 
-class InterruptedRunError(RuntimeError):
-    """A signal stopped a run, after a checkpoint was written; `code` is the exit code of the signal."""
+class StageLog:
+    """The log of one stage in a file of JSON lines, and its progress on the screen.
 
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.code = 128 + number
-
-
-class InterruptionCallback(TrainerCallback):
-    """Write a checkpoint after the current step and raise an `InterruptedRunError` on SIGINT or SIGTERM.
-
-    A second signal has its usual effect at once. The signal may reach any process of a distributed run. Nothing is
-    changed outside of `train()`, in threads other than the main one, or for signals that are ignored, as under nohup.
-
-    The Trainer's own `enable_jit_checkpoint` knows SIGTERM only, waits for three seconds, and lets `train()` return as
-    if the run had ended. `remedy` is the last sentence of the message: how to resume the run.
+    Each line of the file has the step and the stage. A resumed run first removes those of steps that it repeats.
     """
 
-    def __init__(self, remedy: str = "Resume it with train(resume_from_checkpoint=True) and the same arguments."):
-        self.remedy = remedy
-        self._received: int | None = None
-        self._handlers: dict[int, Any] = {}
+    def __init__(self, stage: str, path: Path, say: Callable[[str], None] = lambda line: None, steps: int = 0) -> None:
+        self.stage = stage
+        self.steps = steps
+        self.file = JsonLinesFile(path)
+        self.say = say
+        self._last = time.monotonic()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Install the handlers."""
-        self.restore_handlers()
-        self._received = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            try:
-                self._handlers[number] = signal.signal(number, self._receive)
-            except ValueError:  # not the main thread, which alone may handle signals
-                break
+    def begin(self, step: int) -> None:
+        """Remove the lines of the steps after this one, which are about to be repeated."""
+        self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > step)
 
-    def _receive(self, number: int, frame: Any) -> None:
-        self._received = number
-        signal.signal(number, self._handlers[number])
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a line."""
+        self.file.append(json_safe({"step": step, "stage": self.stage, **values}))
 
-    def restore_handlers(self) -> None:
-        """Give the signals the handlers back that they had before training."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
+    def report(self, step: int, loss: float) -> None:
+        """Report the loss if the last report is a while ago."""
+        if time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"{self.stage}: step {step} of {self.steps}, loss {loss:.4f}")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a checkpoint if any process has received a signal."""
-        if args.world_size > 1:
-            received = torch.tensor([self._received or 0], device=args.device)
-            torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
-            self._received = int(received) or None
-        if self._received is not None:
-            control.should_save = True
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise the error once the checkpoint is written."""
-        if self._received is not None:
-            checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            where = f"after step {state.global_step} of {state.max_steps}; a checkpoint is in {str(checkpoint)!r}"
-            raise InterruptedRunError(f"Interrupted {where}. {self.remedy}", self._received)
+    def report_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Report the metrics of an evaluation, `eval_NAME`."""
+        numbers = {
+            name.removeprefix("eval_"): value
+            for name, value in metrics.items()
+            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
+        }
+        self._last = time.monotonic()
+        self.say(f"{self.stage}: step {step} of {self.steps}: {format_metrics(numbers)}")
 
 
 class StageCallback(TrainerCallback):
@@ -84,21 +58,17 @@ class StageCallback(TrainerCallback):
     With `save_strategy="best"` the Trainer saves only where an evaluation is the best so far, and with `"steps"` it
     wants `save_steps` to be a multiple of `eval_steps`: a long run with few evaluations would lose many steps. So
     `save_steps` here are those between checkpoints besides the ones of `save_strategy` (0: none).
-
-    Each line of the file `log` has the step and the stage. A resumed run first removes those of steps that it repeats.
     """
 
     def __init__(self, stage: str, log: Path, save_steps: int = 0, say: Callable[[str], None] = lambda line: None):
-        self.stage = stage
-        self.file = JsonLinesFile(log)
+        self.log = StageLog(stage, log, say)
         self.save_steps = save_steps
-        self.say = say
-        self._last = time.monotonic()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the lines of the steps that are about to be repeated."""
+        self.log.steps = state.max_steps
         if state.is_world_process_zero:
-            self.file.remove(lambda row: row.get("stage") == self.stage and (row.get("step") or 0) > state.global_step)
+            self.log.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint."""
@@ -108,19 +78,13 @@ class StageCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Append a line, and report the loss if the last report is a while ago."""
         if state.is_world_process_zero and logs:
-            self.file.append(json_safe({"step": state.global_step, "stage": self.stage, **logs}))
-        if "loss" in (logs or {}) and time.monotonic() - self._last >= PROGRESS_SECONDS:
-            self._last = time.monotonic()
-            self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.4f}")
+            self.log.add(state.global_step, logs)
+        if "loss" in (logs or {}):
+            self.log.report(state.global_step, logs["loss"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Report the metrics."""
-        numbers = {
-            name.removeprefix("eval_"): value
-            for name, value in (metrics or {}).items()
-            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
-        }
-        self.say(f"{self.stage}: step {state.global_step} of {state.max_steps}: {format_metrics(numbers)}")
+        self.log.report_metrics(state.global_step, metrics or {})
 
 
 def format_metrics(values: Mapping[str, float]) -> str:

@@ -236,14 +236,8 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
             run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
         # At least one row, which is trained on as well if it is the only one.
         count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
-        student, progress = run.train(
-            "transfer",
-            student,
-            train_dataset=rows.select(range(max(len(rows) - count, 1))),
-            eval_dataset=rows.select(range(len(rows) - count, len(rows))),
-            compute_metrics=None,
-            preprocess_logits_for_metrics=None,
-        )
+        validation = rows.select(range(len(rows) - count, len(rows)))
+        student, progress = run.transfer(student, rows.select(range(max(len(rows) - count, 1))), validation)
         run.save(folder, student)
         run.record("transfer", progress)
     run.measure("transferred", student)

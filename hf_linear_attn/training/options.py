@@ -76,19 +76,22 @@ class TeacherConfig(StageConfig):
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """Stage 1: attention transfer (see `AttentionTransferConfig`)."""
+    """Stage 1: attention transfer (see `transfer_attention`)."""
 
     max_steps: int = option(200, "optimizer steps; 0: no attention transfer", common=True)
-    per_device_train_batch_size: int = option(32, "rows of one step on one device")
+    per_device_train_batch_size: int = option(32, "rows of one forward pass on one device")
+    gradient_accumulation_steps: int = option(1, "forward passes of one optimizer step")
     learning_rate: float | None = option(None, "peak learning rate (default: the mechanism's, 1e-2 for feature maps)")
     loss: AttentionLoss = option("auto", "what to match: attention weights, outputs, or whichever suits the mechanism")
+    max_grad_norm: float = option(1.0, "largest norm of the gradient, per layer; 0: no limit")
     eval_steps: int = option(50, "steps between evaluations on held-out rows")
     patience: int | None = option(None, "stop after this number of evaluations without a better one")
-    arguments: dict[str, Any] = option(factory=dict, help="further fields of TrainingArguments: arguments.optim sgd")
+    logging_steps: int = option(10, "steps between lines in log.jsonl and the trackers")
 
     def __post_init__(self) -> None:
-        check_positive("transfer.", self, "per_device_train_batch_size", "learning_rate", "eval_steps", "patience")
-        check_not_negative("transfer.", self, "max_steps")
+        check_positive("transfer.", self, "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate")
+        check_positive("transfer.", self, "eval_steps", "patience", "logging_steps")
+        check_not_negative("transfer.", self, "max_steps", "max_grad_norm")
         check_attention_loss("transfer.", self)
 
 

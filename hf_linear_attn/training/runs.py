@@ -10,17 +10,19 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoints import copy_companions
+from ..data.encode import row_lengths
 from ..data.task_data import TaskData
 from ..utils.arguments import flatten, to_dict
 from ..utils.environment import json_safe
@@ -29,16 +31,16 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from .arguments import FinetuningConfig
-from .callbacks import InterruptionCallback, StageCallback, format_metrics
-from .sharding import check_launch, runs_on_cpu
+from .callbacks import StageCallback, StageLog, format_metrics
+from .resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator
+from .sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
 from .trainers import DistillationTrainer, FinetuningTrainer
-from .transfer import AttentionTransferTrainer
+from .transfer import transfer_attention
 
-#: Stages of gradient steps, called as the sections of their options.
+#: Stages of gradient steps by a trainer, called as the sections of their options.
 TRAINERS: dict[str, type[FinetuningTrainer]] = {
     "train": FinetuningTrainer,
     "teacher": FinetuningTrainer,
-    "transfer": AttentionTransferTrainer,
     "distill": DistillationTrainer,
 }
 
@@ -46,6 +48,9 @@ CONFIG_FILE = "run_config.json"
 STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
+
+#: How to go on with a run that was interrupted.
+RESUME = "Continue with the same options and --resume."
 
 #: Options that a resumed run may change, because they do not affect the result.
 FREE_OPTIONS = (
@@ -77,8 +82,6 @@ class Run:
         self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
         self._check_folder()
-        # Accelerate remembers the precision of the first run in a process, and refuses another one.
-        AcceleratorState._reset_state()
         self.use_cpu = runs_on_cpu(config.device == "cpu")
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
@@ -91,7 +94,7 @@ class Run:
         self._is_prepared = False
         for stage in TRAINERS:
             section = getattr(config, stage, None)
-            if section is not None and (section.max_steps or getattr(section, "num_train_epochs", 0)):
+            if section is not None and section.enabled:
                 self._stage_arguments(stage)
 
     def _check_folder(self) -> None:
@@ -177,12 +180,12 @@ class Run:
             needed = (self.config.save_total_limit + 1) * (weights + 8 * trained) + 3 * weights
             remedy = "Free some space, choose another folder, or keep fewer checkpoints (save_total_limit)."
             check_disk_space(self.folder, needed, remedy)
-        if self.config.gradient_checkpointing and stage != "transfer":
+        if self.config.gradient_checkpointing:
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         arguments = self._stage_arguments(stage, data)
         callbacks: list[TrainerCallback] = [
-            InterruptionCallback("Continue with the same options and --resume."),
+            InterruptionCallback(RESUME),
             StageCallback(stage, self.folder / LOG_FILE, self.config.save_steps, self.say),
         ]
         if arguments.load_best_model_at_end and section.patience is not None:
@@ -199,6 +202,94 @@ class Run:
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
 
+    def transfer(self, model: PreTrainedModel, rows: Any, validation: Any) -> tuple[Any, dict[str, Any]]:
+        """Run the attention transfer, from its checkpoint if the run resumes. Returns what `train` does."""
+        self.prepare_folder()
+        config, section = self.config, self.config.transfer
+        folder = self.folder / "checkpoints" / "transfer"
+        accelerator = self._accelerator(folder)
+        skeleton = meta_copy(model) if shards_models(accelerator) else None
+        batch = config.per_device_eval_batch_size or 2 * section.per_device_train_batch_size
+        log = StageLog("transfer", self.folder / LOG_FILE, self.say, section.max_steps)
+        begun = False
+
+        def write(values: dict[str, float]) -> None:
+            nonlocal begun
+            step = int(values.pop("step"))
+            if self.is_main_process and not begun:
+                log.begin(step - 1)
+            begun = True
+            if "eval_loss" in values:
+                log.report_metrics(step, values)
+            elif step % section.logging_steps and step not in (1, section.max_steps):
+                return
+            else:
+                log.report(step, values["loss"])
+            if self.is_main_process:
+                log.add(step, values)
+            accelerator.log(values, step=step)
+
+        checkpoint = folder / "state.pt"
+        if not config.resume and self.is_main_process:
+            checkpoint.unlink(missing_ok=True)
+        self.process.wait_for_everyone()
+        if checkpoint.is_file():
+            self.say(f"transfer: resumes from {checkpoint.name}")
+        try:
+            result = transfer_attention(
+                model,
+                self._loader(accelerator, rows, section.per_device_train_batch_size, shuffle=True),
+                steps=section.max_steps,
+                lr=section.learning_rate,
+                loss=section.loss,
+                validation=list(self._loader(accelerator, validation, batch)),
+                evaluate_every=section.eval_steps,
+                patience=section.patience,
+                gradient_accumulation_steps=section.gradient_accumulation_steps,
+                max_grad_norm=section.max_grad_norm,
+                checkpoint=checkpoint,
+                save_every=config.save_steps,
+                accelerator=accelerator,
+                log=write,
+            )
+        except InterruptedRunError as error:
+            raise InterruptedRunError(error.where, RESUME, error.number) from None
+        finally:
+            for tracker in accelerator.trackers:  # Accelerator.end_training would end the process group, too.
+                tracker.finish()
+        return model if skeleton is None else fill_copy(skeleton, model), {
+            "step": result.steps,
+            "seconds": result.seconds,
+            "tokens": result.tokens,
+            "best_step": result.best_step,
+            "evaluations": [[step, {"loss": loss}] for step, loss in result.evaluations],
+        }
+
+    def _accelerator(self, folder: Path) -> Accelerator:
+        """Return the accelerator of the attention transfer, with its trackers."""
+        precision = "bf16" if self.config.bf16 else "fp16" if self.config.fp16 else None
+        trackers = [name for name in self.trackers if name in LOGGER_TYPE_TO_CLASS] or None
+        accelerator = Accelerator(
+            cpu=self.use_cpu, mixed_precision=precision, log_with=trackers, project_dir=str(folder)
+        )
+        check_sharding(accelerator)
+        accelerator.init_trackers("runs")
+        return accelerator
+
+    def _loader(self, accelerator: Accelerator, rows: Any, batch_size: int, shuffle: bool = False) -> Any:
+        """Return a loader with this process's share of the batches of some rows."""
+        config, data = self.config, self.data
+        lengths = row_lengths(rows) if config.data.group_by_length else None
+        step = batch_size * config.transfer.gradient_accumulation_steps * self.process.num_processes
+        loader: Any = DataLoader(
+            rows.select_columns([name for name in rows.column_names if name != "labels"]),
+            batch_size=batch_size,
+            sampler=EpochSampler(len(rows), config.seed, lengths, step) if shuffle else None,
+            collate_fn=SeededCollator(data.collator, config.seed),
+            num_workers=config.dataloader_num_workers,
+        )
+        return accelerator.prepare_data_loader(loader)
+
     def _stage_arguments(self, stage: str, data: TaskData | None = None) -> FinetuningConfig:
         """Return the training arguments of a stage; without data, to check them, all but the metric."""
         section, config_class = getattr(self.config, stage), TRAINERS[stage].config_class
@@ -212,7 +303,7 @@ class Run:
             "save_strategy": "no",
             "save_total_limit": self.config.save_total_limit,
         }
-        if data is not None and stage != "transfer" and section.eval_steps:
+        if data is not None and section.eval_steps:
             values.update(
                 save_strategy="best",
                 load_best_model_at_end=True,
@@ -272,13 +363,11 @@ class Run:
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:
     """Return what a stage did: `step`, `seconds`, `tokens`, `best_step`, and `evaluations` as (step, metrics)."""
     state = trainer.state
-    transfer = isinstance(trainer, AttentionTransferTrainer)
     evaluations: dict[int, dict[str, float]] = {}
     for entry in state.log_history:
         values = {name: value for name, value in entry.items() if name.startswith("eval_")}
         if values:
-            metrics = {"loss": values["eval_loss"]} if transfer else data.own_metrics(values)
-            evaluations.setdefault(int(entry["step"]), {}).update(metrics)
+            evaluations.setdefault(int(entry["step"]), {}).update(data.own_metrics(values))
     return {
         "step": state.global_step,
         "seconds": state.log_history[-1].get("train_runtime"),

@@ -8,7 +8,7 @@ copies in the memory of each process between two stages.
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -92,6 +92,23 @@ def _configure_zero(accelerator: Accelerator) -> None:
     )
 
 
+def shards_models(accelerator: Accelerator) -> bool:
+    """Whether models are shards, or engines of DeepSpeed."""
+    return accelerator.is_fsdp2 or accelerator.state.deepspeed_plugin is not None
+
+
+def autocast(accelerator: Accelerator | None) -> Any:
+    """Return a context of the run's mixed precision; one that changes nothing without an accelerator."""
+    if accelerator is None:
+        return nullcontext()
+    if accelerator.distributed_type.value != "DEEPSPEED":
+        return accelerator.autocast()
+    # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model only.
+    plugin: Any = accelerator.state.deepspeed_plugin
+    enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=enabled)
+
+
 def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     """Shard a model that runs without an optimizer: a teacher, or the model of an attention transfer.
 
@@ -111,8 +128,8 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     elif not hasattr(model, ENGINE):
         import deepspeed
 
-        config = copy.deepcopy(plugin.deepspeed_config)
-        for name in ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"):
+        config = _without_auto(plugin.deepspeed_config)
+        for name in ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping"):
             config.pop(name, None)
         config["train_micro_batch_size_per_gpu"] = 1
         with _without_mechanisms(model):
@@ -121,6 +138,13 @@ def shard_frozen_model(accelerator: Accelerator, model: Any) -> Any:
     for module in attention_modules(model):
         getattr(module, SUBMODULE).to(accelerator.device)
     return model
+
+
+def _without_auto(config: Any) -> Any:
+    """Return a copy of a configuration of DeepSpeed without what Transformers' Trainer would decide."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_auto(value) for name, value in config.items() if value != "auto"}
 
 
 def reshard(model: nn.Module) -> None:

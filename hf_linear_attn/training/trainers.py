@@ -1,6 +1,5 @@
 """Trainers built on `transformers.Trainer`: fine-tuning and distillation."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from ..utils.files import remove_partial_files, replace_folder
 from ..utils.models import evaluation_mode, mean_pooling
 from . import losses
 from .arguments import DistillationConfig, FinetuningConfig
-from .callbacks import InterruptionCallback
-from .reproducible import EpochSampler, SeededCollator
-from .sharding import check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
+from .resumable import EpochSampler, InterruptionCallback, SeededCollator
+from .sharding import autocast, check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
+from .transfer import check_finite_loss
 
 #: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
 LEARNED_FILE = "linear_attention.safetensors"
@@ -179,12 +178,7 @@ class FinetuningTrainer(Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return a context of the run's mixed precision, for calls of models outside of training too."""
-        if self.accelerator.distributed_type.value != "DEEPSPEED":
-            return self.accelerator.autocast()
-        # accelerate leaves it to DeepSpeed, whose engine sees to the calls of its own model only.
-        plugin: Any = self.accelerator.state.deepspeed_plugin
-        enabled = plugin.deepspeed_config["torch_autocast"]["enabled"]
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
+        return autocast(self.accelerator)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters with weight decay: matrices only.
@@ -297,7 +291,7 @@ class FinetuningTrainer(Trainer):
                 # accelerate wraps the forward pass of the model itself in mixed precision, for good.
                 self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
             for callback in self._interruption_callbacks():
-                callback.restore_handlers()
+                callback.watch.stop()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         result = super()._init_training_state(*args, **kwargs)
@@ -496,9 +490,3 @@ class DistillationTrainer(FinetuningTrainer):
 
 def _is_learned(name: str) -> bool:
     return f".{SUBMODULE}." in f".{name}"
-
-
-def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
-    """Raise a FloatingPointError that names the learning rate if the loss of a step is infinite or NaN."""
-    if not math.isfinite(value):
-        raise FloatingPointError(f"The loss became {value} at step {step}. {remedy} (now {lr:g}).")

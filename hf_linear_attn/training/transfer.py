@@ -4,41 +4,41 @@ The model runs with exact attention, so every layer sees the hidden states of th
 gives the losses of all layers. The exact and the linear form share q, k and v: no second model is in memory.
 """
 
+import io
 import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from accelerate import Accelerator, skip_first_batches
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
-from ..utils.arguments import check_positive
+from ..utils.arguments import check_not_negative, check_positive
+from ..utils.files import atomic_write
 from ..utils.models import Batch, evaluation_mode, model_inputs
-from .arguments import AttentionTransferConfig
 from .losses import layer_loss
 from .options import check_attention_loss
-from .sharding import meta_copy, reshard, shard_frozen_model
-from .trainers import LEARNED_FILE, FinetuningTrainer, check_finite_loss
+from .resumable import InterruptedRunError, SignalWatch
+from .sharding import autocast, reshard, shard_frozen_model, shards_models
 
 ProgressFunction = Callable[[int, int, float], None]
+LogFunction = Callable[[dict[str, float]], None]
 
 #: More layers than any model has: the seeds of the layers of one step lie this far from those of the next one.
 MAX_LAYERS = 10_000
-
-#: In a checkpoint of `AttentionTransferTrainer`: what precedes the names of the best parameters so far.
-BEST_PREFIX = "best:"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TransferResult:
     """The course of an attention transfer.
 
     Attributes:
-        steps: Optimizer steps that were taken.
+        steps: Optimizer steps that were taken; fewer than asked for where `patience` ended the run.
         tokens: Real tokens that this process has seen, evaluations included.
         seconds: Wall-clock time.
         losses: The loss of each step, averaged over layers.
@@ -61,6 +61,28 @@ class TransferResult:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     best_step: int | None = None
 
+    def __repr__(self) -> str:
+        rate = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        lines = [f"attention transfer: {self.steps} steps, {self.tokens:,} tokens, {self.seconds:.1f} s{rate}"]
+        lines += [f"{name:<{NAME_WIDTH}}  {value}" for name, value in self._rows()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in self._rows())
+        return f"<table><caption>{repr(self).splitlines()[0]}</caption>{rows}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.losses:
+            rows.append(("training loss, first and last step", f"{self.losses[0]:.4g} → {self.losses[-1]:.4g}"))
+        if self.evaluations:
+            (_, first), best = self.evaluations[0], dict(self.evaluations)[self.best_step or 0]
+            rows.append(("validation loss, before and best", f"{first:.4g} → {best:.4g} (step {self.best_step})"))
+        return rows
+
+
+NAME_WIDTH = len("training loss, first and last step")
+
 
 def transfer_attention(
     model: PreTrainedModel,
@@ -71,12 +93,16 @@ def transfer_attention(
     loss: str = "auto",
     validation: Iterable[Batch] | None = None,
     evaluate_every: int = 25,
+    patience: int | None = None,
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float = 1.0,
+    checkpoint: str | Path | None = None,
+    save_every: int = 0,
+    accelerator: Accelerator | None = None,
     progress: ProgressFunction | None = None,
+    log: LogFunction | None = None,
 ) -> TransferResult:
     """Train the learned parts of a patched model, in place, to mimic exact attention. Nothing else changes.
-
-    This is the short form for a few batches in memory. `AttentionTransferTrainer` minimises the same losses in the same
-    way on a data set, with checkpoints, trackers, sharding and early stopping.
 
     The loss of a layer, averaged over heads and real tokens, is one of:
 
@@ -86,75 +112,244 @@ def transfer_attention(
     - outputs: `Σ ‖o_i - ô_i‖² / Σ ‖o_i‖²`, of as many queries for `gla` and `rfa`, of all for others.
 
     For weights, a hybrid adds the loss of its linear branch by itself, over the keys outside the window; otherwise the
-    window would do all the work. In a distributed run every process passes its own batches, and gradients are averaged.
+    window would do all the work.
+
+    In a distributed run every process passes its own batches, and gradients are averaged. The losses are differentiated
+    inside the model's forward pass, one block of queries after another, which bounds their memory. Wrappers that reduce
+    gradients in a backward pass of the whole model have no part in that: the learned parts, a small share of the
+    weights, are replicated. Where the accelerator is configured for FSDP2 or ZeRO-3, all other parameters are sharded,
+    in place; the model must then be called as a whole.
 
     Args:
-        model: A patched model. Its learned parts are trained in float32.
+        model: A patched model. Its learned parts are trained in float32. If it has none, there are no steps.
         batches: What the tokenizer returns, as dicts of tensors `[B, L]`; repeated as often as needed. Those without
             an input beyond what the mechanism attends to exactly are left out; without any other there are no steps,
-            and a warning.
+            and a warning. A loader that has a `set_epoch`, or whose sampler or collator has one, is told the epoch.
         steps: Optimizer steps of AdamW without decay. The learning rate rises for a tenth of them, and then falls as a
             cosine to a tenth of its peak.
         lr: Peak learning rate; None for what suits each mechanism (1e-2 for feature maps, 1e-3 for projections).
         loss: `"weights"`, `"outputs"` or `"auto"`: outputs for `gla` and for `window` in decoders, weights for others
             whose weights are a distribution and known for some of the queries, outputs otherwise.
         validation: Batches to evaluate on before the first step and after every `evaluate_every` steps. The parameters
-            of the best evaluation remain.
+            of the best evaluation remain, those of the start if nothing was better.
         evaluate_every: Steps between two evaluations.
+        patience: End after so many evaluations in a row without a better one; None: never.
+        gradient_accumulation_steps: Batches of one step.
+        max_grad_norm: Largest norm of the gradient, per layer; 0: no limit.
+        checkpoint: A file that holds the state of the run, written by the first process. If it exists, the run goes on
+            from there, and ends on a CPU with the same bits as an undisturbed one, given the same batches and number of
+            threads. SIGINT and SIGTERM write it and raise an `InterruptedRunError`.
+        save_every: Steps between two writings of the checkpoint; 0: only when interrupted, and at the end.
+        accelerator: Says on which device and in which mixed precision to train, and what to shard. None: the model
+            stays where it is.
         progress: Called as `progress(step, steps, loss)` after each step.
+        log: Called with the `step` and `loss`, `grad_norm`, `learning_rate` of each step, and with the `step` and
+            `eval_loss` of each evaluation.
 
     Returns:
         The losses and the step whose parameters remain.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`, or a batch is no dict.
-        ValueError: The model is not patched or has nothing to learn, there are no batches, or an option is invalid.
+        ValueError: The model is not patched, there are no batches, an option is invalid, or the checkpoint was written
+            with other options.
+        InterruptedRunError: A signal; the checkpoint has been written.
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
-    options = SimpleNamespace(steps=steps, lr=lr, evaluate_every=evaluate_every, loss=loss)
-    check_positive("", options, "steps", "lr", "evaluate_every")
+    options = SimpleNamespace(
+        steps=steps,
+        lr=lr,
+        loss=loss,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        save_every=save_every,
+    )
+    check_positive("", options, "steps", "lr", "evaluate_every", "patience", "gradient_accumulation_steps")
+    check_not_negative("", options, "max_grad_norm", "save_every")
     check_attention_loss("", options)
-    objective = AttentionTransferLoss(model, loss)
+    for name, value in (("batches", batches), ("validation", validation)):
+        if isinstance(value, (Mapping, Tensor)):
+            raise TypeError(f"{name} is one batch alone. Pass an iterable of batches, such as [batch].")
+    check_model(model)
+    check_patched(model)
+    if not any(True for mechanism in _mechanisms(model) for _ in mechanism.parameters()):
+        return TransferResult(0, 0, 0.0, [])
+    objective = AttentionTransferLoss(model, loss, whole_model=accelerator is not None and shards_models(accelerator))
     # In several processes each has batches of its own, and all must take the same steps.
     beyond = 0 if torch.distributed.is_initialized() else exact_length(model)
-    source = _repeat(batches, beyond)
-    first = next(source, None)
-    if first is None:
+    stream = _Stream(batches, beyond)
+    if stream.is_empty():
         reason = f"All inputs have at most {beyond} tokens, which the mechanism attends to exactly"
         remedy = "Pass longer inputs, or narrow what is exact."
         warnings.warn(f"{reason}: attention transfer is skipped. {remedy}", stacklevel=2)
         return TransferResult(0, 0, 0.0, [])
-    source = itertools.chain([first], source)
+    if accelerator is not None:
+        model = shard_frozen_model(accelerator, model)
     held_out = [batch for batch in validation or () if longest_row(batch) > beyond]
-    parameters = objective.parameters
-    optimizer, schedule = objective.optimizer(lr, steps)
-    losses: list[float] = []
-    evaluations: list[tuple[int, float]] = []
-    best: tuple[float, int, list[Tensor]] | None = None
-    started = time.perf_counter()
     with objective.training():
-        for step in range(steps + 1):
-            if step:
-                optimizer.zero_grad()
-                layers = objective(next(source), step)
-                losses.append(float(layers.mean()))
-                check_finite_loss(losses[-1], step, float(schedule.base_lrs[0]), "Lower lr")
-                average_gradients(parameters)
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0 * len(layers))
-                optimizer.step()
-                schedule.step()
-                if progress is not None:
-                    progress(step, steps, losses[-1])
-            if held_out and (step % evaluate_every == 0 or step == steps):
-                total = torch.stack([objective(batch).mean() for batch in held_out]).mean()
-                score = float(_average(total))
-                evaluations.append((step, score))
-                if best is None or score < best[0]:
-                    best = (score, step, [parameter.detach().clone() for parameter in parameters])
-        for parameter, value in zip(parameters, best[2] if best else parameters, strict=True):
+        run = _Run(objective, stream, held_out, options, accelerator, progress, log)
+        return run.train(None if checkpoint is None else Path(checkpoint))
+
+
+@dataclass
+class _State:
+    """What a checkpoint holds beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    best_step: int | None = None
+    #: The position in the batches: how often they have been repeated, and how many of them were read since.
+    epoch: int = 0
+    index: int = 0
+
+
+class _Run:
+    """The loop of an attention transfer."""
+
+    def __init__(
+        self,
+        objective: "AttentionTransferLoss",
+        stream: "_Stream",
+        held_out: list[Batch],
+        options: Any,
+        accelerator: Accelerator | None,
+        progress: ProgressFunction | None,
+        log: LogFunction | None,
+    ) -> None:
+        self.objective, self.stream, self.held_out, self.options = objective, stream, held_out, options
+        self.accelerator, self.progress, self.log = accelerator, progress, log
+        self.parameters = objective.parameters
+        self.optimizer = objective.optimizer(options.lr)
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.state = _State()
+        self.best: list[Tensor] = []
+        distributed = torch.distributed.is_initialized()
+        self.is_main_process = not distributed or torch.distributed.get_rank() == 0
+        #: What a run must have in common with the one that it goes on with.
+        self.conditions = {
+            **{name: value for name, value in vars(options).items() if name != "save_every"},
+            "processes": torch.distributed.get_world_size() if distributed else 1,
+            "shapes": [list(parameter.shape) for parameter in self.parameters],
+        }
+
+    def train(self, checkpoint: Path | None) -> TransferResult:
+        """Train to the end, from the checkpoint if there is one, and leave the best parameters in the model."""
+        steps, state, watch = self.options.steps, self.state, SignalWatch()
+        if checkpoint is not None and checkpoint.is_file():
+            self._load(checkpoint)
+        elif self.held_out:
+            self._evaluate()
+        started, before = time.perf_counter(), state.seconds
+        if checkpoint is not None:
+            watch.start()
+        try:
+            while state.step < steps and not self._is_out_of_patience():
+                self._step()
+                if self.held_out and (state.step % self.options.evaluate_every == 0 or state.step == steps):
+                    self._evaluate()
+                state.seconds = before + time.perf_counter() - started
+                if checkpoint is not None:
+                    self._save_if_due(checkpoint, watch)
+        finally:
+            watch.stop()
+        for parameter, value in zip(self.parameters, self.best or self.parameters, strict=True):
             parameter.data.copy_(value.data)
-    seconds = time.perf_counter() - started
-    return TransferResult(steps, objective.tokens, seconds, losses, evaluations, best[1] if best else None)
+        result = {name: value for name, value in vars(state).items() if name not in ("step", "epoch", "index")}
+        return TransferResult(state.step, **result)
+
+    def _step(self) -> None:
+        state, options = self.state, self.options
+        factor = transfer_lr_factor(state.step, options.steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = factor * rate
+        state.step += 1
+        self.optimizer.zero_grad()
+        losses = torch.stack([self._loss(next(self.stream), state.step) for _ in self._accumulated()])
+        value = float(losses.mean())
+        check_finite_loss(value, state.step, self.rates[0], "Lower lr")
+        average_gradients(self.parameters, len(losses))
+        largest = options.max_grad_norm * losses.shape[1] or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, largest)
+        self.optimizer.step()
+        state.losses.append(value)
+        if self.progress is not None:
+            self.progress(state.step, options.steps, value)
+        self._log(loss=value, grad_norm=float(norm), learning_rate=factor * self.rates[0])
+
+    def _accumulated(self) -> range:
+        return range(self.options.gradient_accumulation_steps)
+
+    def _loss(self, batch: Batch, step: int | None = None) -> Tensor:
+        before = self.objective.tokens
+        with autocast(self.accelerator):
+            losses = self.objective(batch, step)
+        self.state.tokens += self.objective.tokens - before
+        return losses
+
+    def _evaluate(self) -> None:
+        """Evaluate on the validation batches, and keep the parameters if they are the best so far."""
+        state = self.state
+        score = float(_average(torch.stack([self._loss(batch).mean() for batch in self.held_out]).mean()))
+        if state.best_step is None or score < dict(state.evaluations)[state.best_step]:
+            state.best_step = state.step
+            self.best = [parameter.detach().clone() for parameter in self.parameters]
+        state.evaluations.append((state.step, score))
+        self._log(eval_loss=score)
+
+    def _log(self, **values: float) -> None:
+        if self.log is not None:
+            self.log({"step": self.state.step, **values})
+
+    def _is_out_of_patience(self) -> bool:
+        patience, best = self.options.patience, self.state.best_step
+        since = sum(step > (best or 0) for step, _ in self.state.evaluations)
+        return patience is not None and best is not None and since >= patience
+
+    def _save_if_due(self, checkpoint: Path, watch: SignalWatch) -> None:
+        state, steps, every = self.state, self.options.steps, self.options.save_every
+        number = watch.received_anywhere(self.parameters[0].device)
+        ends = state.step == steps or self._is_out_of_patience()
+        if number is not None or ends or (every and state.step % every == 0):
+            self._save(checkpoint)
+        if number is not None:
+            where = f"after step {state.step} of {steps}; a checkpoint is in {str(checkpoint)!r}"
+            raise InterruptedRunError(where, "Call it again with the same arguments to go on.", number)
+
+    def _save(self, checkpoint: Path) -> None:
+        self.state.epoch, self.state.index = self.stream.epoch, self.stream.index
+        if self.is_main_process:
+            content = io.BytesIO()
+            values = {
+                "conditions": self.conditions,
+                "state": asdict(self.state),
+                "optimizer": self.optimizer.state_dict(),
+                "learned": [parameter.detach() for parameter in self.parameters],
+                "best": self.best,
+            }
+            torch.save(values, content)
+            atomic_write(checkpoint, content.getvalue())
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def _load(self, checkpoint: Path) -> None:
+        values = torch.load(checkpoint, map_location=self.parameters[0].device, weights_only=True)
+        before = values["conditions"]
+        changed = [name for name, value in self.conditions.items() if before.get(name) != value]
+        if changed:
+            changes = "; ".join(f"{name} was {before.get(name)!r}, now {self.conditions[name]!r}" for name in changed)
+            remedy = "Use the same options, or another file."
+            raise ValueError(f"checkpoint {str(checkpoint)!r} is of a run with other options ({changes}). {remedy}")
+        vars(self.state).update(values["state"])
+        self.optimizer.load_state_dict(values["optimizer"])
+        for parameter, value in zip(self.parameters, values["learned"], strict=True):
+            parameter.data.copy_(value)
+        self.best = values["best"]
+        self.stream.seek(self.state.epoch, self.state.index)
 
 
 class AttentionTransferLoss:
@@ -169,9 +364,8 @@ class AttentionTransferLoss:
 
     def __init__(self, model: PreTrainedModel, kind: str = "auto", whole_model: bool = False) -> None:
         check_patched(model)
-        mechanisms: list[Any] = [module.linear_attention for module in attention_modules(model)]
         #: The mechanisms with learned parts.
-        self.learned = [mechanism for mechanism in mechanisms if list(mechanism.parameters())]
+        self.learned = [mechanism for mechanism in _mechanisms(model) if list(mechanism.parameters())]
         if not self.learned:
             raise ValueError("None of the patched layers has anything to learn (list_attentions() tells which have).")
         self.model = model
@@ -185,15 +379,14 @@ class AttentionTransferLoss:
         """The learned parts; one that several layers share is listed once."""
         return [parameter for module in self.learned for parameter in _own_parameters(module)]
 
-    def optimizer(self, lr: float | None, steps: int) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-        """Return optimizer and schedule: a group of parameters per layer, with `lr` or the mechanism's own rate."""
+    def optimizer(self, lr: float | None) -> torch.optim.AdamW:
+        """Return the optimizer: a group of parameters per layer, with `lr` or the mechanism's own rate."""
         groups = [
             {"params": parameters, "lr": lr or module.transfer_lr, "weight_decay": 0.0}
             for module in self.learned
             if (parameters := _own_parameters(module))
         ]
-        optimizer = torch.optim.AdamW(groups)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: transfer_lr_factor(step, steps))
+        return torch.optim.AdamW(groups)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -274,6 +467,16 @@ def _own_parameters(module: Any) -> list[nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if name not in module.tied_parameters]
 
 
+def _mechanisms(model: nn.Module) -> list[Any]:
+    return [module.linear_attention for module in attention_modules(model)]
+
+
+def check_finite_loss(value: float, step: int, lr: float, remedy: str = "Lower the learning rate") -> None:
+    """Raise a FloatingPointError that names the learning rate if the loss of a step is infinite or NaN."""
+    if not math.isfinite(value):
+        raise FloatingPointError(f"The loss became {value} at step {step}. {remedy} (now {lr:g}).")
+
+
 def exact_length(model: nn.Module) -> int:
     """Return the longest input in tokens that every learned mechanism attends to exactly; 0 where one never does."""
     modules = [module for module in model.modules() if isinstance(module, LinearAttention)]
@@ -289,146 +492,52 @@ def longest_row(batch: Batch) -> int:
     return max(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
 
 
-def _repeat(batches: Iterable[Batch], beyond: int) -> Iterator[Batch]:
-    """Yield the batches with an input of more than `beyond` tokens, again and again; nothing if there is none."""
-    while True:
-        count = useful = 0
-        for batch in batches:
-            count += 1
-            if not isinstance(batch, Mapping):
-                raise TypeError(f"batches must be dicts of tensors, got a {type(batch).__name__}.")
-            if longest_row(batch) > beyond:
-                useful += 1
-                yield batch
-        if not count:
-            raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
-        if not useful:
-            return
+class _Stream(Iterator[Batch]):
+    """The batches with an input of more than `beyond` tokens, again and again; nothing if there is none."""
 
+    def __init__(self, batches: Iterable[Batch], beyond: int) -> None:
+        self.batches, self.beyond = batches, beyond
+        self._items = self._repeat(0, 0)
+        #: How often the batches have been repeated, and how many of them have been read since.
+        self.epoch = self.index = 0
 
-class AttentionTransferTrainer(FinetuningTrainer):
-    """Trains the learned parts of a patched model to mimic the softmax attention that they replace, layer by layer.
+    def is_empty(self) -> bool:
+        """Whether there is no batch. The first one is not lost."""
+        first = list(itertools.islice(self._items, 1))
+        self._items = itertools.chain(first, self._items)
+        return not first
 
-    The losses are those of `transfer_attention`, and so are optimizer, schedule and the largest norm per layer. Only
-    the learned parts are trained, in float32; all other parameters and the mode of the model are left as they are.
-    With an `eval_dataset` the loss is evaluated before the first step and every `eval_steps` steps, and the parameters
-    of the best evaluation remain, those of the start if nothing was better.
+    def seek(self, epoch: int, index: int) -> None:
+        """Go on after so many repetitions and batches."""
+        self._items = self._repeat(epoch, index)
 
-    The layers' losses are differentiated inside the model's forward pass, one block of queries after another, which
-    bounds their memory. Wrappers that reduce gradients in a backward pass of the whole model (DDP, the engines of
-    DeepSpeed) have no part in that: the learned parts, a small share of the weights, are replicated, and the trainer
-    averages their gradients itself. FSDP2 and ZeRO-3 shard all other parameters. Checkpoints hold the learned parts
-    only; `save_model` writes the whole model.
+    def __next__(self) -> Batch:
+        return next(self._items)
 
-    Args:
-        model: A patched model.
-        args: The config.
-        kwargs: As of `transformers.Trainer`.
+    def _repeat(self, epoch: int, start: int) -> Iterator[Batch]:
+        while True:
+            self._set_epoch(epoch)
+            count, useful = start, start
+            for batch in self._skip(start):
+                count += 1
+                if not isinstance(batch, Mapping):
+                    raise TypeError(f"batches must be dicts of tensors, got a {type(batch).__name__}.")
+                if longest_row(batch) > self.beyond:
+                    useful += 1
+                    self.epoch, self.index = epoch, count
+                    yield batch
+            if not count:
+                raise ValueError("batches ran out. Pass a list or a DataLoader, which can be repeated.")
+            if not useful:
+                return
+            epoch, start = epoch + 1, 0
 
-    Raises:
-        ValueError: The model is not patched, or none of its mechanisms has anything to learn.
-    """
+    def _skip(self, count: int) -> Iterable[Batch]:
+        if count and isinstance(self.batches, DataLoader):
+            return skip_first_batches(self.batches, count)  # does not make the batches that it skips
+        return itertools.islice(self.batches, count, None)
 
-    config_class = AttentionTransferConfig
-    args: AttentionTransferConfig
-    model: PreTrainedModel
-
-    def __init__(
-        self, model: PreTrainedModel | None = None, args: AttentionTransferConfig | None = None, **kwargs: Any
-    ) -> None:
-        check_model(model)
-        super().__init__(model, args, **kwargs)
-        config = self.args
-        self._shards: bool = self._is_sharded()
-        self.objective: AttentionTransferLoss = AttentionTransferLoss(self.model, config.loss, whole_model=self._shards)
-        # From here on the trainer sees to the shards itself.
-        self.is_fsdp_enabled = self.is_deepspeed_enabled = False
-        self._best_parameters: dict[str, Tensor] = {}
-        if self.eval_dataset is not None and config.eval_strategy == "no":
-            raise ValueError("There is an eval_dataset, and eval_strategy is 'no'. Set eval_strategy='steps'.")
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `FinetuningTrainer.train` does. After a FloatingPointError the parameters are restored."""
-        self._best_parameters = {}
-        # A resumed run has the evaluation of its start in the checkpoint.
-        self.args.eval_on_start = self.args.eval_strategy != "no" and not resume_from_checkpoint
-        with self.objective.training():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-            self.model.load_state_dict(self._best_parameters, strict=False)
-        return output
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        if self._shards and self._skeleton is None:
-            self._skeleton = meta_copy(self.model)
-        self.model = shard_frozen_model(self.accelerator, self.model)
-        self.model_wrapped = self.model
-        self.optimizer, self.lr_scheduler = self.objective.optimizer(self.args.learning_rate, max_steps)
-        if resume_from_checkpoint is not None:
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Add the gradients of one batch to those of the learned parts. Returns the loss, averaged over layers."""
-        step = self.state.global_step + 1
-        with self.autocast_smart_context_manager():
-            losses = self.objective(self._prepare_inputs(inputs), step)
-        loss = losses.mean() / self.current_gradient_accumulation_steps
-        assert self.lr_scheduler is not None
-        check_finite_loss(float(loss), step, float(self.lr_scheduler.base_lrs[0]), "Lower learning_rate")
-        if self.accelerator.sync_gradients:
-            average_gradients(self.objective.parameters, self.current_gradient_accumulation_steps)
-        return loss
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        largest = self.args.max_grad_norm * len(self.objective.learned)
-        return torch.nn.utils.clip_grad_norm_(self.objective.parameters, largest)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        gradients = [parameter.grad for parameter in self.objective.parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor, None, None]:
-        """Return the loss of a batch, averaged over layers."""
-        with self.autocast_smart_context_manager():
-            return self.objective(self._prepare_inputs(inputs)).mean(), None, None
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super()._evaluate(*args, **kwargs)
-        state, loss = self.state, metrics["eval_loss"]
-        if state.best_metric is None or loss < state.best_metric:
-            state.best_metric, state.best_global_step = loss, state.global_step
-            self._best_parameters = {name: value.clone() for name, value in self.learned_state_dict().items()}
-        patience, since = self.args.patience, state.global_step - (state.best_global_step or 0)
-        if patience is not None and since >= patience * state.eval_steps:
-            self.control.should_training_stop = True
-        return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return self.state.best_global_step == self.state.global_step or self.control.should_save
-
-    def learned_state_dict(self) -> dict[str, Tensor]:
-        """Return the learned parts by the names of their parameters."""
-        learned = {id(parameter) for parameter in self.objective.parameters}
-        return {name: value.detach() for name, value in self.model.named_parameters() if id(value) in learned}
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; in a checkpoint, the learned parts and their best values so far."""
-        if not _internal_call:
-            super().save_model(output_dir)
-        elif self.args.should_save:
-            folder = Path(str(output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            best = {BEST_PREFIX + name: value for name, value in self._best_parameters.items()}
-            tensors = {name: value.cpu().contiguous() for name, value in (self.learned_state_dict() | best).items()}
-            save_file(tensors, str(folder / LEARNED_FILE))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        tensors = load_file(str(Path(resume_from_checkpoint) / LEARNED_FILE))
-        best = [name for name in tensors if name.startswith(BEST_PREFIX)]
-        self._best_parameters = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in best}
-        self.model.load_state_dict(tensors, strict=False)
+    def _set_epoch(self, epoch: int) -> None:
+        for part in (self.batches, *(getattr(self.batches, name, None) for name in ("sampler", "collate_fn"))):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)

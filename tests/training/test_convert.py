@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.convert import convert, finetune
-from hf_linear_attn.training.transfer import AttentionTransferTrainer
+from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.training.tiny_runs import (
     convert_config,
     finetune_config,
@@ -295,13 +295,14 @@ def test_transfer_draws_the_inputs_beyond_the_window(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    original = AttentionTransferTrainer.training_step
+    original = AttentionTransferLoss.__call__
 
-    def training_step(self: AttentionTransferTrainer, model: Any, inputs: dict[str, Any], *args: Any) -> Any:
-        lengths.extend(inputs["attention_mask"].sum(1).tolist())
-        return original(self, model, inputs, *args)
+    def call(self: AttentionTransferLoss, batch: Any, step: int | None = None) -> Any:
+        if step is not None:
+            lengths.extend(batch["attention_mask"].sum(1).tolist())
+        return original(self, batch, step)
 
-    monkeypatch.setattr(AttentionTransferTrainer, "training_step", training_step)
+    monkeypatch.setattr(AttentionTransferLoss, "__call__", call)
     screen = io.StringIO()
     steps = {"teacher__max_steps": 1, "distill__max_steps": 1}
     config = convert_config(

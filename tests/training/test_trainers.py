@@ -18,12 +18,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig, FinetuningConfig
-from hf_linear_attn.training.callbacks import InterruptedRunError, StageCallback
+from hf_linear_attn.training.arguments import DistillationConfig, FinetuningConfig
+from hf_linear_attn.training.callbacks import StageCallback
 from hf_linear_attn.training.losses import row_losses
-from hf_linear_attn.training.reproducible import EpochSampler, SeededCollator
+from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
 from hf_linear_attn.training.trainers import DistillationTrainer, FinetuningTrainer
-from hf_linear_attn.training.transfer import AttentionTransferLoss, AttentionTransferTrainer, transfer_attention
+from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.tiny_models import tiny_model
 from tests.training.tiny_data import (
     Rows,
@@ -49,11 +49,6 @@ def make_trainer(kind: str, folder: Path, **changes: Any) -> Any:
         model = tiny_model("bert", AutoModelForMaskedLM, hidden_dropout_prob=0.1)
         options["data_collator"] = collate_masked
         return FinetuningTrainer(model, config(folder, learning_rate=1e-3, **changes), **options)
-    if kind == "transfer":
-        model = hla.patch_model(classifier(dropout=0.1), "hedgehog")
-        changes = {"eval_strategy": "steps", "eval_steps": 2, **changes}
-        options.setdefault("eval_dataset", Rows(20, 1))
-        return AttentionTransferTrainer(model, config(folder, AttentionTransferConfig, **changes), **options)
     teacher = classifier(dropout=0.1)
     student: Any = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
     if kind == "adapters":
@@ -94,7 +89,7 @@ def die(*args: Any, **kwargs: Any) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 # Resumption
 
-KINDS = ["finetune", "masked", "transfer", "distill", "adapters"]
+KINDS = ["finetune", "masked", "distill", "adapters"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +131,7 @@ def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path)
     assert_same_weights(resumed.model, weights(undisturbed.model))
 
 
-@pytest.mark.parametrize("kind", ["finetune", "transfer"])
+@pytest.mark.parametrize("kind", ["finetune", "distill"])
 @pytest.mark.parametrize("moment", ["_save_optimizer_and_scheduler", "_save_rng_state"])
 def test_killed_while_saving(kind: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint before stays, and is the one that the resumed run takes."""
@@ -153,7 +148,7 @@ def test_killed_while_saving(kind: str, moment: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("kind", ["finetune", "transfer"])
+@pytest.mark.parametrize("kind", ["finetune", "distill"])
 def test_signals_save_a_checkpoint(number: signal.Signals, kind: str, tmp_path: Path) -> None:
     handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     previous = signal.signal(number, handler)  # a job in the background is started with SIGINT ignored
@@ -340,94 +335,6 @@ def test_a_student_needs_a_teacher(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Attention transfer
-
-
-def test_the_trainer_does_what_transfer_attention_does(tmp_path: Path) -> None:
-    rows, validation = Rows(48), Rows(16, 1)
-    batches = [collate(rows.rows[start : start + 8]) for start in range(0, 48, 8)]
-    model = hla.patch_model(classifier(), "hedgehog")
-    other = copy.deepcopy(model)
-    expected = transfer_attention(
-        other,
-        batches,
-        steps=6,
-        validation=[collate(validation.rows[:8]), collate(validation.rows[8:])],
-        evaluate_every=2,
-    )
-    changes = {"eval_strategy": "steps", "eval_steps": 2, "train_sampling_strategy": "sequential"}
-    trainer = AttentionTransferTrainer(
-        model, config(tmp_path, AttentionTransferConfig, **changes), train_dataset=rows, eval_dataset=validation,
-        data_collator=collate,
-    )  # fmt: skip
-    trainer.train()
-    assert logged(trainer) == pytest.approx(expected.losses, rel=1e-5)
-    assert logged(trainer, "eval_loss") == pytest.approx([loss for _, loss in expected.evaluations], rel=1e-5)
-    assert trainer.state.best_global_step == expected.best_step
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
-
-
-def test_the_best_step_of_a_transfer_remains_and_patience_ends_it(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        "transfer", tmp_path, max_steps=60, learning_rate=3.0, patience=3, save_strategy="no", max_grad_norm=0.0
-    )
-    trainer.train()
-    assert trainer.state.global_step < 60
-    scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
-    assert trainer.state.best_global_step == min(scores, key=lambda step: scores[step])
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(scores[trainer.state.best_global_step], rel=1e-5)
-
-
-def test_a_transfer_changes_learned_parts_only_and_saves_only_them(tmp_path: Path) -> None:
-    trainer = make_trainer("transfer", tmp_path, save_steps=6)
-    before = weights(trainer.model)
-    required = {name: value.requires_grad for name, value in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed
-    assert all(".linear_attention." in name for name in changed)
-    assert {name: value.requires_grad for name, value in trainer.model.named_parameters()} == required
-    assert not (tmp_path / "checkpoint-6" / "model.safetensors").exists()
-    trainer.save_model(str(tmp_path / "complete"))
-    assert_same_weights(hla.load_pretrained(tmp_path / "complete"), weights(trainer.model))
-
-
-def test_a_transfer_with_a_loss_that_is_not_finite_restores_the_parameters(tmp_path: Path) -> None:
-    trainer = make_trainer("transfer", tmp_path, learning_rate=1e38, max_steps=30, save_strategy="no")
-    before = weights(trainer.model)
-    with pytest.raises(FloatingPointError, match="Lower learning_rate"):
-        trainer.train()
-    assert_same_weights(trainer.model, before)
-
-
-def test_accumulation_in_a_transfer(tmp_path: Path) -> None:
-    """The gradient is the mean over the accumulated batches."""
-    norms = []
-    for batch, accumulation in ((8, 1), (8, 2)):
-        dataset = torch.utils.data.ConcatDataset([Rows(8)] * accumulation)  # the same rows again
-        trainer = make_trainer(
-            "transfer", tmp_path / str(accumulation), per_device_train_batch_size=batch, max_steps=1,
-            gradient_accumulation_steps=accumulation, train_sampling_strategy="sequential", save_strategy="no",
-            trainer={"train_dataset": dataset},
-        )  # fmt: skip
-        trainer.train()
-        norms.append((logged(trainer), logged(trainer, "grad_norm")))
-    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-5)
-    assert norms[0][1] == pytest.approx(norms[1][1], rel=1e-4)
-
-
-def test_a_model_without_learned_parts_is_refused(tmp_path: Path) -> None:
-    arguments = config(tmp_path, AttentionTransferConfig)
-    with pytest.raises(ValueError, match="is not patched"):
-        AttentionTransferTrainer(classifier(), arguments)
-    with pytest.raises(ValueError, match="has anything to learn"):
-        AttentionTransferTrainer(hla.patch_model(classifier(), "elu"), arguments)
-    with pytest.raises(ValueError, match="eval_strategy='steps'"):
-        AttentionTransferTrainer(hla.patch_model(classifier(), "hedgehog"), arguments, eval_dataset=Rows(3))
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Configs, callbacks, batches
 
 
@@ -438,9 +345,6 @@ def test_a_model_without_learned_parts_is_refused(tmp_path: Path) -> None:
         (DistillationConfig, {"temperature": 0.0}, "temperature must be positive"),
         (DistillationConfig, {"hidden_weight": -1.0}, "hidden_weight must not be negative, got -1.0"),
         (DistillationConfig, {"hidden_weight": 0, "logits_weight": 0, "task_weight": 0}, "no loss to minimise"),
-        (AttentionTransferConfig, {"loss": "mse"}, "loss must be one of"),
-        (AttentionTransferConfig, {"max_steps": 0}, "max_steps must be positive"),
-        (AttentionTransferConfig, {"patience": 0}, "patience must be positive"),
     ],
 )
 def test_bad_configs(cls: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.integration.exact import AttentionCall, observe_attention
 from hf_linear_attn.training import losses
-from hf_linear_attn.training.transfer import AttentionTransferLoss, transfer_attention
+from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
+from hf_linear_attn.training.transfer import AttentionTransferLoss, TransferResult, transfer_attention
 from tests.tiny_models import BERT, GPT2, LLAMA, VOCABULARY, Family
 
 LENGTHS = (17, 9, 13)
@@ -235,3 +243,223 @@ def test_under_autocast_only_the_model_runs_in_half_precision(name: str, family:
     assert torch.allclose(own, expected, rtol=0.05, atol=1e-3)
     with torch.autocast("cpu", torch.bfloat16):
         assert transfer_attention(model, [batch()], steps=2).steps == 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def test_a_mechanism_without_learned_parts_has_no_steps() -> None:
+    """So a loop over mechanisms needs no exception for it."""
+    done = transfer_attention(model_of("elu", BERT), [batch()], steps=5, validation=[batch(1)])
+    assert (done.steps, done.losses, done.evaluations) == (0, [], [])
+
+
+@pytest.mark.parametrize("single", [batch(), batch()["input_ids"]], ids=["dict", "tensor"])
+def test_one_batch_alone_is_an_error(single: Any) -> None:
+    model = model_of("hedgehog", BERT)
+    with pytest.raises(TypeError, match=r"batches is one batch alone.*\[batch\]"):
+        transfer_attention(model, single)
+    with pytest.raises(TypeError, match="validation is one batch alone"):
+        transfer_attention(model, [batch()], validation=single)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be positive"),
+        ({"patience": 0}, "patience must be positive"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be positive"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must not be negative"),
+        ({"save_every": -1}, "save_every must not be negative"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transfer_attention(model_of("hedgehog", BERT), [batch()], **options)
+
+
+def test_the_result_is_a_short_table() -> None:
+    done = TransferResult(3, 1200, 2.0, [0.5, 0.4, 0.25], [(0, 0.6), (2, 0.3), (3, 0.35)], 2)
+    assert repr(done).splitlines() == [
+        "attention transfer: 3 steps, 1,200 tokens, 2.0 s, 600 tokens/s",
+        "training loss, first and last step  0.5 → 0.25",
+        "validation loss, before and best    0.6 → 0.3 (step 2)",
+    ]
+    assert done._repr_html_().count("<tr>") == 2
+    assert repr(TransferResult(0, 0, 0.0, [])) == "attention transfer: 0 steps, 0 tokens, 0.0 s"
+
+
+def test_patience_ends_the_run_and_the_best_step_remains() -> None:
+    model = model_of("hedgehog", BERT)
+    options: dict[str, Any] = {"lr": 3.0, "max_grad_norm": 0.0, "validation": [batch(1)], "evaluate_every": 2}
+    done = transfer_attention(model, [batch()], steps=60, patience=3, **options)
+    assert done.steps < 60
+    assert done.best_step is not None
+    assert done.steps == done.best_step + 3 * 2
+    scores = dict(done.evaluations)
+    assert done.best_step == min(scores, key=lambda step: scores[step])
+    assert float(AttentionTransferLoss(model)(batch(1)).mean()) == pytest.approx(scores[done.best_step], rel=1e-5)
+
+
+def test_the_gradient_is_the_mean_over_accumulated_batches() -> None:
+    model, norms = model_of("hedgehog", BERT), []
+    for batches in ([batch()], [batch(), batch()]):
+        rows: list[dict[str, float]] = []
+        transfer_attention(
+            copy.deepcopy(model), batches, steps=1, gradient_accumulation_steps=len(batches), log=rows.append
+        )
+        norms.append((rows[0]["loss"], rows[0]["grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_step_is_that_of_adamw() -> None:
+    """Gradients of all batches, clipped per layer, at a tenth of the peak rate in the first step of twenty."""
+    model = model_of("hedgehog", BERT)
+    expected = copy.deepcopy(model)
+    objective = AttentionTransferLoss(expected)
+    for item in (batch(), batch(1)):
+        objective(item, step=1)
+    parameters = objective.parameters
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad /= 2
+    torch.nn.utils.clip_grad_norm_(parameters, 0.01 * 2)  # two layers
+    optimizer = torch.optim.AdamW(parameters, lr=0.1 / 2, weight_decay=0.0)
+    optimizer.step()
+    rows: list[dict[str, float]] = []
+    after: list[torch.Tensor] = []
+
+    def log(values: dict[str, float]) -> None:
+        rows.append(values)
+        after.extend(value.detach().clone() for value in AttentionTransferLoss(model).parameters)
+        raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "lr": 0.1}
+    with pytest.raises(KeyboardInterrupt):
+        transfer_attention(model, [batch(), batch(1)], steps=20, log=log, **options)
+    assert rows[0]["learning_rate"] == pytest.approx(0.05)
+    for own, parameter in zip(after, parameters, strict=True):
+        torch.testing.assert_close(own, parameter.detach())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def loader() -> DataLoader[Any]:
+    """Five batches of random rows, in an order and with masked tokens that depend on the epoch."""
+    rows = [{name: value[row] for name, value in batch(seed).items()} for seed in range(7) for row in range(2)]
+
+    def collate(items: list[Any]) -> dict[str, torch.Tensor]:
+        items = [{name: torch.as_tensor(value) for name, value in item.items()} for item in items]
+        stacked = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        drawn = torch.rand(stacked["input_ids"].shape) < 0.3
+        return {**stacked, "input_ids": stacked["input_ids"].masked_fill(drawn, 3)}
+
+    return DataLoader(rows, batch_size=3, sampler=EpochSampler(len(rows), 1), collate_fn=SeededCollator(collate, 1))  # type: ignore[arg-type]
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+def train(model: PreTrainedModel, checkpoint: Path | None = None, stop: Any = None, **changes: Any) -> TransferResult:
+    """12 steps: more than two epochs. `stop` is called at the end of step 8."""
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step == 8 and stop is not None:
+            stop()
+
+    options: dict[str, Any] = {"steps": 12, "validation": [batch(50)], "evaluate_every": 3, "save_every": 7, **changes}
+    return transfer_attention(model, loader(), checkpoint=checkpoint, progress=progress, **options)
+
+
+def kill() -> None:
+    raise Killed
+
+
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("lr", [None, 1.0], ids=["converges", "best-is-early"])
+def test_a_resumed_run_ends_with_the_same_bits(lr: float | None, tmp_path: Path) -> None:
+    model = model_of("hedgehog", BERT)
+    undisturbed = copy.deepcopy(model)
+    expected = train(undisturbed, lr=lr)
+    killed = copy.deepcopy(model)
+    with pytest.raises(Killed):
+        train(killed, tmp_path / "state.pt", kill, lr=lr)
+    resumed = copy.deepcopy(model)
+    done = train(resumed, tmp_path / "state.pt", lr=lr)
+    assert (done.losses, done.evaluations) == (expected.losses, expected.evaluations)
+    assert (done.steps, done.tokens, done.best_step) == (12, expected.tokens, expected.best_step)
+    before = state(undisturbed)
+    assert all(torch.equal(value, before[name]) for name, value in resumed.state_dict().items())
+    # A run that has ended resumes to itself.
+    again = copy.deepcopy(model)
+    assert train(again, tmp_path / "state.pt", kill, lr=lr).losses == expected.losses
+    assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items())
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from tests.tiny_models import BERT
+from tests.training.test_transfer import model_of, train
+torch.set_num_threads(int(sys.argv[2]))  # sums in another number of threads have other bits
+torch.manual_seed(5)
+train(model_of("hedgehog", BERT), Path(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    """SIGKILL, as by the operating system when memory runs out."""
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "state.pt"), str(torch.get_num_threads())]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    torch.manual_seed(5)
+    model = model_of("hedgehog", BERT)
+    undisturbed = copy.deepcopy(model)
+    expected = train(undisturbed)
+    assert train(model, tmp_path / "state.pt").losses == expected.losses
+    before = state(undisturbed)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_killed_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint before stays whole."""
+    model = model_of("hedgehog", BERT)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        train(
+            copy.deepcopy(model),
+            tmp_path / "state.pt",
+            lambda: patched.setattr(os, "replace", lambda *paths: kill()),
+            save_every=4,
+        )
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["state"]["step"] == 4
+    assert train(model, tmp_path / "state.pt", save_every=4).steps == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    previous = signal.signal(number, handler)
+    model = model_of("hedgehog", BERT)
+    undisturbed = copy.deepcopy(model)
+    expected = train(undisturbed)
+    with pytest.raises(InterruptedRunError, match=r"after step 8 of 12.*state\.pt.*again with the same") as error:
+        train(copy.deepcopy(model), tmp_path / "state.pt", lambda: os.kill(os.getpid(), number), save_every=0)
+    assert error.value.code == 128 + number
+    assert signal.signal(number, previous) is handler
+    assert train(model, tmp_path / "state.pt").losses == expected.losses
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    train(model_of("hedgehog", BERT), tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=r"lr was None, now 0\.5"):
+        train(model_of("hedgehog", BERT), tmp_path / "state.pt", lr=0.5)
+    with pytest.raises(ValueError, match="shapes was"):
+        train(hla.patch_model(BERT.build(), "hedgehog", layers=[0]), tmp_path / "state.pt")

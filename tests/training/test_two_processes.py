@@ -45,7 +45,8 @@ def settings_file(folder: Path, name: str, batch_size: int, **changes: Any) -> P
     """Batches of one process. Every step is logged."""
     stages = ("teacher", "transfer", "distill")
     sizes: dict[str, Any] = {f"{stage}__per_device_train_batch_size": batch_size for stage in stages}
-    sizes |= {f"{stage}__arguments": {"logging_steps": 1} for stage in stages}
+    sizes |= {f"{stage}__arguments": {"logging_steps": 1} for stage in ("teacher", "distill")}
+    sizes["transfer__logging_steps"] = 1
     changes = {
         "per_device_eval_batch_size": 5,
         "teacher__learning_rate": 3e-4,

@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader
+
 import hf_linear_attn as hla
-from hf_linear_attn.training.arguments import AttentionTransferConfig, DistillationConfig
-from hf_linear_attn.training.sharding import reshard
+from hf_linear_attn.training.arguments import DistillationConfig
+from hf_linear_attn.training.resumable import EpochSampler
+from hf_linear_attn.training.sharding import check_sharding, fill_copy, meta_copy, reshard
 from hf_linear_attn.training.trainers import DistillationTrainer
-from hf_linear_attn.training.transfer import AttentionTransferTrainer
+from hf_linear_attn.training.transfer import TransferResult, transfer_attention
 from tests.training.sharded_worker import pretend_gpus
 from tests.training.tiny_data import Rows, classifier, collate, config, logged
 
@@ -44,21 +49,44 @@ def parameter_bytes(model: Any) -> int:
     return total
 
 
+def accelerator_of(kind: str) -> Accelerator:
+    """The accelerator that the same arguments of a Trainer make."""
+    if kind == "ddp":
+        return Accelerator(cpu=True)
+    if kind == "fsdp2":
+        return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(SHARDING[kind]["deepspeed"])))
+
+
+def transfer(kind: str, student: Any, rows: Rows, validation: Rows) -> tuple[Any, TransferResult, int]:
+    """The complete student, what the transfer did, and the bytes of parameters on this process meanwhile."""
+    accelerator = accelerator_of(kind)
+    check_sharding(accelerator)
+    skeleton = meta_copy(student)
+
+    def loader(dataset: Rows, sampler: Any = None) -> Any:
+        loader: Any = DataLoader(dataset, batch_size=4, sampler=sampler, collate_fn=collate)
+        return accelerator.prepare_data_loader(loader)
+
+    done = transfer_attention(
+        student, loader(rows, EpochSampler(len(rows), 0)), steps=6, validation=list(loader(validation)),
+        evaluate_every=3, accelerator=accelerator,
+    )  # fmt: skip
+    return fill_copy(skeleton, student), done, parameter_bytes(student)
+
+
 def main(kind: str, folder: Path) -> None:
     sharding = SHARDING[kind]
     if sharding:
         pretend_gpus("deepspeed" in sharding)
         sharding = {**sharding, "use_cpu": False}
     common = {"per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, **sharding}
-    data = {"train_dataset": Rows(50), "eval_dataset": Rows(21, 1), "data_collator": collate}
+    data: dict[str, Any] = {"train_dataset": Rows(50), "eval_dataset": Rows(21, 1), "data_collator": collate}
     sizes: dict[str, int] = {}
     teacher = classifier()
     student = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
     sizes["complete student"], sizes["complete teacher"] = parameter_bytes(student), parameter_bytes(teacher)
-    transfer = AttentionTransferTrainer(student, config(folder / "transfer", AttentionTransferConfig, **common), **data)
-    transfer.train()
-    sizes["transfer"] = parameter_bytes(transfer.model)
-    student = transfer.complete_model()
+    student, transferred, sizes["transfer"] = transfer(kind, student, data["train_dataset"], data["eval_dataset"])
     arguments = config(folder / "distill", DistillationConfig, learning_rate=1e-3, **common)
     distillation = DistillationTrainer(student, teacher, arguments, **data)
     distillation.train()
@@ -69,8 +97,8 @@ def main(kind: str, folder: Path) -> None:
     process = distillation.args.process_index
     result = {
         "sizes": sizes,
-        "losses": [logged(transfer), logged(distillation)],
-        "evaluations": [logged(transfer, "eval_loss"), logged(distillation, "eval_loss")],
+        "losses": [transferred.losses, logged(distillation)],
+        "evaluations": [[loss for _, loss in transferred.evaluations], logged(distillation, "eval_loss")],
         "squared_norms": {name: float(value.double().square().sum()) for name, value in complete.named_parameters()},
         "checkpoint": sorted(path.name for path in (folder / "distill" / "checkpoint-6").iterdir()),
     }
