@@ -34,14 +34,14 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
-from hf_linear_attn.data.files import read_text, split_documents
+from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.text import (
     encode_text,
     evenly_spread,
     pad_token,
     padded_batches,
     special_tokens,
-    token_passages,
+    text_rows,
 )
 from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
@@ -179,8 +179,9 @@ def run(config: RecipeConfig) -> None:
         )
     models["converted"] = linear
     console.print("Measuring ...")
-    text = "\n\n".join(split_documents(read_text(Path(str(config.test_text)))))
-    passages = token_passages(tokenizer, [text], config.data.max_length or 512, config.passages)
+    documents = text_documents(Path(str(config.test_text)), config.data.documents)
+    text = "\n\n".join(documents)
+    passages = text_rows(tokenizer, documents, config.data.max_length or 512, config.passages, causal=False)
     results = {
         "format_version": 1,
         "config": public_options(config),

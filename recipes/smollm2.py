@@ -44,9 +44,9 @@ from transformers import PreTrainedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import with_default_config
-from hf_linear_attn.data.files import read_text, split_documents
+from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.task_data import read_documents
-from hf_linear_attn.data.text import encode_text, token_passages
+from hf_linear_attn.data.text import packed_rows, text_rows
 from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.evaluation.plots import STYLE, new_figure, png, recall_maps
@@ -134,8 +134,8 @@ class Study:
     @cached_property
     def tokens(self) -> list[int]:
         """The text that perplexity is measured on."""
-        text = "\n\n".join(split_documents(read_text(Path(str(self.config.test_text)))))
-        return encode_text(self.tokenizer, text)
+        documents = text_documents(Path(str(self.config.test_text)), self.config.data.documents)
+        return packed_rows(self.tokenizer, documents, max(self.config.test_tokens, *self.config.contexts))[0]
 
     @cached_property
     def heads(self) -> dict[str, Any]:
@@ -144,14 +144,13 @@ class Study:
         if not path.exists():
             self.console.print("Choosing the key-value heads that stay exact ...")
             config = self.config
-            text = read_documents(config.data, config.seed)
-            documents = ["\n\n".join(text.train)]
-            passages = token_passages(self.tokenizer, documents, config.search_length, config.search_rows)
+            documents = read_documents(config.data).train
+            rows = text_rows(self.tokenizer, documents, config.search_length, config.search_rows, causal=True)
             search = hla.find_exact_heads(
                 self.exact,
-                [{"input_ids": torch.tensor([ids])} for ids in passages],
+                self.tokenizer,
+                [{"input_ids": torch.tensor([ids])} for ids in rows],
                 str(config.attention),
-                tokenizer=self.tokenizer,
                 share=config.exact_share,
                 length=config.probe_length,
                 seed=config.seed,

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import BertForSequenceClassification, GPT2LMHeadModel
+from transformers import AutoTokenizer, BertForSequenceClassification, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn import plan
 from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
+from hf_linear_attn.data.text import hold_out
 from hf_linear_attn.evaluation import layer_search
 from hf_linear_attn.evaluation.layer_search import LayerSearchResult
 from hf_linear_attn.evaluation.planning import plan_layers, split_halves
@@ -277,8 +278,12 @@ def test_a_column_of_text_for_a_language_model(folder: Path, tmp_path: Path) -> 
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"story": line}) for line in lines), encoding="utf-8")
     data = {"dataset": str(tmp_path / "text.jsonl"), "text_columns": ("story",), "validation_size": 0.2}
     assert run(folder, "gpt2", tmp_path / "out", data=data, lengths=()).met
-    held_out = report_of(tmp_path / "out")["data"]
-    assert held_out["choice"]["sequences"] + held_out["verification"]["sequences"] == round(0.2 * len(lines))
+    data = report_of(tmp_path / "out")["data"]
+    assert data["rows"].startswith("80 documents, packed into rows of")
+    held_out, tokenizer = hold_out(lines, 0.2)[1], AutoTokenizer.from_pretrained(folder / "gpt2")
+    for part, half in (("choice", held_out[::2]), ("verification", held_out[1::2])):
+        tokens = sum(len(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in half)
+        assert data[part]["tokens"] == tokens + 1  # and one before the text
 
 
 def test_the_screen_shows_the_rows_the_stages_and_the_files(
@@ -288,7 +293,11 @@ def test_the_screen_shows_the_rows_the_stages_and_the_files(
     monkeypatch.setattr(ConsoleProgress, "status", lambda self, *stage: stages.append(stage))
     plan_layers(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
     screen = stream.getvalue()
-    assert re.search(r"Data: text.txt; \d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer", screen)
+    assert re.search(
+        r"Data: text.txt: running text, packed into rows of 32 tokens; "
+        r"\d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer",
+        screen,
+    )
     totals = (("attention transfer, loss", 6), ("models with linear layers", 5), ("speedup at 32 tokens", 3))
     for stage, total in totals:
         assert [done for name, done, every in stages if stage in name and every == total], stage

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..utils.arguments import check_positive, option
+from .files import Documents
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class DataConfig:
     revision: str | None = option(None, "branch, tag or commit of a data set of the Hub")
     text_columns: tuple[str, ...] = option(("text",), "text column of your own data, or two for pairs", common=True)
     label_column: str = option("label", "label column of your own data")
+    documents: Documents = option(
+        "auto",
+        "documents of a text file: auto (parts between <|endoftext|>, WikiText articles, lines of .smi, else the whole "
+        "file), paragraphs (separated by blank lines) or lines",
+    )
     metrics: tuple[str, ...] | None = option(
         None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import shortened
 from .sources import import_datasets
-from .text import token_passages
+from .text import end_tokens, special_tokens, token_passages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,12 +35,12 @@ class Encoded:
 
 
 def encode_pairs(
-    dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int, label: str | None = "label"
+    dataset: Dataset, tokenizer: Any, columns: Sequence[str], max_length: int, label: str = "label"
 ) -> Encoded:
     """Encode one or two text columns as one sequence with the tokenizer's special tokens.
 
     A row has at most `max_length` tokens, special ones included; of a pair the longer text is truncated first. The
-    column `label`, if any, becomes `labels`.
+    column `label` becomes `labels`.
 
     Raises:
         ValueError: A row (it is named) without text, with a hidden label (-1), or that the tokenizer cannot read; a
@@ -49,7 +49,7 @@ def encode_pairs(
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
         raise ValueError(f"data.max_length {max_length!r} leaves no room for text beside {special} special tokens.")
-    for row, value in enumerate([] if label is None else dataset[label][:]):
+    for row, value in enumerate(dataset[label][:]):
         if value is None or (isinstance(value, int) and value < 0):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")
 
@@ -65,8 +65,8 @@ def encode_pairs(
                 raise ValueError(f"Row {row}: the tokenizer makes no tokens of it. Remove the row.")
         return {**encoded, DROPPED: dropped}
 
-    encoded = _map(dataset, tokenizer, encode, list(columns), [] if label is None else [label])
-    if label is not None and label != "labels":
+    encoded = _map(dataset, tokenizer, encode, list(columns), [label])
+    if label != "labels":
         encoded = encoded.rename_column(label, "labels")
     dropped = encoded[DROPPED][:]
     encoded = encoded.remove_columns(DROPPED)
@@ -76,16 +76,17 @@ def encode_pairs(
 def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_length: int) -> Encoded:
     """Encode a text column as full blocks for causal language models.
 
-    The documents are joined in order, each followed by the end-of-sequence token if the tokenizer has one, and split
-    into blocks; the remainder that fills no block is counted in `dropped`. There are no other special tokens. Empty
-    rows add nothing, not even the end token. Raises as `encode_pairs`, and where there are fewer tokens than one block.
+    The rows are those of `packed_rows`: the documents are joined in order, each followed by the end-of-sequence token
+    if the tokenizer has one, and split into blocks that begin with what the tokenizer puts before a text. The remainder
+    that fills no block is counted in `dropped`. Empty rows add nothing, not even the end token. Raises as
+    `encode_pairs`, and where there are fewer tokens than one block.
     """
     import numpy as np
 
     datasets = import_datasets()
     if not isinstance(block_length, int) or block_length < 2:
         raise ValueError(f"block_length must be a whole number of at least 2, got {block_length!r}.")
-    ending = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ending = end_tokens(tokenizer)
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         encoded = _tokenize(tokenizer, [batch[text_column]], rows, add_special_tokens=False)
@@ -94,15 +95,19 @@ def encode_blocks(dataset: Dataset, tokenizer: Any, text_column: str, block_leng
     encoded = _map(dataset, tokenizer, encode, [text_column])
     parts = [table["input_ids"].combine_chunks().flatten() for table in encoded.with_format("arrow").iter(BATCH_SIZE)]
     tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts] or [np.zeros(0, np.int32)])
-    count = len(tokens) // block_length
+    before = special_tokens(tokenizer, [next(filter(None, dataset[text_column]))])[0] if len(tokens) else []
+    capacity = max(block_length - len(before), 1)
+    count = len(tokens) // capacity
     if not count:
         raise ValueError(f"{len(tokens)} tokens do not fill one block of {block_length}. Lower --data.max_length.")
-    blocks = tokens[: count * block_length].reshape(count, block_length)
-    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=len(tokens) - blocks.size)
+    blocks = tokens[: count * capacity].reshape(count, capacity)
+    dropped = len(tokens) - blocks.size
+    blocks = np.hstack([np.tile(np.array(before, dtype=np.int32), (count, 1)), blocks])
+    return Encoded(datasets.Dataset.from_dict({"input_ids": blocks}), blocks.size, dropped=dropped)
 
 
 def encode_passages(dataset: Dataset, tokenizer: Any, text_column: str, max_length: int) -> Encoded:
-    """Cut a text column into passages of at most `max_length` tokens, with special ones. Raises as `encode_pairs`."""
+    """Cut a text column into the passages of `token_passages`. Raises as `encode_pairs`."""
 
     def encode(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         return {"input_ids": token_passages(tokenizer, batch[text_column], max_length)}

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..utils.formatting import near_matches
 
@@ -26,6 +26,9 @@ REMEDY = "Correct the line or remove it."
 
 #: Marks the end of a document in many text files for language models.
 END_OF_TEXT = "<|endoftext|>"
+
+Documents = Literal["auto", "paragraphs", "lines"]
+"""What is a document of a text file. See `text_documents`."""
 
 #: How a file with this suffix is decompressed.
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
@@ -68,8 +71,8 @@ def _read_bytes(path: Path) -> bytes:
         raise OSError(f"{str(path)!r} is no complete {path.suffix} file ({error}). Fetch it again.") from error
 
 
-def read_table(path: Path) -> Table:
-    """Return the columns of a file in a format of `FORMATS`.
+def read_table(path: Path, documents: Documents = "auto") -> Table:
+    """Return the columns of a file in a format of `FORMATS`; `documents` is for text (see `text_documents`).
 
     Raises:
         ValueError: The format is unknown, or the file is empty, or not UTF-8 text, or has a bad row (it is named).
@@ -80,7 +83,8 @@ def read_table(path: Path) -> Table:
         known = f"{', '.join(FORMATS)}; all also as .xz or .gz"
         raise ValueError(f"The format of {str(path)!r} is unknown.{near_matches(suffix, FORMATS)} Known: {known}.")
     table: Table = {}
-    for line, row in FORMATS[suffix](path):
+    text = suffix in TEXT_FORMATS
+    for line, row in _document_rows(path, documents) if text else FORMATS[suffix](path):
         table = table or {name: [] for name in row}
         if row.keys() != table.keys():
             raise ValueError(f"{location(path, line)}: the keys {', '.join(row)}, expected {', '.join(table)}.")
@@ -172,26 +176,31 @@ def _parquet_rows(path: Path) -> Rows:
         raise OSError(f"{str(path)!r} is no readable Parquet file ({error}).") from error
 
 
-def _document_rows(path: Path) -> Rows:
-    return enumerate({"text": document} for document in text_documents(path))
+def _document_rows(path: Path, documents: Documents = "auto") -> Rows:
+    return enumerate({"text": document} for document in text_documents(path, documents))
 
 
-def text_documents(path: Path) -> list[str]:
-    """Return the documents of a text file: the articles of a WikiText file, otherwise as `split_documents`."""
-    text, name = read_text(path), uncompressed_name(path)
-    wikitext = name.startswith("wiki.") and name.endswith((".tokens", ".raw"))
-    return split_articles(text) if wikitext else split_documents(text)
+def text_documents(path: Path, documents: Documents = "auto") -> list[str]:
+    """Return the documents of a text file, without repetitions.
 
+    Args:
+        path: A UTF-8 file.
+        documents: `"lines"`: each line is a document. `"paragraphs"`: blank lines separate documents. `"auto"`: the
+            articles of a WikiText file, the lines of a SMILES file (`.smi`), the parts between `<|endoftext|>` if it
+            occurs, and otherwise the whole file as one document of running text.
 
-def split_documents(text: str) -> list[str]:
-    """Return the documents of a text, without repetitions.
-
-    The text is split at `<|endoftext|>` if it occurs. A text with blank lines is one running document; a text without
-    any has one document per line (sentences, SMILES strings, log lines).
+    Raises:
+        ValueError, OSError: As `read_text`.
     """
-    text = text.replace("\r\n", "\n")
-    separator = END_OF_TEXT if END_OF_TEXT in text else "\n"
-    parts = [text] if separator == "\n" and "\n\n" in text.strip() else text.split(separator)
+    text, name = read_text(path).replace("\r\n", "\n"), uncompressed_name(path)
+    if documents == "auto" and name.startswith("wiki.") and name.endswith((".tokens", ".raw")):
+        return split_articles(text)
+    if documents == "lines" or (documents == "auto" and file_suffix(path) == "smi"):
+        parts = text.split("\n")
+    elif documents == "paragraphs":
+        parts = re.split(r"\n[ \t]*\n", text)
+    else:
+        parts = text.split(END_OF_TEXT)
     return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
@@ -200,7 +209,7 @@ def split_articles(text: str) -> list[str]:
 
     Text before the first title is an article of its own. Lines stay as they are.
     """
-    lines = text.replace("\r\n", "\n").split("\n")
+    lines = text.split("\n")
     blank = [not line.strip() for line in lines]
     starts = [
         index

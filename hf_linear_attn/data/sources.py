@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ..utils.extras import require_packages
 from ..utils.formatting import near_matches
-from .files import FORMATS, file_suffix, read_table, uncompressed_name, with_numbers
+from .files import FORMATS, Documents, file_suffix, read_table, uncompressed_name, with_numbers
+from .text import held_out_rows
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -29,7 +29,9 @@ def import_datasets() -> Any:
     return datasets
 
 
-def load_source(source: str, *, config: str | None = None, revision: str | None = None) -> DatasetDict:
+def load_source(
+    source: str, *, config: str | None = None, revision: str | None = None, documents: Documents = "auto"
+) -> DatasetDict:
     """Load a data set by splits.
 
     Args:
@@ -37,13 +39,14 @@ def load_source(source: str, *, config: str | None = None, revision: str | None 
             - a folder made by `save_to_disk`;
             - a file: csv, tsv (without quoting: a tab always separates two columns), json, jsonl, parquet, fasta
               (columns `description`, `sequence`), or text (txt, text, smi, tokens, raw); all also as `.xz` or `.gz`.
-              It becomes the split `train`. Text has one column, `text`, with one document per row: split as
-              `data.files.text_documents` does, WikiText (`wiki.*.tokens`, `wiki.*.raw`) into its articles;
+              It becomes the split `train`. Text has one column, `text`, with one document per row (see
+              `documents`);
             - a folder with such files named by split: `train.*`, `validation.*` (or dev, valid, val), `test.*`,
               `wiki.train.tokens`. Other files in it are not read;
             - the name of a Hub set, if no file or folder has this name.
         config: Configuration of the Hub set.
         revision: Branch, tag or commit of the Hub set.
+        documents: What the documents of a text file are: lines, paragraphs, or as `data.files.text_documents` says.
 
     Returns:
         The splits; dev, valid and val are renamed to validation.
@@ -52,7 +55,7 @@ def load_source(source: str, *, config: str | None = None, revision: str | None 
     if path.exists():
         if config or revision:
             raise ValueError(f"{source!r} is local; {config or revision!r} goes with Hub sets only.")
-        splits = _load_folder(path) if path.is_dir() else _load_files({"train": path})
+        splits = _load_folder(path, documents) if path.is_dir() else _load_files({"train": path}, documents)
     elif source.startswith((".", "/", "~")) or len(Path(source).parts) > 2 or file_suffix(path) in FORMATS:
         raise FileNotFoundError(f"There is no file or folder {source!r}. Check the path, relative to {Path.cwd()}.")
     else:
@@ -84,7 +87,7 @@ def load_hub(name: str, config: str | None, revision: str | None, remedy: str) -
         raise OSError(f"Could not load {description} ({type(error).__name__}: {error}). {remedy}") from error
 
 
-def _load_folder(folder: Path) -> DatasetDict:
+def _load_folder(folder: Path, documents: Documents) -> DatasetDict:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         datasets = import_datasets()
         try:
@@ -107,12 +110,12 @@ def _load_folder(folder: Path) -> DatasetDict:
         listed = ", ".join(names[:10]) or "nothing"
         missing = "no saved data set and no files named by split (train.*, validation.*, test.*)"
         raise FileNotFoundError(f"{str(folder)!r} holds {missing}; found {listed}.")
-    return _load_files(files)
+    return _load_files(files, documents)
 
 
-def _load_files(files: Mapping[str, Path]) -> DatasetDict:
+def _load_files(files: Mapping[str, Path], documents: Documents) -> DatasetDict:
     datasets = import_datasets()
-    tables = {split: read_table(path) for split, path in files.items()}
+    tables = {split: read_table(path, documents) for split, path in files.items()}
     suffixes = set(map(file_suffix, files.values()))
     if len(suffixes) > 1:
         listed = ", ".join(path.name for path in files.values())
@@ -133,19 +136,18 @@ def _load_files(files: Mapping[str, Path]) -> DatasetDict:
     return splits
 
 
-def hold_out_validation(splits: DatasetDict, share: float, seed: int) -> DatasetDict:
-    """Return the data set with a `share` of the rows of `train`, at least one, as the split `validation`.
+def hold_out_validation(splits: DatasetDict, share: float) -> DatasetDict:
+    """Return the data set with a `share` of the rows of `train` (see `held_out_rows`) as the split `validation`.
 
     Rows stay in their order. A ValueError if no row would be left to train on.
     """
     train = splits["train"]
-    count = max(1, round(share * len(train)))
-    if count >= len(train):
-        rows = f"{count} of {len(train)} rows"
+    held_out = held_out_rows(len(train), share)
+    if len(held_out) >= len(train):
+        rows = f"{len(held_out)} of {len(train)} rows"
         raise ValueError(f"{rows} cannot be held out for validation. Give more rows, or a file for validation.")
-    held_out = set(Random(seed).sample(range(len(train)), count))
-    rest = train.select([row for row in range(len(train)) if row not in held_out])
-    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(sorted(held_out))})
+    rest = train.select(sorted({*range(len(train))} - {*held_out}))
+    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(held_out)})
 
 
 def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from .files import FORMATS, TEXT_FORMATS, file_suffix
 from .metrics import METRICS, compute_metrics, load_metrics
 from .sources import check_columns, hold_out_validation, import_datasets, load_source
 from .tasks import TASKS, Task, load_task
-from .text import Text, cut_text, read_text
+from .text import MIN_DOCUMENTS, Text, hold_out, read_text, rows_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -58,6 +58,7 @@ class TaskData:
     labels: tuple[str, ...] | None = None  # names of the classes in order; None for scores and for language models
     facts: dict[str, int] = field(default_factory=dict)  # numbers of rows and tokens
     longest: int = 0  # tokens of the longest row
+    rows: str = "one row for each example"  # how rows were made
 
     @property
     def config_changes(self) -> dict[str, Any]:
@@ -157,8 +158,8 @@ class MaskingCollator(DataCollatorForLanguageModeling):
 def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
     """Load and encode the data of a task.
 
-    The seed is that of the training rows that are drawn, and of the validation rows that are held out. A tokenizer
-    without a padding token gets one for classification.
+    The seed is that of the training rows that are drawn. A tokenizer without a padding token gets one for
+    classification.
 
     Raises:
         ValueError, OSError: Data that is missing, unreadable, or does not fit the task type.
@@ -175,7 +176,7 @@ def load_task_data(task_type: str, tokenizer: Any, data: DataConfig, seed: int) 
 
 
 def _classification(tokenizer: Any, data: DataConfig, seed: int) -> TaskData:
-    task, splits = load_labelled(data, seed)
+    task, splits = load_labelled(data)
     names = tuple(dict.fromkeys(data.metrics or task.metrics))
     load_metrics(names)  # an unknown name is an error now, and not after the first pass over the data
     if tokenizer.pad_token is None:
@@ -198,53 +199,58 @@ def _language_model(task_type: str, tokenizer: Any, data: DataConfig, seed: int)
     column, length = data.text_columns[0], data.max_length or DEFAULT_MAX_LENGTH
     collator: Any = collate_blocks
     encode: Callable[[Any], Encoded]
-    encode = partial(encode_blocks, tokenizer=tokenizer, text_column=column, block_length=length)
-    if task_type == "embedding":
+    encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)
+    if task_type == "causal-lm":
+        encode = partial(encode_blocks, tokenizer=tokenizer, text_column=column, block_length=length)
+    elif task_type == "embedding":
         collator = DataCollatorWithPadding(tokenizer)
-        encode = partial(encode_passages, tokenizer=tokenizer, text_column=column, max_length=length)
     elif task_type == "masked-lm":
         if tokenizer.mask_token_id is None:
             name = type(tokenizer).__name__
             raise ValueError(f"{name} has no mask token: masked-lm needs the tokenizer of a masked LM.")
         collator = MaskingCollator(tokenizer, mlm_probability=data.mlm_probability)
-        encode = partial(encode_pairs, tokenizer=tokenizer, columns=[column], max_length=length, label=None)
     task_data = TaskData(task_type, tokenizer, collator)
-    _encode(task_data, load_splits(data, seed, [column]), data, seed, encode)
+    splits = load_splits(data, [column])
+    task_data.rows = rows_text(sum(map(len, splits.values())), length, causal=task_type == "causal-lm")
+    _encode(task_data, splits, data, seed, encode)
     return task_data
 
 
-def load_splits(data: DataConfig, seed: int, columns: Sequence[str]) -> DatasetDict:
+def load_splits(data: DataConfig, columns: Sequence[str]) -> DatasetDict:
     """Load a data set with the splits `train` and `validation`, which is held out of `train` where there is none."""
     if data.dataset is None:
         splits = load_task(str(data.task), folder=data.folder, revision=data.revision)
     else:
-        splits = load_source(data.dataset, config=data.dataset_config, revision=data.revision)
+        hub = {"config": data.dataset_config, "revision": data.revision}
+        splits = load_source(data.dataset, **hub, documents=data.documents)
     if "train" not in splits:
         raise ValueError(f"The data has no split 'train', only {', '.join(map(repr, splits))}.")
     check_columns(splits, columns)
     if any(name.startswith("validation") for name in splits):
         return splits
-    if len(splits["train"]) == 1 and len(columns) == 1:
-        # A file of running text is one document, whose end is held out.
-        datasets, parts = import_datasets(), cut_text(splits["train"][columns[0]][0], data.validation_size)
-        rows = [datasets.Dataset.from_dict({columns[0]: [part]}) for part in parts]
+    if len(splits["train"]) < MIN_DOCUMENTS and len(columns) == 1:
+        datasets, parts = import_datasets(), hold_out(splits["train"][columns[0]][:], data.validation_size)
+        rows = [datasets.Dataset.from_dict({columns[0]: part}) for part in parts]
         return datasets.DatasetDict(dict(zip(("train", "validation"), rows, strict=True)))
-    return hold_out_validation(splits, data.validation_size, seed)
+    return hold_out_validation(splits, data.validation_size)
 
 
-def read_documents(data: DataConfig, seed: int) -> Text:
-    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python."""
+def read_documents(data: DataConfig) -> Text:
+    """Read a text file, the column of a data set, or without a data set the documentation that comes with Python.
+
+    The same documents are held out as by `load_task_data`.
+    """
     path = data.dataset
     is_table = path is not None and file_suffix(Path(path)) in {*FORMATS} - {*TEXT_FORMATS}
     if path is None or (Path(path).is_file() and not is_table):
-        return read_text(path)
-    splits = load_splits(data, seed, data.text_columns[:1])
+        return read_text(path, data.documents, data.validation_size)
+    splits = load_splits(data, data.text_columns[:1])
     train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
     source = Path(path).name if Path(path).exists() else path
     return Text(source, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
 
 
-def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
+def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:
     """Load the rows of a task, or of the user's own labelled data as a task, with the column `label`.
 
     Labels of one's own data are classes, unless they are floating-point numbers: scores. Raises as `load_splits` and
@@ -253,7 +259,7 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
     if data.task is not None:
         return TASKS.get(data.task), load_task(data.task, folder=data.folder, revision=data.revision)
     datasets = import_datasets()
-    splits = load_splits(data, seed, (*data.text_columns, data.label_column))
+    splits = load_splits(data, (*data.text_columns, data.label_column))
     if data.label_column != "label":
         splits = splits.select_columns([*data.text_columns, data.label_column])
         splits = splits.rename_column(data.label_column, "label")
@@ -275,7 +281,7 @@ def load_labelled(data: DataConfig, seed: int) -> tuple[Task, DatasetDict]:
 
 def _encode(task: TaskData, splits: DatasetDict, data: DataConfig, seed: int, encode: Callable[[Any], Encoded]) -> None:
     """Encode the splits, cut to the requested number of rows: of a causal language model blocks, or passages."""
-    blocks = task.task_type in ("causal-lm", "embedding")  # a document gives several rows
+    blocks = task.task_type != "classification"  # a document gives several rows
     encoded = encode(splits["train"] if blocks else _draw(splits["train"], data.max_train_samples, seed))
     task.train = _draw(encoded.dataset, data.max_train_samples, seed)
     task.facts = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import random
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,11 @@ T = TypeVar("T")
 #: Docstrings of the standard library shorter than this are left out: they say too little.
 MIN_DOCSTRING = 40
 
-#: Every fifth document is held out.
-HELD_OUT_EVERY = 5
+#: A text with fewer documents is running text, whose end is held out.
+MIN_DOCUMENTS = 10
+
+#: Share of the documents that is held out.
+VALIDATION_SIZE = 0.1
 
 #: A text with fewer characters cannot be split into something to train and something to measure on.
 MIN_CHARACTERS = 2000
@@ -39,34 +43,61 @@ class Text:
     held_out: tuple[str, ...]
 
 
-def read_text(path: str | None) -> Text:
-    """Read a text file, or the docstrings of the standard library if `path` is None."""
+def read_text(path: str | None, documents: files.Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
+    """Read a text file, or the docstrings of the standard library if `path` is None.
+
+    Args:
+        path: A text file.
+        documents: What its documents are (see `text_documents`).
+        share: The share that is held out (see `hold_out`).
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: The file is missing, cannot be read, or is too short.
+    """
     if path is None:
         version = ".".join(map(str, sys.version_info[:3]))
         source = f"docstrings of the standard library of Python {version}, one document per module"
-        return text_of(standard_library_documents(), source)
+        return text_of(standard_library_documents(), source, share)
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no text file {path!r}. Give an existing file.")
-    return text_of(files.text_documents(Path(path)), Path(path).name)
+    return text_of(files.text_documents(Path(path), documents), Path(path).name, share)
 
 
-def text_of(documents: Sequence[str], source: str) -> Text:
+def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZE) -> Text:
     """Split documents, which are from a source, into train and held-out ones; a ValueError if they are too short."""
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     characters = sum(map(len, documents))
     if characters < MIN_CHARACTERS:
         raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
-    train, held_out = split_train(documents)
+    train, held_out = hold_out(documents, share)
     return Text(source, digest, tuple(train), tuple(held_out))
 
 
-def split_train(documents: Sequence[str]) -> list[list[str]]:
-    """Return train and held-out documents: every fifth one; of fewer than ten, the last fifth of the running text."""
-    if len(documents) >= 2 * HELD_OUT_EVERY:
-        last = HELD_OUT_EVERY - 1
-        train = [document for index, document in enumerate(documents) if index % HELD_OUT_EVERY != last]
-        return [train, list(documents[last::HELD_OUT_EVERY])]
-    return [[part] for part in cut_text("\n\n".join(documents), 1 / HELD_OUT_EVERY)]
+def held_out_rows(count: int, share: float) -> list[int]:
+    """Return the indices of a share of so many rows, at least one, in order.
+
+    They depend on nothing else, a seed included: what one command trains on, no other one measures on.
+    """
+    return sorted(random.Random(0).sample(range(count), max(1, round(share * count))))
+
+
+def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """Return train and held-out documents: those of `held_out_rows`, or, of fewer than ten, the end of the text."""
+    if len(documents) >= MIN_DOCUMENTS:
+        chosen = set(held_out_rows(len(documents), share))
+        parts: tuple[list[str], list[str]] = ([], [])
+        for index, document in enumerate(documents):
+            parts[index in chosen].append(document)
+        return parts
+    characters = int(share * sum(map(len, documents)))
+    train, held_out = list(documents), list[str]()
+    while train and len(train[-1]) <= characters:
+        held_out.insert(0, train.pop())
+        characters -= len(held_out[0])
+    if train and characters:
+        train[-1], rest = cut_text(train[-1], characters / len(train[-1]))
+        held_out.insert(0, rest)
+    return [document for document in train if document], [document for document in held_out if document]
 
 
 def cut_text(text: str, share: float) -> tuple[str, str]:
@@ -75,6 +106,44 @@ def cut_text(text: str, share: float) -> tuple[str, str]:
     space = text.find(" ", cut)
     cut = space if space > 0 else cut
     return text[:cut].strip(), text[cut:].strip()
+
+
+def text_rows(
+    tokenizer: Any, documents: Sequence[str], length: int, count: int | None = None, *, causal: bool
+) -> list[list[int]]:
+    """Return rows of at most `length` tokens of documents, at most `count` of them (None: all), evenly spread.
+
+    Rows for a causal model are packed: the documents are joined, an end-of-sequence token after each, and cut into rows
+    that all have the full length. Rows for a bidirectional model are passages of single documents, because it would
+    read what stands beside them, too (see `token_passages`).
+    """
+    rows = packed_rows(tokenizer, documents, length) if causal else token_passages(tokenizer, documents, length)
+    return rows if count is None else evenly_spread(rows, count)
+
+
+def rows_text(documents: int, length: int, *, causal: bool) -> str:
+    """Return how `text_rows` makes rows of so many documents, for a person to read."""
+    count = f"{documents:,} documents" if documents >= MIN_DOCUMENTS else "running text"
+    how = "packed into rows of" if causal else "cut into passages of at most"
+    return f"{count}, {how} {length:,} tokens"
+
+
+def packed_rows(tokenizer: Any, documents: Sequence[str], length: int) -> list[list[int]]:
+    """Return rows of `length` tokens of joined documents, or one shorter row where there is too little text.
+
+    Each row begins with what the tokenizer puts before a text, such as `<bos>`; each document ends with the
+    end-of-sequence token, if there is one. Tokens that do not fill a row are left out.
+    """
+    before, ending = special_tokens(tokenizer, documents)[0], end_tokens(tokenizer)
+    capacity = length - len(before)
+    tokens = [token for document in documents for token in (*encode_text(tokenizer, document), *ending)]
+    starts = range(0, max(len(tokens) - capacity, 0) + 1, capacity)
+    return [[*before, *tokens[start : start + capacity]] for start in starts]
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """Return the token after each document of packed rows, in a list; an empty list if the tokenizer has none."""
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def standard_library_documents() -> list[str]:
@@ -107,11 +176,11 @@ def docstrings(path: Path) -> Iterator[str]:
                 yield inspect.cleandoc(text)
 
 
-def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count: int | None = None) -> list[list[int]]:
-    """Return sequences, at most `count` (None: all), of at most `length` tokens, with the tokenizer's special tokens.
+def token_passages(tokenizer: Any, documents: Sequence[str], length: int) -> list[list[int]]:
+    """Return sequences of at most `length` tokens, with the tokenizer's special tokens.
 
     Each document is cut into pieces; a piece shorter than a quarter of the length (or eight tokens) is dropped unless
-    it is a complete document. If there are more than `count`, they are taken evenly over the documents.
+    it is a complete document.
     """
     before, after = special_tokens(tokenizer, documents)
     capacity = length - len(before) - len(after)
@@ -121,25 +190,13 @@ def token_passages(tokenizer: Any, documents: Sequence[str], length: int, count:
         ids = encode_text(tokenizer, document)
         pieces = [[*before, *ids[start : start + capacity], *after] for start in range(0, len(ids), capacity)]
         passages += [piece for piece in pieces if len(piece) >= shortest or len(pieces) == 1]
-    return passages if count is None else evenly_spread(passages, count)
+    return passages
 
 
 def evenly_spread(rows: Sequence[T], count: int) -> list[T]:
     """Return at most `count` of the rows, evenly spread."""
     count = min(count, len(rows))
     return [rows[index * len(rows) // count] for index in range(count)]
-
-
-def token_documents(tokenizer: Any, documents: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Return complete documents with special tokens until `max_tokens` tokens are reached; the last one is cut."""
-    before, after = special_tokens(tokenizer, documents)
-    encoded: list[list[int]] = []
-    for document in documents:
-        if max_tokens < 2:
-            break
-        encoded.append([*before, *encode_text(tokenizer, document), *after][:max_tokens])
-        max_tokens -= len(encoded[-1])
-    return encoded
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -154,7 +211,7 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) 
 
 def special_tokens(tokenizer: Any, documents: Sequence[str]) -> tuple[list[int], list[int]]:
     """Return what the tokenizer puts before and after a sequence, as seen on the shortest of the documents."""
-    sample = min(documents, key=len)
+    sample = min(documents, key=len)[:200]
     bare, full = encode_text(tokenizer, sample), encode_text(tokenizer, sample, add_special_tokens=True)
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:

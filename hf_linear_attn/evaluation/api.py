@@ -30,7 +30,7 @@ from ..utils.progress import ConsoleProgress, Progress
 from . import models
 from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
 from .evaluator import Evaluator, measure_speed
-from .inputs import sentence_pair_metric, task_inputs, text_inputs
+from .inputs import inputs_text, sentence_pair_metric, task_inputs, text_inputs
 from .records import RECORDS_FILE, RESULTS, Records
 from .results import Evaluation
 
@@ -102,6 +102,10 @@ def evaluate(
     evaluators = _prepare_all(model, config, tokenizer, text)
     with nullcontext() if path is None else open_output(path.parent, RESULTS, overwrite=config.overwrite):
         records = Records(path)
+        for evaluator in evaluators:
+            facts = evaluator.inputs.facts
+            counts = f"{inputs_text(facts['train'])} to train on, {inputs_text(facts['held_out'])} held out"
+            progress.log(f"Data: {facts['source']}: {facts['rows']}; {counts}")
         if len(records):
             progress.log(f"{len(records)} records of earlier runs are used where they fit.")
         try:
@@ -171,8 +175,9 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
     _check_data(kind, config, name, text)
     groups = models.find_checkpoints(config.converted or (), config.baseline or (), model_config)
     if text is None and kind != "classifier":
-        data = DataConfig(dataset=None if path == PYTHON_DOCUMENTATION else path, text_columns=config.data.text_columns)
-        text = read_documents(data, config.seed)
+        dataset = None if path == PYTHON_DOCUMENTATION else path
+        columns, documents = config.data.text_columns, config.data.documents
+        text = read_documents(DataConfig(dataset=dataset, text_columns=columns, documents=documents))
     title = task or Path(str(path)).name
     model = source.eval() if loaded else models.load_exact(str(source), kind, device, task=title)
     table = has_position_table(model)
@@ -187,7 +192,7 @@ def _prepare(source: Any, config: EvaluateConfig, tokenizer: Any, text: Text | N
         metrics.append(classification_metric(model, inputs.labeled, inputs.metrics, **options))
     else:
         assert text is not None
-        inputs = text_inputs(text, tokenizer, settings)
+        inputs = text_inputs(text, tokenizer, settings, causal=kind == "decoder")
     if kind == "decoder":
         windows = {"context": settings.context, "stride": settings.stride, "batch_size": settings.batch_size}
         metrics.append(perplexity_metric(inputs.documents, data=inputs.hash, exact=model, **windows))

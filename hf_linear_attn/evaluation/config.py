@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from ..data.files import Documents
 from ..utils.arguments import check_exclusive, check_positive, option
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -46,6 +47,7 @@ class EvaluationData:
     )
     text_columns: tuple[str, ...] = option(("text",), "text column of your own labelled data, or two for pairs")
     label_column: str = option("label", "label column of your own labelled data")
+    documents: Documents = option("auto", "documents of a text file: auto, paragraphs or lines, as for `convert`")
     folder: str | None = option(None, "folder with the tasks' files (default: from the Hub)")
     metrics: tuple[str, ...] | None = option(
         None, "metrics of the task, the first one decides (default: the task's own); hub:NAME is a metric of the Hub"

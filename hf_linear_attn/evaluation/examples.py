@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..data.text import encode_text, pad_token, padded_batches, token_documents, token_passages
+from ..data.text import encode_text, packed_rows, pad_token, padded_batches, token_passages
 from ..integration.discovery import longest_input
 from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
@@ -55,7 +55,7 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
     titles = [document.strip().splitlines()[0][:60] for document in documents]
     length = min(PASSAGE, longest_input(next(iter(models.values()))) or PASSAGE)
     passages, queries = (
-        padded_batches([token_passages(tokenizer, [text], length, 1)[0] for text in texts], 16, pad_token(tokenizer))
+        padded_batches([token_passages(tokenizer, [text], length)[0] for text in texts], 16, pad_token(tokenizer))
         for texts in (documents, QUERIES)
     )
     ranks = range(1, min(HITS, len(titles)) + 1)
@@ -76,7 +76,7 @@ def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -
 
     first = next(iter(models.values()))
     length = min(longest_input(first) or 2048, 2048)
-    batch = padded_batches(token_documents(tokenizer, ["\n\n".join(documents)], length), 1, 0)
+    batch = padded_batches(packed_rows(tokenizer, ["\n\n".join(documents)], length)[:1], 1, 0)
     calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
     embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
     baseline = next(iter(models))

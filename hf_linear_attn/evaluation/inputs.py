@@ -18,7 +18,7 @@ from ..data.config import DataConfig
 from ..data.metrics import compute_metrics
 from ..data.task_data import load_task_data
 from ..data.tasks import load_task
-from ..data.text import Text, encode_text, evenly_spread, pad_token, padded_batches, token_documents, token_passages
+from ..data.text import Text, encode_text, evenly_spread, packed_rows, pad_token, padded_batches, rows_text, text_rows
 from ..measure.quality import SENTENCE_PAIRS, QualityMetric, bootstrap_stderr, sentence_embeddings
 from ..measure.values import Values, value
 from ..utils.progress import OnBatch
@@ -45,24 +45,26 @@ class EvaluationInputs:
     regression: bool = False  # whether labels are scores
 
 
-def text_inputs(text: Text, tokenizer: Any, settings: Settings) -> EvaluationInputs:
-    """Cut a text into batches.
+def text_inputs(text: Text, tokenizer: Any, settings: Settings, *, causal: bool) -> EvaluationInputs:
+    """Cut a text into batches of rows (see `text_rows`).
 
     Raises:
         ValueError: It is too short for a batch of training and one of measuring.
     """
     counts = ((text.train, settings.train_sequences), (text.held_out, settings.test_sequences))
     train, test = (
-        [{"input_ids": ids} for ids in token_passages(tokenizer, documents, settings.sequence_length, count)]
-        for documents, count in counts
+        [{"input_ids": ids} for ids in text_rows(tokenizer, part, settings.sequence_length, count, causal=causal)]
+        for part, count in counts
     )
 
     def batches(rows: Rows) -> list[Batch]:
         return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
 
     inputs = _inputs(train, test, batches, settings, text.source, text.sha256)
-    documents = token_documents(tokenizer, text.held_out, settings.perplexity_tokens)
-    return replace(inputs, test=batches(test), documents=documents)
+    documents = len(text.train) + len(text.held_out)
+    inputs.facts["rows"] = rows_text(documents, settings.sequence_length, causal=causal)
+    running = packed_rows(tokenizer, text.held_out, settings.perplexity_tokens)[:1] if causal else []
+    return replace(inputs, test=batches(test), documents=running)
 
 
 def task_inputs(
@@ -121,7 +123,11 @@ def _inputs(
         fidelity=batches(parts["fidelity"]),
         tokens=[token for row in test[:256] for token in row["input_ids"]],
         hash=digest,
-        facts={"source": source, **{name: row_lengths(rows) for name, rows in parts.items()}},
+        facts={
+            "source": source,
+            "rows": "one row for each example",
+            **{name: row_lengths(rows) for name, rows in parts.items()},
+        },
     )
 
 

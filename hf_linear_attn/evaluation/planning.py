@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints import read_tokenizer, save_checkpoint
 from ..data.task_data import read_documents
-from ..data.text import Text, cut_text, pad_token, padded_batches, token_documents, token_passages
+from ..data.text import Text, cut_text, packed_rows, pad_token, padded_batches, text_rows
 from ..integration.discovery import longest_input
 from ..integration.positions import has_position_table
 from ..measure.inputs import possible_lengths, timing_options
@@ -74,7 +74,7 @@ def plan_layers(config: PlanConfig, console: Console | None = None) -> LayerSear
         progress.log(f"Model: {model['name']}, {model['class']}, {model['parameters']:,} parameters")
         uses = {"transfer": "train", "choice": "choice", "verification": "verification"}
         rows = [f"{inputs_text(data[part])} for the {use}" for use, part in uses.items()]
-        progress.log(f"Data: {data['source']}; {', '.join(rows)}")
+        progress.log(f"Data: {data['source']}: {data['rows']}; {', '.join(rows)}")
         progress.log(f"Records: {folder / RECORDS_FILE}; a run that is stopped continues with --resume")
         records, conditions = Records(folder / RECORDS_FILE), run.exact.conditions(config.attention, "", **run.identity)
         resumed = any(record.conditions["settings"] == json_safe(conditions.settings) for record in records)
@@ -114,7 +114,7 @@ class _Run:
         device = torch_device(config.device)
         recalls = budget.unit is not None and budget.unit.name == "recall" and kind != "classifier"
         budget.unit_of("recall" if recalls else MEASUREMENTS[kind])
-        text = None if kind == "classifier" else read_documents(config.data, config.seed)
+        text = None if kind == "classifier" else read_documents(config.data)
         model = load_exact(config.model, kind, device, task=config.data.task or config.data.dataset or "the data")
         self.exact = ExactModel.of(model, tokenizer, kind, name)
         self.settings = plan_settings(config, kind, model)
@@ -132,7 +132,8 @@ class _Run:
         Recall is chosen for and verified with prompts of two seeds instead.
         """
         tokenizer, settings, model = self.exact.tokenizer, self.settings, self.exact.model
-        inputs, size = text_inputs(text, tokenizer, settings), settings.batch_size
+        inputs = text_inputs(text, tokenizer, settings, causal=self.exact.kind == "decoder")
+        size = settings.batch_size
         metrics = []
         for seed, (name, half) in enumerate(zip(HALVES, split_halves(text.held_out), strict=True)):
             if recall_length is not None:
@@ -141,11 +142,11 @@ class _Run:
                 rows = [[0] * recall_length] * metric.settings["trials"]
                 metrics.append(metric)
             elif self.exact.kind == "decoder":
-                rows = token_documents(tokenizer, half, settings.perplexity_tokens)
+                rows = packed_rows(tokenizer, half, settings.perplexity_tokens)[:1]
                 windows: dict[str, Any] = {"context": settings.context, "stride": settings.stride, "batch_size": size}
                 metrics.append(perplexity_metric(rows, exact=model, **windows))
             else:
-                rows = token_passages(tokenizer, half, settings.sequence_length, settings.test_sequences)
+                rows = text_rows(tokenizer, half, settings.sequence_length, settings.test_sequences, causal=False)
                 metrics.append(embedding_metric(model, padded_batches(rows, size, pad_token(tokenizer))))
             inputs.facts[name] = row_lengths([{"input_ids": row} for row in rows])
             if inputs.facts[name]["tokens"] < 2:
@@ -206,9 +207,9 @@ class _Run:
         def rank() -> Values:
             search = find_exact_heads(
                 self.exact.model,
+                self.exact.tokenizer,
                 leading_batches(self.inputs.train),
                 config.attention,
-                tokenizer=self.exact.tokenizer,
                 seed=config.seed,
                 **config.options,
             )
@@ -235,7 +236,8 @@ class _Run:
             "model": self.exact.facts(),
             "settings": settings | {name: getattr(self.settings, name) for name in measured},
             "mechanism": f"{entry.name}: {entry.description}. {entry.paper}. {parameters:,} parameters",
-            "data": {"source": source, "sha256": self.inputs.hash} | {name: facts[name] for name in ("train", *HALVES)},
+            "data": {"source": source, "sha256": self.inputs.hash}
+            | {name: facts[name] for name in ("rows", "train", *HALVES)},
         }
 
     def save(self, result: LayerSearchResult, target: str) -> str:

@@ -134,7 +134,8 @@ def _load_data(run: Run) -> TaskData:
         data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
     facts = data.facts
     held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
-    run.say(f"{facts['train_rows']:,} training rows of {facts['train_tokens']:,} tokens, {held_out:,} validation rows")
+    train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
+    run.say(f"Data: {data.rows}; {train}, {held_out:,} to validate on")
     if facts["train_truncated"]:
         share = facts["train_dropped_tokens"] / (facts["train_dropped_tokens"] + facts["train_tokens"])
         cut = f"{facts['train_truncated']:,} of {facts['train_rows']:,} training rows are cut"
@@ -151,7 +152,7 @@ def _tokenizer(run: Run) -> Any:
     run.prepare_folder()
     if run.is_main_process and not folder.exists():
         column = config.data.text_columns[0]
-        rows = load_splits(config.data, config.seed, (column,))["train"]
+        rows = load_splits(config.data, (column,))["train"]
         tokenizer = models.train_tokenizer(iter(rows[column]), config.train_tokenizer, models.longest_row(config)[0])
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
@@ -190,7 +191,7 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
     if "exact_heads" not in run.state:
         batches = leading_batches(data.collator([row]) for row in data.train)
         options = {"share": config.exact_share, "seed": config.seed, **config.options}
-        search = find_exact_heads(teacher, batches, config.attention, tokenizer=data.tokenizer, **options)
+        search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import DEFAULT_ATTENTION
 from ..data.recall_prompts import KEY, TASKS, PromptMaker, check_positions
 from ..data.task_data import IGNORED
+from ..data.text import text_rows
 from ..integration.context import attention_modules
 from ..integration.discovery import longest_input, self_attention
 from ..integration.exact import AttentionCall, exact_attention, observe_attention
@@ -40,6 +41,9 @@ RETRIEVAL_SHARE = 0.75
 
 #: Tokens of text that rank heads, and the fewest of a prompt of the probe, where the model takes so many.
 SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
+
+#: Tokens of a row of text where no length is given.
+ROW_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -161,10 +165,10 @@ def find_retrieval_heads(
 
 def find_exact_heads(
     model: PreTrainedModel,
-    batches: Iterable[Batch],
+    tokenizer: Any,
+    text: str | Iterable[str] | Iterable[Batch],
     attention: str = DEFAULT_ATTENTION,
     *,
-    tokenizer: Any = None,
     share: float = 0.2,
     retrieval_share: float = RETRIEVAL_SHARE,
     length: int | None = None,
@@ -186,27 +190,27 @@ def find_exact_heads(
 
     Args:
         model: A model with exact attention, which is unchanged.
-        batches: Dicts of tensors `[B, L]`: some thousand tokens in rows as long as the inputs that the model will read.
+        tokenizer: Its tokenizer. None (with batches): all heads are chosen by their gain, none by the probe.
+        text: A text or a list of documents, like the inputs that the model will read; or batches of such inputs, dicts
+            of tensors `[B, L]`. Some 16,000 tokens of a text are read.
         attention: The mechanism of the other heads.
-        tokenizer: The tokenizer of a decoder, for the probe; None: all heads by their gain.
         share: Share of all key-value heads to choose.
         retrieval_share: Share of these that the probe chooses.
-        length: Tokens of a prompt of the probe; None: as many as the longest row has, and at least 512, where the model
-            takes so many.
+        length: Tokens of a row of text, and of a prompt of the probe. None: 1,024 tokens of text, or fewer where the
+            model takes fewer; prompts as long as the longest row, and at least 512 tokens.
         seed: Seed of the prompts.
         options: Options of the mechanism. What it would learn has its initial values.
 
     Raises:
-        ValueError: The model is patched, there are no batches, or numbers are out of range.
+        ValueError: The model is patched, there is no text, or numbers are out of range.
+        TypeError: One batch instead of a list of them, or a text without a tokenizer.
         NotImplementedError: As in `patch_model`.
     """
     _check(model, share)
     if not 0 <= retrieval_share <= 1:
         raise ValueError(f"retrieval_share must lie in 0 to 1, got {retrieval_share}.")
-    batches = list(batches)
-    if not batches:
-        raise ValueError("There are no batches to measure on.")
     causal = all(layer.causal for layer in self_attention(model))
+    batches = _text_batches(model, tokenizer, text, length, causal=causal)
     probed = None
     if tokenizer is not None and causal and retrieval_share:
         tokens = _probe_length(model, batches) if length is None else length
@@ -252,6 +256,25 @@ def find_exact_heads(
     gain = {(layer, head): value for layer, row in gains.items() for head, value in enumerate(row.tolist())}
     table = _table(gain, "gain") if probed is None else probed.merge(_table(gain, "gain"), on=["layer", "head"])
     return ExactHeads.first_rows(table, 0, {"attention": attention, **options}).with_share(share, retrieval_share)
+
+
+def _text_batches(
+    model: PreTrainedModel, tokenizer: Any, text: Any, length: int | None, *, causal: bool
+) -> list[Batch]:
+    """Return batches of one row each of a text or of documents; batches as they are."""
+    if isinstance(text, Mapping):
+        raise TypeError("text is one batch. Give a text, a list of documents, or a list of batches: [batch].")
+    entries: list[Any] = [text] if isinstance(text, str) else list(text)
+    if not entries:
+        raise ValueError("There is no text to measure on: the list is empty.")
+    if not isinstance(entries[0], str):
+        return entries
+    if tokenizer is None:
+        raise TypeError("A text needs the model's tokenizer; without one, give batches of token ids.")
+    limit = longest_input(model) or ROW_LENGTH
+    size = min(length or ROW_LENGTH, limit)
+    rows = text_rows(tokenizer, entries, size, max(SEARCH_TOKENS // size, 1), causal=causal)
+    return [{"input_ids": torch.tensor([row], device=model.device)} for row in rows]
 
 
 def leading_batches(batches: Iterable[Batch], tokens: int = SEARCH_TOKENS) -> list[Batch]:

@@ -44,9 +44,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.files import read_text, split_documents
+from hf_linear_attn.data.files import text_documents
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
-from hf_linear_attn.data.text import encode_text
+from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.feature_maps.base import AttentionShape, option
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.mechanisms.window import WindowAttention, WindowOptions
@@ -313,8 +313,8 @@ def main(argv: list[str] | None = None) -> int:
     options.console = Console()
     exact = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    texts = ("\n\n".join(split_documents(read_text(path))) for path in (options.train, options.test))
-    tokens, held_out = (encode_text(tokenizer, text) for text in texts)
+    texts = (text_documents(Path(path)) for path in (options.train, options.test))
+    tokens, held_out = ([token for row in packed_rows(tokenizer, text, 2**20) for token in row] for text in texts)
     settings = {k: v for k, v in vars(options).items() if k not in ("console", "out", "train", "test", "variants")}
     settings["model"] = Path(options.model).name
     facts = {"format_version": 1, "settings": settings, "environment": environment(torch.device("cpu"))}

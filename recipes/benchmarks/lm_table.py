@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.data.task_data import DEFAULT_MAX_LENGTH, load_splits
-from hf_linear_attn.data.text import token_documents
+from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.options import ConvertConfig
@@ -65,11 +65,11 @@ def variant_config(base: ConvertConfig, variant: str, window: int, seed: int, fo
     )
 
 
-def documents(base: ConvertConfig, model: str, tokens: int, seed: int) -> list[list[int]]:
-    """Held-out documents of a run with this seed, as token ids, whole but the last."""
+def documents(base: ConvertConfig, model: str, tokens: int) -> list[list[int]]:
+    """Held-out text of a run, as token ids."""
     column = base.data.text_columns[0]
-    data = load_splits(base.data, seed, (column,))
-    return token_documents(AutoTokenizer.from_pretrained(model), data["validation"][column], tokens)
+    data = load_splits(base.data, (column,))
+    return packed_rows(AutoTokenizer.from_pretrained(model), data["validation"][column], tokens)[:1]
 
 
 def perplexity(model: PreTrainedModel, documents: list[list[int]], context: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     contexts = arguments.contexts or [base.data.max_length or DEFAULT_MAX_LENGTH]
     pretrained = AutoModelForCausalLM.from_pretrained(arguments.model)
     for seed in arguments.seeds:
-        documents_ids = documents(base, arguments.model, arguments.tokens, seed)
+        documents_ids = documents(base, arguments.model, arguments.tokens)
         head = {
             "format_version": 1,
             "name": arguments.name,

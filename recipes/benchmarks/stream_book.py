@@ -34,7 +34,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_linear_attn as hla
-from hf_linear_attn.data.text import pad_token, padded_batches, read_text, token_passages
+from hf_linear_attn.data.text import pad_token, padded_batches, read_text, text_rows
 from hf_linear_attn.streaming import POSITIONS, cache_bytes, read_stream, stream_losses
 from hf_linear_attn.utils.environment import environment, json_safe
 
@@ -99,7 +99,7 @@ def mimic(model: PreTrainedModel, tokenizer: Any, arguments: argparse.Namespace)
     if not arguments.steps or not hla.list_attentions()[arguments.attention]["learned"]:
         return
     length, count = min(arguments.train_length, model.config.max_position_embeddings), 8 * arguments.steps
-    sequences = token_passages(tokenizer, read_text(arguments.train_text).train, length, count)
+    sequences = text_rows(tokenizer, read_text(arguments.train_text).train, length, count, causal=True)
     batches = padded_batches(sequences, 8, pad_token(tokenizer))
     result = hla.transfer_attention(model, batches, steps=arguments.steps)
     if result.losses:

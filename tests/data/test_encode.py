@@ -8,7 +8,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from hf_linear_attn.data.encode import encode_blocks, encode_pairs
+from hf_linear_attn.data.encode import encode_blocks, encode_pairs, encode_passages
+from hf_linear_attn.data.text import packed_rows
 from tests.data.tiny_data import tokenizer
 
 PAIRS = {
@@ -115,7 +116,7 @@ def test_a_row_without_tokens_is_an_error():
         single="$A", special_tokens=[]
     )
     with pytest.raises(ValueError, match="Row 1: the tokenizer makes no tokens of it"):
-        encode_pairs(datasets.Dataset.from_dict({"text": ["alpha", " "]}), tok, ["text"], 8, label=None)
+        encode_pairs(datasets.Dataset.from_dict({"text": ["alpha", " "], "label": [0, 1]}), tok, ["text"], 8)
 
 
 def texts(count=25):
@@ -136,18 +137,20 @@ def test_blocks_hold_the_running_text(eos, length):
     encoded = encode_blocks(datasets.Dataset.from_dict({"text": documents}), tok, "text", length)
     blocks = encoded.dataset["input_ids"][:]
     assert {len(block) for block in blocks} == {length}
-    tokens = [token for block in blocks for token in block]
+    assert {block[0] for block in blocks} == {tok.cls_token_id}  # the tokenizer puts it before every text
+    tokens = [token for block in blocks for token in block[1:]]
     assert tokens == stream[: len(tokens)]
     assert encoded.dropped == len(stream) - len(tokens) < length
-    assert (len(encoded.dataset), encoded.tokens) == (len(blocks), len(tokens))
+    assert (len(encoded.dataset), encoded.tokens) == (len(blocks), length * len(blocks))
+    assert blocks == packed_rows(tok, [text for text in documents if text], length)[: len(blocks)]
 
 
 def test_blocks_of_chosen_rows():
     """`select` leaves all rows in the table and keeps a list of those that count."""
     chosen = datasets.Dataset.from_dict({"text": ["alpha beta", "one", "two red"]}).select([2, 0])
     tok = tokenizer()
-    encoded = encode_blocks(chosen, tok, "text", 6).dataset[0]["input_ids"]
-    assert tok.convert_ids_to_tokens(encoded) == ["two", "red", "[EOS]", "alpha", "beta", "[EOS]"]
+    encoded = encode_blocks(chosen, tok, "text", 7).dataset[0]["input_ids"]
+    assert tok.convert_ids_to_tokens(encoded) == ["[CLS]", "two", "red", "[EOS]", "alpha", "beta", "[EOS]"]
 
 
 def test_blocks_that_cannot_be_made_are_errors():
@@ -158,11 +161,11 @@ def test_blocks_that_cannot_be_made_are_errors():
         encode_blocks(short, tokenizer(), "text", 1)
 
 
-def test_documents():
+def test_passages_lose_nothing():
     tok = tokenizer()
-    encoded = encode_pairs(
-        datasets.Dataset.from_dict({"text": ["alpha beta gamma", "one"], "n": [1, 2]}), tok, ["text"], 4, label=None
-    )
-    assert encoded.dataset["input_ids"][:] == [tok("alpha beta")["input_ids"], tok("one")["input_ids"]]
-    assert (len(encoded.dataset), encoded.tokens, encoded.truncated) == (2, 7, 1)
-    assert "labels" not in encoded.dataset.column_names
+    rows = datasets.Dataset.from_dict({"text": ["alpha beta gamma " * 6, "one"], "n": [1, 2]})
+    encoded = encode_passages(rows, tok, "text", 11)
+    expected = [tok("alpha beta gamma " * 3)["input_ids"]] * 2 + [tok("one")["input_ids"]]
+    assert encoded.dataset["input_ids"][:] == expected
+    assert (len(encoded.dataset), encoded.tokens, encoded.truncated, encoded.dropped) == (3, 25, 0, 0)
+    assert encoded.dataset.column_names == ["input_ids"]

@@ -9,8 +9,9 @@ import re
 import datasets
 import pytest
 
-from hf_linear_attn.data.files import FORMATS, split_articles
+from hf_linear_attn.data.files import FORMATS, TEXT_FORMATS, split_articles
 from hf_linear_attn.data.sources import check_columns, hold_out_validation, load_source
+from hf_linear_attn.data.text import hold_out
 from tests.data.tiny_data import SHARED, write
 
 ROWS = {"text": ['one, "two"', "three\nfour"], "label": [0, 1]}
@@ -34,11 +35,11 @@ FILES = {
 EXPECTED = {
     **dict.fromkeys(("csv", "json", "jsonl", "parquet"), ROWS),
     "tsv": {"text": ['one, "two"', "three"], "label": [0, 1]},
-    "txt": {"text": ["one", "two", "three"]},
+    "txt": {"text": ["one\ntwo\n\u2028three"]},
     "text": {"text": ["one\n\nstill one"]},
     "smi": {"text": ["CCO", "C#N"]},
     "tokens": {"text": ["one", "two"]},
-    "raw": {"text": ["one", "two"]},
+    "raw": {"text": ["one\ntwo"]},
     "fasta": {"description": ["sp|A", "sp|B"], "sequence": ["MASVSI", "M"]},
     "fa": {"description": ["A"], "sequence": ["M"]},
 }
@@ -61,6 +62,9 @@ def test_formats(suffix, packed, tmp_path):
     loaded = load_source(str(path))
     assert list(loaded) == ["train"]
     assert content(loaded["train"]) == EXPECTED[suffix]
+    if suffix in TEXT_FORMATS:
+        lines = [line.strip() for line in FILES[suffix].split("\n") if line.strip()]
+        assert load_source(str(path), documents="lines")["train"]["text"][:] == lines
 
 
 def test_a_folder_of_splits(tmp_path):
@@ -182,20 +186,20 @@ def test_empty_splits_are_errors(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("size", "count"), [(0.1, 10), (0.07, 7), (0.0001, 1)])
 def test_carved_validation(size, count):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
-    loaded, again, other = (hold_out_validation(splits, size, seed) for seed in (0, 0, 1))
+    loaded, again = (hold_out_validation(splits, size) for _ in range(2))
     held_out, rest = loaded["validation"]["n"][:], loaded["train"]["n"][:]
     assert len(held_out) == count
     assert sorted(held_out + rest) == list(range(100))
     assert held_out == sorted(held_out)
     assert rest == sorted(rest)
     assert again["validation"]["n"][:] == held_out
-    assert other["validation"]["n"][:] != held_out
+    assert hold_out([str(n) for n in range(100)], size)[1] == [str(n) for n in held_out]  # the rule for text files
 
 
 def test_validation_that_cannot_be_carved():
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": [1]})})
     with pytest.raises(ValueError, match=r"1 of 1 rows cannot be held out for validation\. Give more"):
-        hold_out_validation(splits, 0.1, 0)
+        hold_out_validation(splits, 0.1)
 
 
 def test_columns_are_checked():

@@ -82,15 +82,15 @@ def test_own_labelled_data_are_a_task(tmp_path):
         {"train.csv": "review,label,stars\na,9,good\nb,9,bad\n", "dev.csv": "review,label,stars\nc,9,good\n"},
     )
     data = DataConfig(dataset=str(folder), text_columns=("review",), label_column="stars")
-    task, splits = load_labelled(data, 0)
+    task, splits = load_labelled(data)
     assert (task.labels, task.columns, task.metrics) == (("bad", "good"), ("review",), ("accuracy",))
     assert list(splits["train"]["label"]) == [1, 0]
     assert list(splits["validation"]["label"]) == [1]
     write(tmp_path, {"dev.csv": "review,label,stars\nc,9,so-so\n"})
     with pytest.raises(ValueError, match=r"The label 'so-so' does not occur in the training data \(bad, good\)"):
-        load_labelled(data, 0)
+        load_labelled(data)
     write(tmp_path, {"train.csv": "text,label\na,10\nb,9\n", "dev.csv": "text,label\nc,9\n"})
-    task, splits = load_labelled(DataConfig(dataset=str(folder)), 0)
+    task, splits = load_labelled(DataConfig(dataset=str(folder)))
     assert (task.labels, list(splits["train"]["label"])) == (("9", "10"), [1, 0])
 
 
@@ -98,7 +98,7 @@ def test_the_end_of_a_running_text_is_held_out(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra 'train'")
     words = [str(index) for index in range(1000)]
     (tmp_path / "book.txt").write_text("\n\n" + " ".join(words) + "\n\nend")
-    splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), 0, ("text",))
+    splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), ("text",))
     train, held_out = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
     assert [*train, *held_out] == [*words, "end"]
     assert len(" ".join(held_out)) / len(" ".join(words)) == pytest.approx(0.25, abs=0.01)
@@ -109,8 +109,8 @@ def test_text_of_any_source(tmp_path):
     folder = write(
         tmp_path, {"train.csv": "text,n\nabc,1\ndef,2\n", "dev.csv": "text,n\nghi,3\n", "log": "word " * 900}
     )
-    text = read_documents(DataConfig(dataset=str(folder)), 0)
+    text = read_documents(DataConfig(dataset=str(folder)))
     assert (text.train, text.held_out) == (("abc", "def"), ("ghi",))
-    assert read_documents(DataConfig(dataset=str(folder / "log")), 0).train[0].startswith("word word")
+    assert read_documents(DataConfig(dataset=str(folder / "log"))).train[0].startswith("word word")
     with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
-        read_documents(DataConfig(dataset="./nowhere.txt"), 0)
+        read_documents(DataConfig(dataset="./nowhere.txt"))

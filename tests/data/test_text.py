@@ -8,16 +8,16 @@ import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_linear_attn.data.files import split_documents
+from hf_linear_attn.data.files import Documents, text_documents
 from hf_linear_attn.data.text import (
     docstrings,
     encode_text,
+    hold_out,
     padded_batches,
     read_text,
     special_tokens,
-    split_train,
     standard_library_documents,
-    token_documents,
+    text_rows,
     token_passages,
 )
 from tests.tiny_text import tiny_tokenizer
@@ -47,15 +47,19 @@ def test_standard_library_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "documents"),
+    ("name", "text", "by", "documents"),
     [
-        ("a b\n<|endoftext|>\nc\n\nd<|endoftext|>", ["a b", "c\n\nd"]),
-        ("one\n\ntwo\nthree", ["one\n\ntwo\nthree"]),
-        ("CCO\r\nCCN\nCCO\n", ["CCO", "CCN"]),
+        ("a.txt", "a b\n<|endoftext|>\nc\n\nd<|endoftext|>", "auto", ["a b", "c\n\nd"]),
+        ("a.txt", "one\n\ntwo\nthree\n \nfour", "auto", ["one\n\ntwo\nthree\n \nfour"]),
+        ("a.txt", "one\n\ntwo\nthree\n \nfour", "paragraphs", ["one", "two\nthree", "four"]),
+        ("a.txt", "CCO\r\nCCN\nCCO\n", "auto", ["CCO\nCCN\nCCO"]),
+        ("a.txt", "CCO\r\nCCN\nCCO\n", "lines", ["CCO", "CCN"]),
+        ("a.smi", "CCO\r\nCCN\nCCO\n", "auto", ["CCO", "CCN"]),
     ],
 )
-def test_documents(text: str, documents: list[str]) -> None:
-    assert split_documents(text) == documents
+def test_documents(name: str, text: str, by: Documents, documents: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    assert text_documents(tmp_path / name, by) == documents
 
 
 def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
@@ -64,21 +68,38 @@ def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
     path = tmp_path / "wiki.train.tokens"
     path.write_text("".join(article.format(index) for index in range(20)))
     text = read_text(str(path))
-    assert (len(text.train), len(text.held_out)) == (16, 4)
+    assert (len(text.train), len(text.held_out)) == (18, 2)
 
 
-def test_every_fifth_document_is_held_out() -> None:
+def test_a_share_of_the_documents_is_held_out() -> None:
     documents = [str(index) for index in range(23)]
-    train, held_out = split_train(documents)
-    assert held_out == ["4", "9", "14", "19"]
+    train, held_out = hold_out(documents, 0.2)
+    assert len(held_out) == 5
+    assert (train, held_out) == (sorted(train, key=int), sorted(held_out, key=int))
     assert sorted(train + held_out, key=int) == documents
 
 
-def test_a_running_text_is_cut_at_four_fifths() -> None:
+def test_the_end_of_few_documents_is_held_out() -> None:
     text = " ".join(str(index) for index in range(1000))
-    (train,), (held_out,) = split_train([text])
+    (train,), (held_out,) = hold_out([text], 0.2)
     assert f"{train} {held_out}" == text
     assert len(train) / len(text) == pytest.approx(0.8, abs=0.01)
+    train, held_out = hold_out(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
+    assert (train, held_out) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
+
+
+def test_rows_of_a_causal_model_are_packed() -> None:
+    """A sentence a line, as one running text or as documents, gives rows of the full length."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    lines = ["alpha beta", "gamma", "delta delta delta", "the"] * 8
+    ids = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in lines]
+    stream = [token for document in ids for token in (*document, tokenizer.eos_token_id)]
+    rows = text_rows(tokenizer, lines, 16, causal=True)
+    assert rows == [[tokenizer.cls_token_id, *stream[start : start + 15]] for start in range(0, len(stream) - 14, 15)]
+    assert text_rows(tokenizer, lines, 16, 2, causal=True) == [rows[0], rows[len(rows) // 2]]
+    assert text_rows(tokenizer, lines, 4096, causal=True) == [[tokenizer.cls_token_id, *stream]]  # less than a row
+    assert text_rows(tokenizer, lines, 16, causal=False) == [tokenizer(line)["input_ids"] for line in lines]
 
 
 def test_docstrings_are_read_without_running_the_file(tmp_path: Path) -> None:
@@ -117,12 +138,6 @@ def test_special_tokens_are_detected(tokenizer: PreTrainedTokenizerFast) -> None
     assert special_tokens(bare, ["alpha beta"]) == ([], [])
 
 
-def test_whole_documents_keep_to_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
-    passages = token_documents(tokenizer, ["alpha beta", "gamma", "delta delta delta", "the"], 9)
-    assert passages[:2] == [tokenizer("alpha beta")["input_ids"], tokenizer("gamma")["input_ids"]]
-    assert [len(document) for document in passages] == [4, 3, 2]
-
-
 def test_unreadable_text_is_reported() -> None:
     """A word-level tokenizer without an unknown token, as some published ones are."""
     strict = Tokenizer(models.WordLevel({"alpha": 0}))
@@ -134,7 +149,7 @@ def test_unreadable_text_is_reported() -> None:
 
 def test_passages_have_the_length_and_lose_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     document = "alpha beta gamma delta " * 40
-    passages = token_passages(tokenizer, [document], 34, 100)
+    passages = token_passages(tokenizer, [document], 34)
     assert [len(passage) for passage in passages] == [34] * 5
     assert sum(len(passage) - 2 for passage in passages) == 160
     assert passages[0][0] == tokenizer.cls_token_id
@@ -142,7 +157,7 @@ def test_passages_have_the_length_and_lose_no_tokens(tokenizer: PreTrainedTokeni
 
 def test_passages_are_spread_over_the_documents(tokenizer: PreTrainedTokenizerFast) -> None:
     vocabulary = ("alpha", "beta", "gamma", "delta")
-    passages = token_passages(tokenizer, [f"{word} " * 64 for word in vocabulary], 34, 4)
+    passages = text_rows(tokenizer, [f"{word} " * 64 for word in vocabulary], 34, 4, causal=False)
     firsts = [passage[1] for passage in passages]
     assert firsts == tokenizer(" ".join(vocabulary), add_special_tokens=False)["input_ids"]
 

@@ -123,7 +123,9 @@ def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
     from hf_linear_attn.evaluation.config import Settings
 
     evaluation = decoder[0]
-    inputs = text_inputs(read_text(str(folder / "text.txt")), tiny_tokenizer(), Settings(**evaluation.info["settings"]))
+    inputs = text_inputs(
+        read_text(str(folder / "text.txt")), tiny_tokenizer(), Settings(**evaluation.info["settings"]), causal=True
+    )
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     exact = measure_perplexity(model, inputs.documents, context=32, stride=16)
     assert evaluation.value("perplexity", "loss", label="exact") == pytest.approx(exact.loss, rel=1e-5)
@@ -168,7 +170,7 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
     text = str(folder / "text.txt")
     options = {"attention": ["elu"]}
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
-    inputs = text_inputs(read_text(text), tiny_tokenizer(), Settings(**evaluation.info["settings"]))
+    inputs = text_inputs(read_text(text), tiny_tokenizer(), Settings(**evaluation.info["settings"]), causal=False)
     model = AutoModel.from_pretrained(folder / "bert").eval()
     exact = sentence_embeddings(model, inputs.test)
     linear = sentence_embeddings(hla.patch_model(model, "elu"), inputs.test)

@@ -13,6 +13,7 @@ from transformers import LlamaForTokenClassification
 
 import hf_linear_attn as hla
 from hf_linear_attn.data.recall_prompts import TASKS, PromptMaker
+from hf_linear_attn.data.text import text_rows
 from hf_linear_attn.training.head_search import ExactHeads, find_exact_heads, find_retrieval_heads
 
 from ..tiny_models import VOCABULARY, tiny_model
@@ -106,7 +107,7 @@ def divergence_with_gate(model: Any, batch: dict[str, Tensor], layer: int, head:
 def test_gains_are_derivatives_of_the_divergence(architecture: str, groups: int) -> None:
     torch.manual_seed(0)
     model, batch = tiny_model(architecture).double(), batch_of()
-    result = find_exact_heads(model, [batch], "window", share=0.5, window_size=4, mix_init=-3.0)
+    result = find_exact_heads(model, None, [batch], "window", share=0.5, window_size=4, mix_init=-3.0)
     assert len(result.table) == 2 * groups
     assert result.table["gain"].is_monotonic_decreasing
     patched = hla.patch_model(model, "window", window_size=4, mix_init=-3.0)
@@ -127,8 +128,8 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     torch.manual_seed(0)
     model = tiny_model("gpt2")
     probe = find_retrieval_heads(model, tiny_tokenizer(), share=0.5, length=48, seed=3).table
-    options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "share": 0.5, "length": 48, "seed": 3, "window_size": 4}
-    result = find_exact_heads(model, [batch_of()], "window", **options)
+    options: dict[str, Any] = {"share": 0.5, "length": 48, "seed": 3, "window_size": 4}
+    result = find_exact_heads(model, tiny_tokenizer(), [batch_of()], "window", **options)
     cells = list(result.table[["layer", "head"]].itertuples(index=False, name=None))
     assert cells[:3] == list(probe[["layer", "head"]].itertuples(index=False, name=None))[:3]
     assert result.table["gain"][3:].is_monotonic_decreasing
@@ -142,36 +143,51 @@ def test_the_probe_chooses_first_and_text_the_others() -> None:
     assert result.with_share(0.0).plan() == {"default": result.plan()["default"]}
     with pytest.raises(ValueError, match=r"share must lie in 0 to 1, got 1.5"):
         result.with_share(1.5)
-    without = find_exact_heads(model, [batch_of()], "window", share=0.5, window_size=4)
+    without = find_exact_heads(model, None, [batch_of()], "window", share=0.5, window_size=4)
     assert "score" not in without.table
 
 
 def test_a_decoder_that_labels_tokens_is_no_language_model() -> None:
     model = LlamaForTokenClassification(tiny_model("llama").config)
-    assert find_exact_heads(model, [batch_of()], "window", window_size=4).table["gain"].abs().max() > 0
+    assert find_exact_heads(model, None, [batch_of()], "window", window_size=4).table["gain"].abs().max() > 0
 
 
 def test_the_model_is_unchanged() -> None:
     model = tiny_model("llama").train()
     next(model.parameters()).requires_grad_(False)
     flags = [parameter.requires_grad for parameter in model.parameters()]
-    find_exact_heads(model, [batch_of()], "hedgehog")
+    find_exact_heads(model, None, [batch_of()], "hedgehog")
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
     assert not hla.is_patched(model)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "bert"])
+def test_a_text_is_cut_into_rows(architecture: str) -> None:
+    model, tokenizer = tiny_model(architecture), tiny_tokenizer()
+    documents = ["alpha beta gamma delta " * 9, "the beta " * 20]
+    rows = text_rows(tokenizer, documents, 32, causal=architecture == "gpt2")
+    batches = [{"input_ids": torch.tensor([row])} for row in rows]
+    options: dict[str, Any] = {"length": 32, "window_size": 4, "retrieval_share": 0.0}
+    gains = [find_exact_heads(model, tokenizer, text, "window", **options).table for text in (documents, batches)]
+    assert gains[0].equals(gains[1])
+
+
 def test_rows_within_the_window_are_reported() -> None:
     with pytest.warns(UserWarning, match="All rows have at most 68 tokens, which the mechanism attends to exactly"):
-        find_exact_heads(tiny_model("llama"), [batch_of()], "window")
+        find_exact_heads(tiny_model("llama"), None, [batch_of()], "window")
 
 
 def test_arguments_of_the_search_are_checked() -> None:
     model = tiny_model("gpt2")
-    with pytest.raises(ValueError, match="no batches"):
-        find_exact_heads(model, [])
+    with pytest.raises(ValueError, match="no text to measure on"):
+        find_exact_heads(model, None, [])
+    with pytest.raises(TypeError, match=r"one batch.*\[batch\]"):
+        find_exact_heads(model, None, batch_of())
+    with pytest.raises(TypeError, match="needs the model's tokenizer"):
+        find_exact_heads(model, None, "a text")
     with pytest.raises(ValueError, match="retrieval_share must lie in 0 to 1"):
-        find_exact_heads(model, [batch_of()], retrieval_share=2.0)
+        find_exact_heads(model, None, [batch_of()], retrieval_share=2.0)
     with pytest.raises(ValueError, match="is patched"):
-        find_exact_heads(hla.patch_model(model, "elu"), [batch_of()])
+        find_exact_heads(hla.patch_model(model, "elu"), None, [batch_of()])
