@@ -144,7 +144,9 @@ def run_exact(call: InterfaceCall, mechanism: LinearAttention | None) -> tuple[T
 
 def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     """Run the model's former implementation, with the mask in the form that it expects."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
+    query, mask = call.query, call.mask
+    # The keys of a cache keep the precision that the model had then.
+    key, value = (tensor.to(query.dtype) for tensor in (call.key, call.value))
     causal, implementation, kwargs = call.causal, call.context.exact_implementation, call.kwargs
     length, keys = query.shape[2], key.shape[2]
     if implementation.startswith("flash") or (mask is not None and mask.dim() == 4):

@@ -83,8 +83,9 @@ class HeadMixture(LinearAttention):
                 before = torch.ones_like(state["exact_key"][:, 0, :, 0], dtype=torch.bool) if before is None else before
                 mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
                 mask = torch.cat([before, mask], dim=1)
-            key = torch.cat([state["exact_key"], key], dim=2)
-            value = torch.cat([state["exact_value"], value], dim=2)
+            # The model may have changed its precision since.
+            key = torch.cat([state["exact_key"].to(key.dtype), key], dim=2)
+            value = torch.cat([state["exact_value"].to(value.dtype), value], dim=2)
         after = {"exact_key": key, "exact_value": value}
         if mask is not None:
             after["exact_mask"] = mask

@@ -78,6 +78,34 @@ def test_decoding_equals_the_full_forward(family: Family, name: str) -> None:
 
 
 @EACH_DECODER
+@pytest.mark.parametrize("exact", [{"exact_heads": [1]}, {"layers": [1]}], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_model_that_changes_its_precision_goes_on_from_its_cache(
+    family: Family, exact: dict[str, Any], before: torch.dtype, after: torch.dtype
+) -> None:
+    """Its outputs are those of the whole, in float64, but for rounding."""
+    model, ids = patch_small(family.build(), "window", **exact), token_ids(2, 30)
+    whole = logits(copy.deepcopy(model).double(), ids)
+    cache = DynamicCache(config=model.config)
+    model.to(before)(ids[:, :20], past_key_values=cache)
+    model.to(after)
+    for tokens in (slice(20, 28), slice(28, 29), slice(29, 30)):
+        coarse = min(before, after, key=lambda dtype: dtype.itemsize)
+        assert_close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens], coarse, factor=4)
+
+
+@EACH_DECODER
 @pytest.mark.parametrize(
     "settings",
     [
