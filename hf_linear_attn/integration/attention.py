@@ -124,7 +124,7 @@ def _run_linear(call: InterfaceCall, mechanism: Any) -> tuple[Tensor, Tensor | N
         if mask is not None:
             start = 0 if layer is None else layer.tokens
             check_length(mask, start, length)
-            mask = mask[:, start : start + length]
+            mask = mask[:, start:]
         state = None if layer is None else layer.state_for(call.query)
         if weights_requested and state is not None:
             raise NotImplementedError(

@@ -251,7 +251,8 @@ def state_layer(cache: Cache, layer_index: int) -> LinearStateLayer:
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError(
                 f"Layer {layer_index} of the given cache holds {int(layer.get_seq_length())} tokens of exact "
-                "attention, which linear attention cannot continue. Start with a new cache."
+                "attention, which linear attention cannot continue. Start with a new cache. (PEFT's prefix tuning "
+                "makes one: use LoRA or prompt tuning.)"
             )
         record_past = getattr(layer, "record_past", False)
         layer = cache.layers[layer_index] = LinearStateLayer()

@@ -16,7 +16,7 @@ from ..mechanisms.base import AttentionInputs, LinearAttention
 from ..mechanisms.softmax import softmax_weights
 from .context import InterfaceCall, attention_modules, in_memory, layer_context
 from .discovery import self_attention
-from .mask import full_mask_to_bool
+from .mask import check_length, full_mask_to_bool
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,15 @@ def _exact_output(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:
     key, value = (tensor.to(query.dtype) for tensor in (call.key, call.value))
     causal, implementation, kwargs = call.causal, call.context.exact_implementation, call.kwargs
     length, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.dim() == 2:
+        seen = 0 if call.context.causal is None else keys - length
+        check_length(mask, seen, keys - seen)
     if implementation.startswith("flash") or (mask is not None and mask.dim() == 4):
         full: Tensor | None = mask
     elif causal and length > 1 and (mask is not None or length != keys or implementation == "eager"):
-        padding = None if mask is None else mask[:, :keys]
-        full = AttentionInputs(query, key, value, call.scaling, causal, padding).visible()
+        full = AttentionInputs(query, key, value, call.scaling, causal, mask).visible()
     else:
-        full = None if mask is None else mask[:, None, None, :keys].expand(-1, 1, length, -1)
+        full = None if mask is None else mask[:, None, None, :].expand(-1, 1, length, -1)
     if implementation == "eager":
         if full is not None and full.dtype == torch.bool:
             zeros = torch.zeros(full.shape, dtype=query.dtype, device=query.device)

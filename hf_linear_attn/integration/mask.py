@@ -92,11 +92,12 @@ def _mask(
 
 
 def check_length(mask: Tensor, seen: Any, new: Any) -> None:
-    """Raise on a mask that leaves out the newest tokens: it would hide them. (Lengths may be tensors in a graph.)"""
-    if isinstance(seen, int) and isinstance(new, int) and (mask.dim() != 2 or mask.shape[1] < seen + new):
+    """Raise on a mask `[B, S]` of fewer or more tokens than there are. (Lengths may be tensors in a graph.)"""
+    if isinstance(seen, int) and isinstance(new, int) and (mask.dim() != 2 or mask.shape[1] != seen + new):
         raise ValueError(
             f"The attention mask has shape {tuple(mask.shape)}; it must cover all {seen + new} tokens seen so far "
-            f"({seen} in the cache and {new} new ones)."
+            f"({seen} in the cache and {new} new ones) and no others. Pass a mask [batch, {seen + new}]; if it has "
+            "columns for tokens before these, pass their cache, too."
         )
 
 

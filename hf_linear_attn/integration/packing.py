@@ -156,6 +156,8 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     context: ModelContext = getattr(module, MODEL_CONTEXT)
     positional = dict(zip(context.arguments, args, strict=False))
     inputs = {**positional, **kwargs}
+    if module.training:
+        _check_checkpointing(module, inputs)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is None and not (context.causal and compiling):
         # (While compiling, a decoder is handed the full mask that Transformers then makes of its positions.)
@@ -189,6 +191,18 @@ def _end_run(module: nn.Module, output: Any) -> None:
     run = forward_context.runs.pop()
     if run.boundaries is not None and output is not None and not run.layers_reached:
         raise NotImplementedError(BOUNDARIES_LOST.format(type(module).__name__))
+
+
+def _check_checkpointing(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise where gradient checkpointing would take the tokens of a cache away from the layers."""
+    cache = self_attention_cache(inputs.values())
+    tokens = 0 if cache is None else int(cache.get_seq_length())
+    if tokens and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+        raise ValueError(
+            f"Gradient checkpointing keeps the cache from the layers of {type(module).__name__}, and with it the "
+            f"{tokens} tokens that it holds (PEFT's prefix tuning makes such a cache). Call "
+            "model.gradient_checkpointing_disable(), or pass no cache."
+        )
 
 
 def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[str, Any]) -> None:

@@ -147,6 +147,39 @@ def test_a_mask_that_is_too_short_is_refused(length):
             model(token_ids(2, LENGTH), attention_mask=torch.ones(2, length, dtype=torch.long))
 
 
+@pytest.mark.parametrize("kind", ["ones", "left", "right"])
+@pytest.mark.parametrize("extra", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@torch.no_grad()
+def test_a_mask_that_is_too_long_is_refused(family, extra, kind):
+    """The unpatched model raises too, or takes what is hidden for padding."""
+    mask = torch.ones(2, LENGTH + extra, dtype=torch.long)
+    if kind != "ones":
+        mask[0, :3] = 0
+        mask = mask.flip(1) if kind == "right" else mask
+    message = rf"mask has shape \(2, {LENGTH + extra}\); it must cover all {LENGTH} tokens"
+    for layers in (None, [1]):
+        model, ids = patched("hedgehog", family, **({} if layers is None else {"layers": layers})), token_ids(2, LENGTH)
+        for settings in ({"use_cache": False}, {"use_cache": True}) if family.causal else ({},):
+            for training in (False, True):
+                with pytest.raises(ValueError, match=message):
+                    model.train(training)(ids, attention_mask=mask, **settings)
+        with pytest.raises(ValueError, match=message), hla.exact_attention(model):
+            model(ids, attention_mask=mask, **({"use_cache": False} if family.causal else {}))
+        assert bool(torch.isfinite(logits(model, ids, attention_mask=mask[:, :LENGTH])).all())
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=str)
+@torch.no_grad()
+def test_a_mask_that_is_too_long_is_refused_after_a_cache(family):
+    model, mask = patched("hedgehog", family, layers=[0]), torch.ones(2, LENGTH + 3, dtype=torch.long)
+    cache = model(token_ids(2, LENGTH), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=rf"all {LENGTH + 2} tokens seen so far \({LENGTH} in the cache and 2 new ones"
+    ):
+        model(token_ids(2, 2), past_key_values=cache, attention_mask=mask)
+
+
 def test_output_attentions_with_a_filled_cache_are_refused():
     model = patched("hedgehog", GPT2)
     cache = model(token_ids(2, 5), use_cache=True).past_key_values

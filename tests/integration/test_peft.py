@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -145,6 +145,33 @@ def test_without_modules_to_save_the_learned_parts_are_frozen():
     learned = [p for key, p in made.named_parameters() if "linear_attention" in key]
     assert learned
     assert all(not p.requires_grad and p.grad is None for p in learned)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_prefix_tuning_is_refused_in_every_mode(family, padded):
+    """Its prefix are keys and values of exact attention, which no state holds."""
+    task = "CAUSAL_LM" if family.causal else "FEATURE_EXTRACTION"
+    model = get_peft_model(patched("hedgehog", family), PrefixTuningConfig(num_virtual_tokens=4, task_type=task))
+    ids, mask = token_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0 if padded else 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    for training in (False, True):
+        for settings in ({}, {"use_cache": False}) if family.causal else ({},):
+            with pytest.raises(ValueError, match="PEFT's prefix tuning"):
+                model.train(training)(**inputs, **settings)
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with pytest.raises(ValueError, match=r"Gradient checkpointing keeps the cache .* the 4 tokens that it holds"):
+            model.train()(**inputs)
+        with pytest.raises(ValueError, match="PEFT's prefix tuning"):
+            model.eval()(**inputs)
+    model.gradient_checkpointing_disable()
+    if family.causal:
+        with pytest.raises(ValueError, match="PEFT's prefix tuning"):
+            model.generate(**inputs, max_new_tokens=2)
+    with model.disable_adapter():
+        assert bool(torch.isfinite(logits(model, ids)).all())
 
 
 def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
