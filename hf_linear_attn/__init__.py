@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .checkpoints import load_pretrained as load_pretrained
     from .config import LayerConfig as LayerConfig
     from .config import LinearAttentionConfig as LinearAttentionConfig
-    from .evaluation.api import evaluate as evaluate
-    from .evaluation.results import Evaluation as Evaluation
     from .integration.context import is_patched as is_patched
     from .integration.exact import AttentionCall as AttentionCall
     from .integration.exact import exact_attention as exact_attention
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from .registry import list_attentions as list_attentions
     from .registry import register_attention as register_attention
     from .registry import register_feature_map as register_feature_map
+    from .study.evaluate import evaluate as evaluate
+    from .study.results import Evaluation as Evaluation
     from .training.arguments import DistillationConfig as DistillationConfig
     from .training.arguments import FinetuningConfig as FinetuningConfig
     from .training.head_search import ExactHeads as ExactHeads
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoints": ("load_pretrained",),
     "config": ("LayerConfig", "LinearAttentionConfig"),
-    "evaluation.api": ("evaluate",),
+    "study.evaluate": ("evaluate",),
     "measure.fidelity": ("Fidelity", "measure_fidelity"),
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "measure.recall": ("Recall", "measure_recall"),
-    "evaluation.results": ("Evaluation",),
+    "study.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
     "integration.parallel": ("context_parallel",),

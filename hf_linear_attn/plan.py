@@ -52,6 +52,6 @@ class PlanConfig:
 
 def plan_command(config: PlanConfig) -> int:
     """Search the layers or heads, write the plan and its report, and show a table; return 0 if the budget is met."""
-    from .evaluation.planning import plan_layers
+    from .study.plan import plan_layers
 
     return 0 if plan_layers(config).met else 1

@@ -43,8 +43,8 @@ from hf_linear_attn.data.text import (
     special_tokens,
     text_rows,
 )
-from hf_linear_attn.evaluation.models import load_exact
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
+from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer

@@ -14,11 +14,11 @@ from transformers import BartConfig, T5Config
 from hf_linear_attn import Evaluation
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
-from hf_linear_attn.evaluation.api import run_evaluate
-from hf_linear_attn.evaluation.config import EvaluateConfig, resolve_settings, with_options
-from hf_linear_attn.evaluation.evaluator import Evaluator
-from hf_linear_attn.evaluation.examples import examples
-from hf_linear_attn.evaluation.models import is_decoder
+from hf_linear_attn.study.evaluate import run_evaluate
+from hf_linear_attn.study.evaluator import Evaluator
+from hf_linear_attn.study.examples import examples
+from hf_linear_attn.study.loading import is_decoder
+from hf_linear_attn.study.settings import EvaluateConfig, resolve_settings, with_options
 from tests.tiny_models import MAX_LENGTH, save_checkpoint, tiny_config
 from tests.tiny_text import sample_text
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_linear_attn.evaluation.records import Conditions, Record, Records
+from hf_linear_attn.study.records import Conditions, Record, Records
 
 from .options import BenchmarkOptions
 from .workloads import mechanism_names

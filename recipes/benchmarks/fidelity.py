@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_linear_attn import Evaluation, evaluate
 from hf_linear_attn.demo import resolve_model
-from hf_linear_attn.evaluation.config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
-from hf_linear_attn.evaluation.models import is_decoder
 from hf_linear_attn.registry import ATTENTIONS, list_attentions
+from hf_linear_attn.study.loading import is_decoder
+from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
 from hf_linear_attn.utils.progress import ConsoleProgress
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
+from hf_linear_attn.study.records import RECORDS_FILE, Records
 from hf_linear_attn.utils.environment import environment, json_safe
 
 from .options import SECTIONS, BenchmarkOptions

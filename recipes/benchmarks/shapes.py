@@ -136,7 +136,7 @@ def is_decoder(source: str) -> bool:
 
 
 def load(source: str) -> Build:
-    from hf_linear_attn.evaluation.models import load_exact
+    from hf_linear_attn.study.loading import load_exact
 
     kind = "decoder" if is_decoder(source) else "encoder"
     return lambda longest: load_exact(source, kind, torch.device("cpu"))

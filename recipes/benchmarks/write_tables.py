@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
-from hf_linear_attn.evaluation.layer_search import LayerSearchResult
+from hf_linear_attn.study.layer_search import LayerSearchResult
 
 from .. import sentence_encoder
 from ..quality_assurance import compare_packages

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
+from hf_linear_attn.study.records import RECORDS_FILE, Records
 from recipes.benchmarks import limits, peers, workloads
 from recipes.benchmarks.__main__ import main
 from recipes.benchmarks.compare import compare, load_report

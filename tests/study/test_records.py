@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_linear_attn.evaluation.records import COLUMNS, FORMAT_VERSION, Conditions, Records
+from hf_linear_attn.study.records import COLUMNS, FORMAT_VERSION, Conditions, Records
 
 
 def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Conditions:

@@ -26,8 +26,8 @@ from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
 from ..utils.models import loading_errors, quiet_transformers
-from .config import PYTHON_DOCUMENTATION
 from .records import Conditions
+from .settings import PYTHON_DOCUMENTATION
 
 #: Kinds of models, and the auto class of each.
 KINDS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "classifier": "AutoModelForSequenceClassification"}

@@ -15,7 +15,7 @@ from ..integration.discovery import longest_input
 from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
 from ..utils.timing import time_interleaved
-from .models import ExactModel
+from .loading import ExactModel
 
 if TYPE_CHECKING:
     import pandas

@@ -30,7 +30,7 @@ FORMAT_VERSION = 2
 #: In the folder of a result: the records, and the learned parameters, which an interrupted run does not train again.
 RECORDS_FILE, LEARNED_FOLDER = "records.jsonl", "learned"
 
-#: A folder with one of these holds a result of `evaluate` or `plan`.
+#: A folder with one of these holds a study.
 RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 #: Columns of the table with the conditions of a value.
@@ -53,10 +53,10 @@ Values = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 class Conditions:
     """Everything that a measurement depends on: equal conditions mean the same measurement."""
 
-    model: str  # its name
-    fingerprint: str  # a hash of its weights
-    attention: str  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
-    measurement: str  # what is measured, such as `perplexity` or `forward`
+    model: str = ""  # its name
+    fingerprint: str = ""  # a hash of its weights
+    attention: str = ""  # the mechanism: a registered name, `softmax`, or `none` for a model without attention
+    measurement: str = ""  # what is measured, such as `perplexity` or `forward`
     state: str = ""  # what was done to the mechanism (`results.STATES`); empty for times, which do not depend on it
     seed: int | None = None  # of random features and of the training
     task: str = ""  # the labelled task

@@ -39,10 +39,10 @@ from ..utils.files import atomic_write
 from ..utils.formatting import fixed
 from ..utils.models import shared_copy
 from ..utils.progress import Progress
-from .config import Settings
 from .inputs import EvaluationInputs
-from .models import CheckpointGroup, ExactModel, seed_options
+from .loading import CheckpointGroup, ExactModel, seed_options
 from .records import LEARNED_FOLDER, Record, Records
+from .settings import Settings
 
 #: The label of the exact model, and the mechanism's name of a model without attention.
 EXACT_LABEL, NO_ATTENTION = "exact", "none"

@@ -14,7 +14,14 @@ from transformers import AutoModel, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn import evaluate
-from hf_linear_attn.evaluation.config import (
+from hf_linear_attn.measure.fidelity import measure_fidelity
+from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
+from hf_linear_attn.study.evaluator import _SpeedSweep
+from hf_linear_attn.study.inputs import text_inputs
+from hf_linear_attn.study.loading import CheckpointGroup, ExactModel
+from hf_linear_attn.study.records import RECORDS_FILE, Records
+from hf_linear_attn.study.results import Evaluation
+from hf_linear_attn.study.settings import (
     DECODER_ATTENTIONS,
     QUICK_ATTENTIONS,
     EvaluateConfig,
@@ -22,13 +29,6 @@ from hf_linear_attn.evaluation.config import (
     SpeedConfig,
     with_options,
 )
-from hf_linear_attn.evaluation.evaluator import _SpeedSweep
-from hf_linear_attn.evaluation.inputs import text_inputs
-from hf_linear_attn.evaluation.models import CheckpointGroup, ExactModel
-from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
-from hf_linear_attn.evaluation.results import Evaluation
-from hf_linear_attn.measure.fidelity import measure_fidelity
-from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
 from tests.tiny_models import GPT2, MAX_LENGTH, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -120,7 +120,7 @@ def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, s
 
 def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
     from hf_linear_attn.data.text import read_text
-    from hf_linear_attn.evaluation.config import Settings
+    from hf_linear_attn.study.settings import Settings
 
     evaluation = decoder[0]
     inputs = text_inputs(
@@ -165,7 +165,7 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
 
 def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:
     from hf_linear_attn.data.text import read_text
-    from hf_linear_attn.evaluation.config import Settings
+    from hf_linear_attn.study.settings import Settings
 
     text = str(folder / "text.txt")
     options = {"attention": ["elu"]}
@@ -213,14 +213,14 @@ def test_an_interrupted_run_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_linear_attn.evaluation.evaluator.measure_passes", interrupt)
+        patch.setattr("hf_linear_attn.study.evaluator.measure_passes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(folder / "gpt2", **options)
     saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved
     with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
         run(folder / "gpt2", **options)
-    monkeypatch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", interrupt)
+    monkeypatch.setattr("hf_linear_attn.study.evaluator.transfer_attention", interrupt)
     run(folder / "gpt2", **options, resume=True)
     after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved.items() <= after.items()
@@ -466,7 +466,7 @@ def test_options_of_each_task() -> None:
 
 def test_settings_fit_the_model() -> None:
     """A decoder with 74 positions: sequences within them, lengths that begin there."""
-    from hf_linear_attn.evaluation.config import resolve_settings
+    from hf_linear_attn.study.settings import resolve_settings
 
     quick, full = (
         resolve_settings(EvaluateConfig(quick=quick), "decoder", 74, "float32", table=True) for quick in (True, False)

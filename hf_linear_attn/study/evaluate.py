@@ -27,12 +27,12 @@ from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
 from ..utils.progress import ConsoleProgress, Progress
-from . import models
-from .config import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
+from . import loading as models
 from .evaluator import Evaluator, measure_speed
 from .inputs import inputs_text, sentence_pair_metric, task_inputs, text_inputs
 from .records import RECORDS_FILE, RESULTS, Records
 from .results import Evaluation
+from .settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData, resolve_settings, split_task, with_options
 
 Examples = Callable[[Evaluator], Mapping[str, Any]]
 """Data frames by title, from the exact and the converted models of an evaluator."""

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import hf_linear_attn as hla
-from hf_linear_attn.evaluation.layer_search import (
+from hf_linear_attn.measure import quality as quality_metrics
+from hf_linear_attn.measure.quality import PERPLEXITY, measure_perplexity, perplexity_metric
+from hf_linear_attn.study.layer_search import (
     DAMAGE_UNITS,
     Budget,
     LayerSearch,
@@ -20,9 +22,7 @@ from hf_linear_attn.evaluation.layer_search import (
     format_divergence,
     plan_of,
 )
-from hf_linear_attn.evaluation.records import Conditions, Records
-from hf_linear_attn.measure import quality as quality_metrics
-from hf_linear_attn.measure.quality import PERPLEXITY, measure_perplexity, perplexity_metric
+from hf_linear_attn.study.records import Conditions, Records
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy
 

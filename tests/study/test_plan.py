@@ -23,17 +23,17 @@ from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.text import hold_out
-from hf_linear_attn.evaluation import layer_search
-from hf_linear_attn.evaluation.layer_search import LayerSearchResult
-from hf_linear_attn.evaluation.planning import plan_layers, split_halves
-from hf_linear_attn.evaluation.records import RECORDS_FILE, Records
 from hf_linear_attn.measure.quality import Assessment, QualityMetric, assess
 from hf_linear_attn.plan import PlanConfig, PlanTimingConfig
+from hf_linear_attn.study import layer_search
+from hf_linear_attn.study.layer_search import LayerSearchResult
+from hf_linear_attn.study.plan import plan_layers, split_halves
+from hf_linear_attn.study.records import RECORDS_FILE, Records
 from hf_linear_attn.utils.progress import ConsoleProgress
 
-from .inputs import token_ids
-from .tiny_models import save_checkpoint, tiny_model
-from .tiny_text import TOKENS, sample_text, tiny_tokenizer
+from ..inputs import token_ids
+from ..tiny_models import save_checkpoint, tiny_model
+from ..tiny_text import TOKENS, sample_text, tiny_tokenizer
 
 FILES = {"plan.json", "plan-report.json", "report.html", "curve.png", "learned", RECORDS_FILE}
 
@@ -158,7 +158,7 @@ def test_a_stopped_run_is_resumed(
     assert not (tmp_path / "plan.json").exists()
     monkeypatch.setattr(QualityMetric, "__call__", original)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_linear_attn.evaluation.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        patch.setattr("hf_linear_attn.study.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path, resume=True)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])
@@ -237,7 +237,7 @@ def test_heads_of_a_mixture_are_searched_and_saved(
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "Which key-value heads of gpt2" in page
     assert "Each layer by itself" not in page
-    monkeypatch.setattr("hf_linear_attn.evaluation.planning.find_exact_heads", None)  # the ranking is in the records
+    monkeypatch.setattr("hf_linear_attn.study.plan.find_exact_heads", None)  # the ranking is in the records
     again = run(folder, "gpt2", tmp_path / "out", **budget | {"save_model": None, "resume": True})
     assert again.curve == result.curve
     with pytest.raises(ValueError, match="'40% cache at 60' is for a causal language model"):

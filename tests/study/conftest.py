@@ -10,7 +10,7 @@ import matplotlib.figure  # noqa: F401
 import pandas as pd  # noqa: F401
 import pytest
 
-from hf_linear_attn.evaluation import api, plots  # noqa: F401
+from hf_linear_attn.study import evaluate, plots  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ from ..data.text import Text, encode_text, evenly_spread, packed_rows, pad_token
 from ..measure.quality import SENTENCE_PAIRS, QualityMetric, bootstrap_stderr, sentence_embeddings
 from ..measure.values import Values, value
 from ..utils.progress import OnBatch
-from .config import Settings
+from .settings import Settings
 
 Batch = dict[str, Tensor]
 Rows = Sequence[Mapping[str, Any]]

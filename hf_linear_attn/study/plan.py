@@ -31,14 +31,14 @@ from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
 from ..utils.progress import ConsoleProgress, Progress
-from .config import EvaluateConfig, Settings, resolve_settings
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
 from .layer_search import Budget, LayerSearch, LayerSearchResult, convert_as_planned
-from .models import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
+from .loading import ExactModel, check_mechanism, describe_source, dtype_name, load_exact, seed_options
 from .plots import STYLE, new_figure, png
 from .records import RECORDS_FILE, RESULTS, Records
 from .report import page_template
+from .settings import EvaluateConfig, Settings, resolve_settings
 
 if TYPE_CHECKING:
     from ..plan import PlanConfig

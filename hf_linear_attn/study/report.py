@@ -72,7 +72,7 @@ def page_template(name: str) -> Any:
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("hf_linear_attn", "evaluation/templates"),
+        loader=jinja2.PackageLoader("hf_linear_attn", "study/templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

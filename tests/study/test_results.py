@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from hf_linear_attn.evaluation.records import Conditions, Records
-from hf_linear_attn.evaluation.results import Evaluation
 from hf_linear_attn.measure.quality import PERPLEXITY, Score
+from hf_linear_attn.study.records import Conditions, Records
+from hf_linear_attn.study.results import Evaluation
 
 ACCURACY = Score("task", "score", "sst2 accuracy", task="sst2")
 CONVERTED, CONTROL = "window (converted)", "softmax (tuned)"
