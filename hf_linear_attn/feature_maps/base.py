@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common import FeatureFunction, Features
-from ..ops.fused import FusedMaps
+from ..ops.formulas import FusedMaps
 from ..registry import FEATURE_MAPS
 
 

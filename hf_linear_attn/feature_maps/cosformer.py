@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.common import Features
-from ..ops.fused import FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, epsilon_option, option
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..ops.fused import FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, option
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..ops.fused import FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, option
 from .random_features import RandomFeatureOptions

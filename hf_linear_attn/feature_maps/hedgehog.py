@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ..ops.fused import Activation, FusedMap, FusedMaps
+from ..ops.formulas import Activation, FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, constant_parameter, option
 from .random_features import unit_rows

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..ops.common import Features
-from ..ops.fused import FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, epsilon_option, option
 from .random_features import RandomFeatureOptions

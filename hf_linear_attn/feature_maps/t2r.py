@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..ops.fused import FusedMap, FusedMaps
+from ..ops.formulas import FusedMap, FusedMaps
 from ..registry import register_feature_map
 from .base import AttentionShape, FeatureMap, Options, constant_parameter, epsilon_option, option
 from .random_features import unit_rows

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.common import ACCELERATE_HOOK
-from ..ops.parallel import Ranks
+from ..ops.ranks import Ranks
 
 #: Name of our attention implementation, in Transformers' interface and in the `config.json` of patched checkpoints.
 IMPLEMENTATION = "hf_linear_attn"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
-from ..ops.parallel import Ranks
+from ..ops.ranks import Ranks
 from .context import OWN_HEADS, SUBMODULE, layer_context
 from .layers import Plan
 from .packing import MODEL_CONTEXT, ModelContext

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps.base import AttentionShape, FeatureMap
+from ..ops.calls import AttentionInputs
 from ..ops.common import State, compute_dtype
-from ..ops.inputs import AttentionInputs
 from ..registry import ATTENTIONS, AttentionEntry
 
 

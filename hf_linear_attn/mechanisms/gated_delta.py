@@ -9,8 +9,8 @@ from torch.nn import functional
 from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
 from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..ops import gated_delta as ops
+from ..ops.calls import GatedCall
 from ..ops.common import Features, State
-from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 

@@ -11,8 +11,8 @@ from ..feature_maps.hedgehog import HedgehogFeatureMap, HedgehogOptions
 from ..feature_maps.random_features import gaussian_features
 from ..ops import backends
 from ..ops import gated as ops
+from ..ops.calls import GatedCall
 from ..ops.common import State
-from ..ops.fused import GatedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap
 from ..ops import backends, parallel
 from ..ops import kernelized as ops
+from ..ops.calls import KernelizedCall
 from ..ops.common import State, compute_dtype
-from ..ops.fused import KernelizedCall
 from ..registry import ATTENTIONS, FEATURE_MAPS, AttentionEntry
 from .base import AttentionInputs, LinearAttention
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from ..feature_maps.base import AttentionShape, Options, constant_parameter, decay_option, option
 from ..feature_maps.random_features import gaussian_features, layer_seed
 from ..ops import backends, gated, kernelized
+from ..ops.calls import GatedCall, KernelizedCall
 from ..ops.common import Features, State, compute_dtype
-from ..ops.fused import GatedCall, KernelizedCall
 from ..registry import register_attention
 from .base import AttentionInputs, LinearAttention
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..feature_maps.base import AttentionShape, FeatureFunctions, FeatureMap, Options, constant_parameter, option
 from ..ops import backends, parallel
 from ..ops import windowed as ops
+from ..ops.calls import Mix, WindowedCall
 from ..ops.common import State, block_length, compute_dtype, mask_tokens, token_blocks
-from ..ops.fused import Mix, WindowedCall
 from ..ops.sinks import end_positions, sink_pairs
 from ..registry import FEATURE_MAPS, build_options, register_attention
 from .base import AttentionInputs, LinearAttention

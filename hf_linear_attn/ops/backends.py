@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..utils.formatting import near_matches
 from . import gated, kernelized
+from .calls import BackendCall, GatedCall, KernelizedCall
 from .common import State
 from .fla_backend import FlaBackend
-from .fused import AttentionCall, GatedCall, KernelizedCall
 from .native.backend import NativeBackend
 from .triton.backend import TritonBackend
 from .windowed import windowed
@@ -35,10 +35,10 @@ class Backend(Protocol):
 
     name: str
 
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: BackendCall) -> str | None:
         """Return why this backend cannot compute the call, or None if it can."""
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         """Return the output `[B, H, L, e]` in the dtype of value, and the state after the last token (causal form)."""
 
 
@@ -47,10 +47,10 @@ class TorchBackend:
 
     name = "torch"
 
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: BackendCall) -> str | None:
         return None
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         if isinstance(call, GatedCall):
             return gated.gated_causal(call)
         if isinstance(call, KernelizedCall):
@@ -117,7 +117,7 @@ def use_backend(name: str) -> Iterator[None]:
         set_backend(before)
 
 
-def select_backend(call: AttentionCall) -> Backend:
+def select_backend(call: BackendCall) -> Backend:
     """Return the backend that computes a call.
 
     Raises:
@@ -136,7 +136,7 @@ def select_backend(call: AttentionCall) -> Backend:
     return backend
 
 
-def attend(call: AttentionCall) -> tuple[Tensor, State | None]:
+def attend(call: BackendCall) -> tuple[Tensor, State | None]:
     """Compute a call with the selected backend: the output `[B, H, L, e]` and the state (see `Backend.run`)."""
     return select_backend(call).run(call)
 

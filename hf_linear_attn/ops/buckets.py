@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .calls import WindowedCall
 from .common import FeatureFunction, State, compute_dtype, mask_tokens, refuse_free_length, with_ones
-from .fused import WindowedCall
 from .sinks import token_numbers
 from .windowed import Accumulator, QueryRows, make_query_rows
 

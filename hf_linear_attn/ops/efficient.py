@@ -16,6 +16,7 @@ The state holds, with c the running maximum of each feature over the keys so far
 import torch
 from torch import Tensor
 
+from .calls import AttentionInputs
 from .common import (
     DENOMINATOR_EPS,
     KVState,
@@ -31,7 +32,6 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .inputs import AttentionInputs
 
 #: Tokens per chunk of the causal form, and per piece of a chunk: inside a piece the factors `exp(k_jc - c_ic)` are
 #: explicit for every pair of tokens and feature, because the maximum of a chunk would depend on later tokens.

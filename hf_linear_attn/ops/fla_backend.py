@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .calls import BackendCall, KernelizedCall
 from .common import Features, State, divide, mask_tokens
-from .fused import AttentionCall, KernelizedCall
 from .kernelized import masked_key_features
 
 #: The columns of the value and one of ones, whose sums are the normaliser, are padded to a multiple of this.
@@ -41,7 +41,7 @@ class FlaBackend:
 
     name = "fla"
 
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: BackendCall) -> str | None:
         if torch.compiler.is_compiling():
             return "torch.compile traces torch operations only"
         if call.query.device.type != DEVICE:
@@ -62,7 +62,7 @@ class FlaBackend:
             return "flash-linear-attention is not installed (pip install flash-linear-attention)"
         return None
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         from fla.ops.linear_attn import chunk_linear_attn
 
         assert isinstance(call, KernelizedCall)

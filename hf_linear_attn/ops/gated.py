@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .calls import GatedCall, GatedKeys
 from .common import (
     Features,
     KVState,
@@ -32,7 +33,6 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .fused import GatedCall, GatedKeys
 
 #: Tokens per chunk with one decay per head, and with one per feature.
 HEAD_CHUNK = 64

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .calls import GatedCall
 from .common import KVState, State, block_length, group_heads, mask_tokens, refuse_free_length, token_blocks, with_ones
-from .fused import GatedCall
 
 #: Tokens per chunk.
 CHUNK = 64

@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from .calls import BackendCall
 from .common import State
-from .fused import PARTS, AttentionCall, FusedMap
+from .formulas import PARTS, FusedMap
 
 #: Dtypes of queries, keys and values that kernels read.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unsupported_inputs(call: AttentionCall, *device_types: str) -> str | None:
+def unsupported_inputs(call: BackendCall, *device_types: str) -> str | None:
     """Return why kernels for these types of devices cannot read the inputs of a call, or None if they can.
 
     Every decoding step runs this code, so that it is terse.
@@ -61,7 +62,7 @@ def _map_mismatch(fused: FusedMap, x: Tensor, num_features: int) -> str | None:
     return None
 
 
-def _inputs_match(call: AttentionCall) -> bool:
+def _inputs_match(call: BackendCall) -> bool:
     """Return whether the shapes of queries, keys, values and mask match; torch raises the error if they do not."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, size = query.shape
@@ -73,7 +74,7 @@ def _inputs_match(call: AttentionCall) -> bool:
     return mask is None or (mask.dtype is torch.bool and mask.shape[1:] == (keys,) and mask.shape[0] in (1, batch))
 
 
-def _state_matches(call: AttentionCall, state: State) -> bool:
+def _state_matches(call: BackendCall, state: State) -> bool:
     """Return whether a state has the shapes and dtype of this call, not those of another mechanism or batch size."""
     kv, k_sum, log_scale = state.get("kv"), state.get("k_sum"), state.get("log_scale")
     sizes = (call.key.shape[0], call.key.shape[1], call.num_features)

@@ -12,6 +12,7 @@ The state of the recurrence is
 import torch
 from torch import Tensor
 
+from .calls import GatedCall, GatedKeys, KernelizedCall, WindowedCall
 from .common import (
     FeatureFunction,
     Features,
@@ -27,7 +28,6 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .fused import GatedCall, GatedKeys, KernelizedCall, WindowedCall
 from .gated import gated_causal
 
 #: Tokens per chunk of the causal form: weights are explicit within a chunk, and the state passes between chunks. Chunks

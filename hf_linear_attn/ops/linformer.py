@@ -11,8 +11,8 @@ all finished blocks and the exact tokens up to itself in its own block.
 import torch
 from torch import Tensor
 
+from .calls import AttentionInputs
 from .common import State, compute_dtype, mask_tokens, refuse_free_length
-from .inputs import AttentionInputs
 
 
 def segment_means(slots: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:

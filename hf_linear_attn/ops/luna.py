@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .calls import AttentionInputs
 from .common import State, compute_dtype, group_heads, mask_tokens, refuse_free_length, softmax_rows, token_blocks
-from .inputs import AttentionInputs
 from .linformer import low_rank_attention
 
 #: Tokens per chunk of the causal form.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .calls import AttentionInputs
 from .common import block_length, compute_dtype, is_free, mask_tokens, softmax_rows, token_blocks
-from .inputs import AttentionInputs
 from .linformer import token_positions
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .calls import WindowedCall
 from .common import State, mask_tokens
-from .fused import WindowedCall
 
 
 class Sinks(NamedTuple):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .calls import KernelizedCall, WindowedCall
 from .common import Features, KVState, State, compute_dtype, mask_tokens, weighted_mean
-from .fused import KernelizedCall, WindowedCall
 from .kernelized import causal
 
 #: The error of what may not be stored: empty places, padding and sinks.

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .calls import WindowedCall
 from .common import (
     FeatureFunction,
     Features,
@@ -41,7 +42,6 @@ from .common import (
     weighted_mean,
     with_ones,
 )
-from .fused import WindowedCall
 from .kernelized import masked_key_features
 from .sinks import Sinks, attend_from_sinks, end_tokens, first_tokens, take_tokens
 from .store import StoredKeys, leaving_key, leaving_keys

@@ -50,7 +50,7 @@ from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.feature_maps.base import AttentionShape, option
 from hf_linear_attn.integration.context import attention_modules
 from hf_linear_attn.mechanisms.window import WindowAttention, WindowOptions
-from hf_linear_attn.ops.inputs import AttentionInputs
+from hf_linear_attn.ops.calls import AttentionInputs
 from hf_linear_attn.training.losses import logits_loss
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json

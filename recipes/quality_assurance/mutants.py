@@ -76,7 +76,7 @@ GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("tests/feature_maps", "tests/mechanisms/test_cosformer.py", "tests/ops/test_native.py"),
     ),
     (
-        ("ops/fused.py",),
+        ("ops/calls.py", "ops/formulas.py"),
         ("tests/ops/test_native.py", "tests/ops/test_native_windowed.py", "tests/feature_maps/test_maps.py"),
     ),
 )

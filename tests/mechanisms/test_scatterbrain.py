@@ -10,7 +10,7 @@ from hf_linear_attn.feature_maps import AttentionShape
 from hf_linear_attn.mechanisms import AttentionInputs
 from hf_linear_attn.mechanisms.scatterbrain import ScatterbrainAttention, ScatterbrainOptions
 from hf_linear_attn.ops import buckets, windowed
-from hf_linear_attn.ops.fused import WindowedCall
+from hf_linear_attn.ops.calls import WindowedCall
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, padding_mask, qkv, token_ids
 from tests.mechanisms import checks

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_linear_attn.ops import gated
+from hf_linear_attn.ops.calls import GatedCall
 from hf_linear_attn.ops.common import SIGNED_NORMALISER_EPS, Features
-from hf_linear_attn.ops.fused import GatedCall
 from tests.comparing import assert_close
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive

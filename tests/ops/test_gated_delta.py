@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from hf_linear_attn.ops import gated_delta
+from hf_linear_attn.ops.calls import GatedCall
 from hf_linear_attn.ops.common import Features
-from hf_linear_attn.ops.fused import GatedCall
 from tests.comparing import assert_close
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive

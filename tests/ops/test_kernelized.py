@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_linear_attn.ops import common, kernelized
-from hf_linear_attn.ops.fused import KernelizedCall
+from hf_linear_attn.ops.calls import KernelizedCall
 from tests.cases import every_feature_map
 from tests.comparing import GRADIENT_FACTOR, assert_close
 from tests.inputs import padding_mask, qkv

@@ -11,7 +11,7 @@ import torch
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.ops import backends
-from hf_linear_attn.ops.fused import KernelizedCall
+from hf_linear_attn.ops.calls import KernelizedCall
 from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason
 from hf_linear_attn.registry import FEATURE_MAPS, build_options
 from tests.reference import naive

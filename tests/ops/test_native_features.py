@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_linear_attn.ops import backends
+from hf_linear_attn.ops.calls import GatedCall, KernelizedCall
 from hf_linear_attn.ops.common import Features
-from hf_linear_attn.ops.fused import GatedCall, KernelizedCall
 from hf_linear_attn.ops.gated import GatedKeys
 from hf_linear_attn.ops.native import backend as native_backend
 from hf_linear_attn.ops.native.backend import NativeBackend, unavailable_reason

@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
+from hf_linear_attn.ops.calls import KernelizedCall
 from hf_linear_attn.ops.common import Features
-from hf_linear_attn.ops.fused import FusedMap, KernelizedCall
+from hf_linear_attn.ops.formulas import FusedMap
 from hf_linear_attn.ops.native.backend import NativeBackend
 from tests.inputs import qkv
 

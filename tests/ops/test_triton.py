@@ -78,7 +78,7 @@ def test_the_package_imports_no_triton():
 
 
 def test_windows_are_refused(monkeypatch):
-    from hf_linear_attn.ops.fused import WindowedCall
+    from hf_linear_attn.ops.calls import WindowedCall
 
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     call = make_call(build("elu", 2, 2, 9, 6), *inputs((1, 2, 2, 10)), False)

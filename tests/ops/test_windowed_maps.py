@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_linear_attn.ops import windowed
+from hf_linear_attn.ops.calls import WindowedCall
 from hf_linear_attn.ops.common import Features
-from hf_linear_attn.ops.fused import WindowedCall
 from tests.comparing import assert_close
 from tests.inputs import padding_mask, qkv
 from tests.reference import naive

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..calls import BackendCall, GatedCall, KernelizedCall, Mix, WindowedCall
 from ..common import InPlaceState, State, block_length, mask_tokens
-from ..fused import AttentionCall, GatedCall, KernelizedCall, Mix, WindowedCall
 from ..kernel_inputs import unsupported_inputs
 from . import binding
 from .binding import NEXT, Numbers, Tensors, differentiable, empty, output
@@ -62,7 +62,7 @@ class NativeBackend:
 
     name = "native"
 
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: BackendCall) -> str | None:
         reason = unsupported_inputs(call, "cpu")
         if reason is None and call.fused is None:
             reason = _unsupported_features(call)
@@ -79,13 +79,13 @@ class NativeBackend:
                 return "the mixing weights are on another device or of another shape"
         return _unavailable_reason()
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         if isinstance(call, WindowedCall):
             return run_windowed(call)
         return _run_features(call) if call.fused is None else run_kernelized(call)
 
 
-def _unsupported_features(call: AttentionCall) -> str | None:
+def _unsupported_features(call: BackendCall) -> str | None:
     """Return why the causal kernel cannot sum features that torch computes, for a map without a formula."""
     if isinstance(call, WindowedCall) or not call.causal:
         return "the feature map has no fused form"

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..common import parameter_gradient, readable, token_major
-from ..fused import PARTS, FusedMap
+from ..formulas import PARTS, FusedMap
 from ..kernel_inputs import DTYPES
 from .build import library
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..calls import Mix, WindowedCall
 from ..common import InPlaceState, State, mask_tokens
-from ..fused import Mix, WindowedCall
 from ..sinks import attend_from_sinks, end_tokens, first_tokens, take_tokens
 from ..windowed import gather_tokens, make_ring
 from . import binding

@@ -3,7 +3,8 @@
 This module holds the sizes that the kernels support, known without Triton.
 """
 
-from ..fused import PARTS, KernelizedCall
+from ..calls import KernelizedCall
+from ..formulas import PARTS
 
 #: Largest number of features (padded to powers of two) and largest head size that fit into one block of a kernel.
 MAX_FEATURES = 512

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..calls import KernelizedCall
 from ..common import DENOMINATOR_EPS, State, parameter_gradient, readable, token_major
-from ..fused import PARTS, FusedMap, KernelizedCall
+from ..formulas import PARTS, FusedMap
 from . import kernels, padded_features, power_of_two
 from .kernels import MapArguments, Rows
 

@@ -6,8 +6,8 @@ import os
 
 from torch import Tensor
 
+from ..calls import BackendCall, KernelizedCall, WindowedCall
 from ..common import State
-from ..fused import AttentionCall, KernelizedCall, WindowedCall
 from ..kernel_inputs import unsupported_inputs
 from . import MAX_FEATURES, MAX_HEAD_DIM, padded_features
 
@@ -38,7 +38,7 @@ class TritonBackend:
 
     name = "triton"
 
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
+    def unsupported_reason(self, call: BackendCall) -> str | None:
         reason = unsupported_inputs(call, "cuda", *(["cpu"] if interpreted() else []))
         if reason is not None:
             return reason
@@ -59,7 +59,7 @@ class TritonBackend:
 
         return None if call.query.device.type == "cpu" else checked_reason(call)  # the interpreter is not checked
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, State | None]:
+    def run(self, call: BackendCall) -> tuple[Tensor, State | None]:
         from . import attention
 
         assert isinstance(call, KernelizedCall)

@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 
 from .. import kernelized
+from ..calls import KernelizedCall
 from ..common import State
-from ..fused import FusedMap, KernelizedCall
+from ..formulas import FusedMap
 from . import attention
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class MapArguments(NamedTuple):
-    """The feature map of queries or of keys (`ops.fused.FusedMap`). The last fields are compile-time constants."""
+    """The feature map of queries or of keys (`ops.formulas.FusedMap`). The last fields are compile-time constants."""
 
     weight: Any
     weight_head: int

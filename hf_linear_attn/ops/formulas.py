@@ -1,16 +1,14 @@
-"""One call of attention as every backend receives it, with the feature maps both as functions and as formulas."""
+"""Feature maps as formulas, which kernels compute by themselves."""
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .common import FeatureFunction, Features, State
+from .common import Features
 
 Activation = Literal[
     "elu", "relu", "softmax-pair", "softmax-joint", "exp-pair", "positive", "positive-pair", "rotated-relu"
@@ -108,114 +106,3 @@ _ACTIVATIONS: dict[str, Callable[[FusedMap, Tensor], Tensor]] = {
 
 FusedMaps = tuple[FusedMap, FusedMap]
 """The maps of queries and of keys."""
-
-
-class GatedKeys(NamedTuple):
-    """Features of keys `[B, G, L, m]`, their log decay `[B, G, L, 1 | m]`, and their log scale `[B, G, L]` or None."""
-
-    values: Tensor
-    log_decay: Tensor
-    log_scale: Tensor | None = None
-
-
-@dataclass
-class _Call:
-    """One call of attention.
-
-    Args:
-        query: `[B, H, L, d]`.
-        key: `[B, G, S, d]`, with `H = G·R`.
-        value: `[B, G, S, e]`.
-        query_features: The map of queries as a function.
-        key_features: The map of keys as a function.
-        fused: Both maps as formulas; None for maps without a formula.
-        num_features: m.
-        causal: Whether query i sees keys j <= i only (then L = S).
-        signed: Whether features can be negative; the normaliser is guarded then.
-        mask: `[B | 1, S]`, True for tokens; None without padding.
-        state: The state before these tokens (causal form).
-        return_state: Whether the state after the last token is needed.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_features: FeatureFunction
-    key_features: Callable[[Tensor, int], Any]
-    fused: FusedMaps | None
-    num_features: int
-    causal: bool
-    signed: bool = False
-    mask: Tensor | None = None
-    state: State | None = None
-    return_state: bool = False
-
-    def needs_grad(self) -> bool:
-        """Return whether a gradient is recorded for an input, the state, a map or a tensor of mixing weights."""
-        if not torch.is_grad_enabled():
-            return False
-        values = (*vars(self).values(), *(self.state or {}).values(), *(self.fused or ()))
-        return any(value.requires_grad for value in values if isinstance(value, Tensor | FusedMap))
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with other values of some fields."""
-        return dataclasses.replace(self, **changes)
-
-
-class KernelizedCall(_Call):
-    """One call of kernelized attention (`ops.kernelized`)."""
-
-
-class Mix(NamedTuple):
-    """Log mixing weights as a function that computes `[B | 1, H, L | 1]`, and as a formula,
-
-        g = base + clip(√τ u·q, ±bound) - log(1 + max(n + 1 - w - s, 0) / N)
-
-    base `[B | 1, H, L | 1]`, weight u `[H, d]`, s sinks and stored keys; saturation N of a decoding step, n the
-    tokens before it (None: without the last term).
-    """
-
-    compute: Callable[[], Tensor]
-    base: Tensor
-    weight: Tensor
-    bound: float
-    saturation: int | None = None
-
-
-@dataclass(kw_only=True)
-class WindowedCall(_Call):
-    """One call of windowed attention: exact weights at distances below `window`, kernelized ones beyond
-    (`ops.windowed`).
-
-    `scaling` is τ, and log_mix `[H]` or row by row `[B | 1, H, L | 1]`; without gradients it may be a formula. With
-    `sinks` n, the first n tokens of each row (causal), or the first n and the last n, have exact weights for every
-    query (`ops.sinks`). With a `store` n (causal), so have n keys that the linear part recalls badly (`ops.store`).
-    """
-
-    window: int
-    scaling: float
-    log_mix: Tensor | Mix
-    sinks: int = 0
-    store: int = 0
-
-    def log_mixing_weights(self) -> Tensor:
-        """Return the log mixing weights as a tensor `[B | 1, H, L | 1]`."""
-        log_mix = self.log_mix if isinstance(self.log_mix, Tensor) else self.log_mix.compute()
-        return log_mix.view(1, -1, 1) if log_mix.dim() == 1 else log_mix
-
-
-@dataclass(kw_only=True)
-class GatedCall(_Call):
-    """One call of causal attention with a decaying state (`ops.gated`, `ops.gated_delta`).
-
-    There is no formula: `key_features` returns keys with their decays (`GatedKeys`), one per feature or one per head.
-    `ops.gated` takes fewer queries than keys, too: those of the last tokens.
-    """
-
-    per_feature: bool = False
-    fused: None = None
-    causal: bool = True
-    return_state: bool = True
-
-
-AttentionCall = KernelizedCall | WindowedCall | GatedCall
