@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .utils.arguments import exit_code, option, parse_config
+from .utils.arguments import exit_code, parse_config
 from .utils.formatting import near_matches
+from .utils.options import option
 from .version import __version__
 
 PROGRAM = "hf-linear-attn"
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = _resolve(VERBS[name].function)(config)
         return result if isinstance(result, int) else 0
 
-    return exit_code(run, traceback="--traceback" in rest, config_class=_resolve(VERBS[name].config))
+    return exit_code(run, traceback="--traceback" in rest)
 
 
 def parse_verb(name: str, arguments: Sequence[str]) -> Any:

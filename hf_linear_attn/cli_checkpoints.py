@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from .utils.arguments import UsageError, option
+from .utils.options import OptionError, check_options, option
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class PatchConfig:
         None,
         "longest input in tokens: learned positions and the tokenizer's limit are extended to it; mechanisms that are "
         "built for a largest length get it as their option",
+        least=1,
         common=True,
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
@@ -43,10 +44,11 @@ class PatchConfig:
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
 
     def __post_init__(self) -> None:
+        check_options(self)
         if (self.attention is None) == (self.plan is None):
-            raise UsageError("give either --attention NAME or --plan FILE.")
+            raise OptionError("attention", "give either attention (a name) or plan (a file).")
         if self.plan is not None and (self.layers is not None or self.options):
-            raise ValueError("--layers and --options belong to --attention. With --plan, write them into the file.")
+            raise OptionError("plan", "layers and options belong to attention. With a plan, write them into the file.")
 
 
 @dataclass(frozen=True)

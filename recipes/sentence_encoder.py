@@ -49,10 +49,11 @@ from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, option, parse_config
+from hf_linear_attn.utils.arguments import UsageError, parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.models import shared_copy
+from hf_linear_attn.utils.options import option
 
 CONFIG = Path(__file__).parent / "configs" / "sentence-encoder-cpu.yaml"
 

@@ -57,9 +57,10 @@ from hf_linear_attn.training.card import public_options
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import UsageError, option, parse_config, to_dict
+from hf_linear_attn.utils.arguments import UsageError, parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
+from hf_linear_attn.utils.options import OptionError, option, to_dict
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
 EXACT, CONTROL = "exact", "control"
@@ -103,11 +104,11 @@ class RecipeConfig(ConvertConfig):
         super().__post_init__()
         for name in self.variants:
             if name not in VARIANTS:
-                raise ValueError(f"variants: {name!r} is none of {', '.join(VARIANTS)}.")
+                raise OptionError("variants", f"{name!r} is none of {', '.join(VARIANTS)}.")
         if self.attention != "window" and {"near", "store"} & set(self.variants):
-            raise ValueError(f"variants: near and store need the attention 'window', got {self.attention!r}.")
+            raise OptionError("variants", f"near and store need the attention 'window', got {self.attention!r}.")
         if not 0 < self.exact_share < 1:
-            raise ValueError(f"exact_share must lie between 0 and 1, got {self.exact_share!r}.")
+            raise OptionError("exact_share", f"must be a number above 0 and below 1, got {self.exact_share!r}.")
 
 
 def read_json(path: Path) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hf_linear_attn.cli import parse_verb, run_recipe
-from hf_linear_attn.utils.arguments import flatten, to_dict
+from hf_linear_attn.utils.options import flatten, to_dict
 from tests.training.tiny_runs import save_decoder, save_encoder, save_task, save_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..utils.arguments import check_positive, option
+from ..utils.options import OptionError, check_exclusive, check_options, option
 from .files import Documents
 
 
@@ -31,32 +31,34 @@ class DataConfig:
         None, "metrics, the first one decides (default: the task's; else accuracy, or pearson for scores)"
     )
     max_length: int | None = option(
-        None, "longest input, or block of a causal-lm, in tokens (default: the model's, up to 1,024; of plan: 128)"
+        None,
+        "longest input, or block of a causal-lm, in tokens (default: the model's, up to 1,024; of plan: 128)",
+        least=1,
     )
-    max_train_samples: int | None = option(None, "number of training rows or blocks, drawn by the seed (default: all)")
-    max_eval_samples: int | None = option(None, "number of validation rows, drawn once for all seeds (default: all)")
-    validation_size: float = option(0.1, "share of the training rows to hold out where there is no validation split")
+    max_train_samples: int | None = option(
+        None, "number of training rows or blocks, drawn by the seed (default: all)", least=1
+    )
+    max_eval_samples: int | None = option(
+        None, "number of validation rows, drawn once for all seeds (default: all)", least=1
+    )
+    validation_size: float = option(
+        0.1, "share of the training rows to hold out where there is no validation split", above=0, below=1
+    )
     group_by_length: bool = option(True, "batches of rows of similar length, which need less padding")
-    mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts")
+    mlm_probability: float = option(0.15, "share of the tokens that masked-lm predicts", above=0, below=1)
 
     def __post_init__(self) -> None:
-        check_positive("data.", self, "max_length", "max_train_samples", "max_eval_samples")
-        for name in ("validation_size", "mlm_probability"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise ValueError(f"data.{name} must lie between 0 and 1, got {value!r}.")
-        if self.task is not None and self.dataset is not None:
-            raise ValueError(f"data.task is {self.task!r} and data.dataset is {self.dataset!r}: give only one of them.")
+        check_options(self)
+        check_exclusive(self, "task", "dataset")
         if self.folder is not None and self.task is None:
-            raise ValueError(f"data.folder is {self.folder!r}, the folder of a task's files: give data.task, too.")
+            raise OptionError("folder", f"{self.folder!r} is the folder of a task's files: give the task, too.")
 
 
 @dataclass(frozen=True)
 class TimingConfig:
     """At which lengths a command times its models."""
 
-    lengths: tuple[int, ...] | None = option(None, "lengths to time, in tokens; []: none")
+    lengths: tuple[int, ...] | None = option(None, "lengths to time, in tokens; []: none", least=16)
 
     def __post_init__(self) -> None:
-        if any(length < 16 for length in self.lengths or ()):
-            raise ValueError(f"speed.lengths must be 16 tokens or more, got {self.lengths!r}.")
+        check_options(self)

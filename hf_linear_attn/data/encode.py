@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..utils.options import OptionError
 from .files import shortened
 from .sources import import_datasets
 from .text import end_tokens, special_tokens, token_passages
@@ -48,7 +49,7 @@ def encode_pairs(
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
     if not isinstance(max_length, int) or max_length <= special + len(columns) - 1:
-        raise ValueError(f"data.max_length {max_length!r} leaves no room for text beside {special} special tokens.")
+        raise OptionError("data.max_length", f"{max_length!r} leaves no room for text beside {special} special tokens.")
     for row, value in enumerate(dataset[label][:]):
         if value is None or (isinstance(value, int) and value < 0):
             raise ValueError(f"Row {row}: the label is {value!r}. Splits with hidden labels cannot be trained on.")

@@ -26,6 +26,7 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import check_output, open_output
 from ..utils.models import shared_copy, torch_device
+from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from . import loading as models
 from .evaluator import Evaluator, measure_speed
@@ -213,7 +214,7 @@ def _check_data(kind: str, config: EvaluateConfig, name: str, text: Text | None)
     if kind == "classifier" and config.data.own_task is None and config.data.dataset is None:
         raise ValueError(f"{name!r} is a classifier: give its task (--data.task) or labelled data (--data.dataset).")
     if kind != "encoder" and config.data.sts is not None:
-        raise ValueError(f"data.sts needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
+        raise OptionError("data.sts", f"needs an encoder without a head; {name!r} is a {kind}. Leave it out.")
     if kind == "classifier" and config.recall_lengths:
         raise ValueError(f"recall_lengths are for decoders and for encoders without a head; {name!r} is a classifier.")
     if kind != "decoder" and (config.context or config.stride):

@@ -30,6 +30,7 @@ from ..utils.environment import environment, json_safe, utc_now
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write, check_output, open_output, write_json
 from ..utils.models import shared_copy, torch_device
+from ..utils.options import OptionError
 from ..utils.progress import ConsoleProgress, Progress
 from .evaluator import TRANSFER_SETTINGS, Evaluator
 from .inputs import EvaluationInputs, inputs_text, row_lengths, task_inputs, text_inputs
@@ -253,7 +254,7 @@ def plan_settings(config: PlanConfig, kind: str, model: PreTrainedModel) -> Sett
     """Return how much is measured: more than in an evaluation, because a choice of layers rests on it."""
     limit, quick, length = longest_input(model), config.quick, config.data.max_length
     if limit is not None and length is not None and length > limit:
-        raise ValueError(f"data.max_length {length} is beyond the model's {limit} positions. Use {limit} or less.")
+        raise OptionError("data.max_length", f"{length} is beyond the model's {limit} positions. Give {limit} or less.")
     options = EvaluateConfig(sequence_length=length, quick=quick, seed=config.seed)
     settings = resolve_settings(options, kind, limit, dtype_name(model), table=has_position_table(model))
     return replace(

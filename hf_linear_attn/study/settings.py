@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..data.files import Documents
-from ..utils.arguments import check_exclusive, check_positive, option
+from ..utils.options import OptionError, check_exclusive, check_options, option
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -53,27 +53,28 @@ class EvaluationData:
         None, "metrics of the task, the first one decides (default: the task's own); hub:NAME is a metric of the Hub"
     )
     sts: str | None = option(None, "folder with STS-B, to evaluate the sentence embeddings of an encoder")
-    max_eval_samples: int | None = option(None, "labelled rows or sentence pairs to measure on, at most (default: all)")
+    max_eval_samples: int | None = option(
+        None, "labelled rows or sentence pairs to measure on, at most (default: all)", least=2
+    )
 
     def __post_init__(self) -> None:
-        if isinstance(self.task, str):
-            raise TypeError(f"data.task must be a tuple of names, got {self.task!r}.")
-        _check_values("data.", self, max_eval_samples=2)
+        check_options(self)
+        _check_not_empty(self)
         entries = [split_task(entry) for entry in self.task or ()]
         names, own = [name for name, _ in entries], [name for name, folder in entries if folder is None]
-        others = "Give all but one with the folder of a model that was fine-tuned for it: --data.task NAME NAME=FOLDER."
-        alternative = f"Give it, or data.task with a folder (--data.task {self.own_task}=FOLDER): MODEL is"
-        for wrong, message in (
-            (len(set(names)) < len(names), f"data.task has an entry twice: {', '.join(names)}."),
-            (len(own) > 1, f"data.task: one model has one head, and cannot answer {' and '.join(own)}. {others}"),
-            (self.folder and not self.task, "data.folder belongs to a task. Give data.task too (sst2, mrpc, …)."),
-            (self.metrics and not (self.task or self.dataset), "data.metrics belongs to data.task or data.dataset."),
-            (self.metrics and len(names) > 1, f"data.metrics are those of one task; there are {len(names)}."),
-            (own and self.dataset, f"data.dataset: a task has its own data. {alternative} a classifier or none."),
-            (own and self.sts, f"data.sts needs an encoder without a head. {alternative} a classifier or none."),
+        others = "Give all but one with the folder of a model that was fine-tuned for it: NAME NAME=FOLDER."
+        alternative = f"Leave it out, or give the task a folder ({self.own_task}=FOLDER): MODEL has one head or none."
+        for wrong, name, text in (
+            (len(set(names)) < len(names), "task", f"has an entry twice: {', '.join(names)}."),
+            (len(own) > 1, "task", f"one model has one head, and cannot answer {' and '.join(own)}. {others}"),
+            (self.folder and not self.task, "folder", "belongs to a task. Give the task too (sst2, mrpc, …)."),
+            (self.metrics and not (self.task or self.dataset), "metrics", "belongs to a task or a dataset. Give one."),
+            (self.metrics and len(names) > 1, "metrics", f"are those of one task; there are {len(names)}."),
+            (own and self.dataset, "dataset", f"a task has its own data. {alternative}"),
+            (own and self.sts, "sts", f"needs an encoder without a head. {alternative}"),
         ):
             if wrong:
-                raise ValueError(message)
+                raise OptionError(name, text)
 
     @property
     def own_task(self) -> str | None:
@@ -95,22 +96,20 @@ class SpeedConfig:
     """
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 2048)", common=True
+        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 2048)", least=16, common=True
     )
     batch_size: int | None = option(
-        None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)"
+        None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)", least=1
     )
     dtype: Dtype | None = option(
         None, "precision of the timed models; quality is that of the model as loaded (default: as loaded)"
     )
     backward: bool = option(False, "also time forward and backward together, as in training")
-    seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)")
+    seconds: float | None = option(None, "time to spend on each timed length (default: 12; quick: 1.5)", above=0)
 
     def __post_init__(self) -> None:
-        _check_values("speed.", self, lengths=16, batch_size=1)
-        if self.dtype is not None and self.dtype not in get_args(Dtype):
-            raise ValueError(f"speed.dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
-        check_positive("speed.", self, "seconds")
+        check_options(self)
+        _check_not_empty(self)
 
 
 @dataclass(frozen=True)
@@ -139,37 +138,42 @@ class EvaluateConfig:
     )
     data: EvaluationData = option(factory=EvaluationData, help="what to evaluate on")
     length: int | None = option(
-        None, "length of your own inputs, in tokens, for the conclusions (default: at most 2048)", common=True
+        None, "length of your own inputs, in tokens, for the conclusions (default: at most 2048)", least=16, common=True
     )
     speed: SpeedConfig = option(factory=SpeedConfig, help="what to time")
-    steps: int | None = option(None, "steps of attention transfer, 0: none (default: 100; quick: 25)", common=True)
+    steps: int | None = option(
+        None, "steps of attention transfer, 0: none (default: 100; quick: 25)", least=0, common=True
+    )
     seeds: tuple[int, ...] | None = option(
-        None, "seeds of transfer and random features; several give a spread (default: seed)", common=True
+        None, "seeds of transfer and random features; several give a spread (default: seed)", least=0, common=True
     )
     recall_lengths: tuple[int, ...] | None = option(
-        None, "lengths of prompts and documents to measure recall at (see `measure_recall`); default: none", common=True
+        None,
+        "lengths of prompts and documents to measure recall at (see `measure_recall`); default: none",
+        least=32,
+        common=True,
     )
-    context: int | None = option(None, "tokens of a window of the perplexity (default: sequence_length)")
-    stride: int | None = option(None, "tokens between windows (default: half a context)")
+    context: int | None = option(None, "tokens of a window of the perplexity (default: sequence_length)", least=2)
+    stride: int | None = option(None, "tokens between windows (default: half a context)", least=1)
     sequence_length: int | None = option(
-        None, "longest sequence of transfer and fidelity (default: decoders 512, encoders 256, tasks 128)"
+        None, "longest sequence of transfer and fidelity (default: decoders 512, encoders 256, tasks 128)", least=16
     )
     quick: bool = option(False, "less of everything, for a first look", common=True)
     name: str | None = option(None, "what the report calls the model (default: the name of its folder)")
     output: str = option("report", "folder for the report and its records", common=True)
     resume: bool = option(False, "measure only what the output folder lacks", common=True)
     overwrite: bool = option(False, "replace an earlier result in the output folder", common=True)
-    threads: int | None = option(None, "CPU threads, for all alike (default: torch's)")
+    threads: int | None = option(None, "CPU threads, for all alike (default: torch's)", least=1)
     device: str = option("cpu", "torch device to run on: cpu, cuda, …")
-    seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs")
+    seed: int = option(0, "seed of random features, of the order of sequences, of timed inputs", least=0)
 
     def __post_init__(self) -> None:
-        sizes = {"length": 16, "recall_lengths": 32, "context": 2, "stride": 1, "sequence_length": 16}
-        _check_values("", self, **sizes, threads=1, steps=0, seeds=0, seed=0)
+        check_options(self)
+        _check_not_empty(self)
         if self.context is not None and self.stride is not None and self.stride >= self.context:
-            raise ValueError(f"stride ({self.stride}) must be smaller than context ({self.context}).")
+            raise OptionError("stride", f"must be smaller than the context of {self.context}, got {self.stride}.")
         if self.context is not None and self.stride is None and self.context < 4:
-            raise ValueError(f"context {self.context} is too short for a stride of half of it: give stride too.")
+            raise OptionError("context", f"{self.context} is too short for a stride of half of it: give stride too.")
         check_exclusive(self, "resume", "overwrite")
 
     def for_task(self, task: str | None) -> EvaluateConfig:
@@ -211,19 +215,10 @@ def with_options(config: EvaluateConfig, options: Mapping[str, Any]) -> Evaluate
     return replace(config, **changes)
 
 
-def _check_values(section: str, config: Any, **minimums: int) -> None:
-    """Raise a ValueError for an empty list, an entry twice, and whole numbers that are none or below their minimum."""
+def _check_not_empty(config: Any) -> None:
     for item in fields(config):
-        name, value = f"{section}{item.name}", getattr(config, item.name)
-        entries = value if isinstance(value, tuple) else (value,)
-        if not entries:
-            raise ValueError(f"{name} is empty: give at least one entry, or leave it out.")
-        if len(set(entries)) < len(entries):
-            raise ValueError(f"{name} has an entry twice: {', '.join(map(str, entries))}.")
-        minimum = minimums.get(item.name)
-        for entry in entries:
-            if minimum is not None and entry is not None and not (type(entry) is int and entry >= minimum):
-                raise ValueError(f"{name} must be a whole number of at least {minimum}, got {entry!r}.")
+        if getattr(config, item.name) == ():
+            raise OptionError(item.name, "is empty: give at least one entry, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -266,7 +261,7 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     length = config.sequence_length or min(default_length, limit or default_length)
     for name, value in (("sequence_length", length), ("context", config.context)):
         if value is not None and limit is not None and value > limit and (table or name == "sequence_length"):
-            raise ValueError(f"{name} {value} is beyond the model's {limit} positions. Use {limit} or less.")
+            raise OptionError(name, f"{value} is beyond the model's {limit} positions. Give {limit} or less.")
     default = QUICK_ATTENTIONS if quick else DECODER_ATTENTIONS if kind == "decoder" else ENCODER_ATTENTIONS
     own = config.length or min(limit or 2048, 2048)
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)

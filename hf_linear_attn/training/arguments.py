@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..utils.arguments import check_positive
+from ..utils.options import check_options
 from .options import DistillConfig, StageConfig, check_loss_weights
 
 
 def _as_in(section: Any, name: str) -> Any:
-    """A field with the default and the help of an option of the command line."""
+    """A field with the default, the help and the bounds of an option of the command line."""
     entry = section.__dataclass_fields__[name]
-    return field(default=entry.default, metadata={"help": entry.metadata["help"]})
+    return field(default=entry.default, metadata=entry.metadata)
 
 
 @dataclass
@@ -28,7 +28,7 @@ class FinetuningConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("", self, "learned_lr")
+        check_options(self)
 
 
 @dataclass
@@ -44,6 +44,6 @@ class DistillationConfig(FinetuningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_loss_weights("", self)
+        check_loss_weights(self)
         if self.carried_length and self.gradient_checkpointing:
             raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")

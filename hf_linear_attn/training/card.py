@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from ..data.tasks import TASKS
-from ..utils.arguments import flatten, to_dict
+from ..utils.options import flatten, to_dict
 from ..version import __version__
 from .options import TrainingRunConfig
 

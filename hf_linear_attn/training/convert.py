@@ -19,10 +19,10 @@ from ..data.task_data import TaskData, load_splits, load_task_data
 from ..integration.discovery import longest_input
 from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
-from ..utils.arguments import to_dict
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
 from ..utils.models import accepted, mean_pooling, shared_copy
+from ..utils.options import to_dict
 from ..utils.timing import time_interleaved
 from . import models
 from .card import exactness, model_card, results_table

@@ -24,12 +24,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..checkpoints import copy_companions
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData
-from ..utils.arguments import flatten, to_dict
 from ..utils.environment import json_safe
 from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files, write_json
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
+from ..utils.options import flatten, to_dict
 from .arguments import FinetuningConfig
 from .callbacks import StageCallback, StageLog, format_metrics
 from .resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator

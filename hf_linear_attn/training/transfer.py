@@ -26,11 +26,11 @@ from ..integration.context import attention_modules
 from ..integration.exact import AttentionCall, observe_attention
 from ..integration.models import check_model, check_patched
 from ..mechanisms.base import LinearAttention
-from ..utils.arguments import check_not_negative, check_positive
 from ..utils.files import atomic_write
 from ..utils.models import Batch, evaluation_mode, model_inputs
+from ..utils.options import check_value
 from .losses import layer_loss
-from .options import check_attention_loss
+from .options import AttentionLoss
 from .resumable import InterruptedRunError, SignalWatch
 from .sharding import autocast, reshard, shard_frozen_model, shards_models
 
@@ -156,6 +156,14 @@ def transfer_attention(
         InterruptedRunError: A signal; the checkpoint has been written.
         FloatingPointError: The loss became infinite or NaN. The parameters are restored.
     """
+    check_value("steps", steps, int, least=1)
+    check_value("lr", lr, float | None, above=0)
+    check_value("loss", loss, AttentionLoss)
+    check_value("evaluate_every", evaluate_every, int, least=1)
+    check_value("patience", patience, int | None, least=1)
+    check_value("gradient_accumulation_steps", gradient_accumulation_steps, int, least=1)
+    check_value("max_grad_norm", max_grad_norm, float | None, least=0)
+    check_value("save_every", save_every, int | None, least=0)
     options = SimpleNamespace(
         steps=steps,
         lr=lr,
@@ -166,9 +174,6 @@ def transfer_attention(
         max_grad_norm=max_grad_norm,
         save_every=save_every,
     )
-    check_positive("", options, "steps", "lr", "evaluate_every", "patience", "gradient_accumulation_steps")
-    check_not_negative("", options, "max_grad_norm", "save_every")
-    check_attention_loss("", options)
     for name, value in (("batches", batches), ("validation", validation)):
         if isinstance(value, (Mapping, Tensor)):
             raise TypeError(f"{name} is one batch alone. Pass an iterable of batches, such as [batch].")

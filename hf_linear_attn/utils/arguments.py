@@ -5,14 +5,12 @@ A config is a frozen dataclass whose fields are made by `option`. Fields that ar
 """
 
 import argparse
-import json
-import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType
@@ -21,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 from .formatting import near_matches
+from .options import OptionError, to_dict
 
 Config = TypeVar("Config")
 
@@ -42,57 +41,6 @@ HELP_WIDTH = 100
 
 class UsageError(ValueError):
     """A command line or a YAML file that cannot be read as the config."""
-
-
-def option(default: Any = MISSING, help: str = "", *, common: bool = False, factory: Any = MISSING) -> Any:
-    """Return a dataclass field that is an option of a command.
-
-    Args:
-        default: The default value. Without one (and without `factory`) the option is required.
-        help: One line for `--help`.
-        common: Whether the short `--help` shows the option. `--help all` shows every option.
-        factory: Makes the default value, where it is mutable or a section.
-    """
-    metadata = {"help": help, "common": common}
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def check_positive(section: str, config: Any, *names: str) -> None:
-    """Raise a ValueError that names the option unless each of these fields is positive or None."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{section}{name} must be positive, got {value!r}.")
-
-
-def check_not_negative(section: str, config: Any, *names: str) -> None:
-    """Raise a ValueError that names the option unless each of these fields is at least 0 or None."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{section}{name} must not be negative, got {value!r}.")
-
-
-def check_exclusive(config: Any, first: str, second: str) -> None:
-    """Raise a ValueError if both of two options are set."""
-    if getattr(config, first) and getattr(config, second):
-        raise ValueError(f"{first} and {second} exclude each other. Give only one of them.")
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested dicts and lists, the way a YAML file holds it."""
-    return json.loads(json.dumps(asdict(config)))
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys. An empty dict is a value."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        is_nested = isinstance(value, Mapping) and value
-        flat |= flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
-    return flat
 
 
 @dataclass(frozen=True)
@@ -145,7 +93,13 @@ def _options(config_class: type, prefix: str = "", base: Any = None) -> dict[str
         if is_dataclass(hint):
             options.update(_options(hint, f"{prefix}{entry.name}.", None if default is MISSING else default))  # type: ignore[arg-type]
         else:
-            options[prefix + entry.name] = _Option(types[0] if optional else hint, optional, default, **entry.metadata)
+            options[prefix + entry.name] = _Option(
+                types[0] if optional else hint,
+                optional,
+                default,
+                entry.metadata.get("help", ""),
+                entry.metadata.get("common", False),
+            )
     return options
 
 
@@ -216,15 +170,25 @@ def parse_config(
         match = re.search(r'key "([\w.]+)":.*(?:Got|Given) value: (.*)', str(error), re.DOTALL)
         if match is None or match[1] not in options:
             raise UsageError(str(error)) from error
-        raise UsageError(f"--{match[1]} must be {options[match[1]].names[1]}, got {match[2]!r}.") from error
-    for name, entry in options.items():
-        if entry.hint is float and namespace.get(name) is not None and not math.isfinite(namespace[name]):
-            raise UsageError(f"--{name} must be a finite number, got {namespace[name]!r}.")
-    config = config_class(**vars(parser.instantiate(namespace)))
+        raise OptionError(match[1], f"must be {options[match[1]].names[1]}, got {match[2]!r}.") from error
+    config = _build(config_class, vars(namespace))
     if ("print_config", "true") in flags:
         sys.stdout.write(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         raise SystemExit(0)
     return config
+
+
+def _build(config_class: type[Config], values: Mapping[str, Any], section: str = "") -> Config:
+    """Return the config with its sections; an OptionError of a section names it."""
+    hints = get_type_hints(config_class)
+    arguments = {
+        name: _build(hints[name], vars(value), f"{section}{name}.") if is_dataclass(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return config_class(**arguments)
+    except OptionError as error:
+        raise OptionError(f"{section}{error.field}", error.text) from None
 
 
 def _flag_values(arguments: Sequence[str], options: Options, positionals: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -261,7 +225,8 @@ def _flag_values(arguments: Sequence[str], options: Options, positionals: Sequen
 def _mapping(name: str, value: Any) -> dict[str, Any]:
     loaded = yaml.safe_load(value) if isinstance(value, str) else value
     if not isinstance(loaded, dict):
-        raise UsageError(f"--{name} must be {TYPES[dict][1]}, got {value!r}. One key is given as --{name}.KEY VALUE.")
+        text = f"must be {TYPES[dict][1]}, got {value!r}. One key is given as --{name}.KEY VALUE."
+        raise OptionError(name, text)
     return loaded
 
 
@@ -295,11 +260,11 @@ def _file_values(values: Mapping[str, Any], options: Options, file: str, prefix:
         yield name, _mapping(name, value) if entry.kind is dict and value is not None else value
 
 
-def exit_code(command: Callable[[], int], *, traceback: bool = False, config_class: type | None = None) -> int:
+def exit_code(command: Callable[[], int], *, traceback: bool = False) -> int:
     """Run a command and return its exit code: expected errors become one line on stderr.
 
     That is the command's own exit code, or 1 for an expected error (which `traceback` raises instead), 2 for a
-    UsageError, 130 for Ctrl-C. Messages name the options of the config as flags, `--data.task` for `data.task`.
+    UsageError or an OptionError, 130 for Ctrl-C.
     """
     try:
         return command()
@@ -315,9 +280,9 @@ def exit_code(command: Callable[[], int], *, traceback: bool = False, config_cla
     except EXPECTED_ERRORS as error:
         if traceback:
             raise
-        message = " ".join(str(error).split())
-        sys.stderr.write(f"error: {message if config_class is None else _with_flags(message, config_class)}\n")
-        return 2 if isinstance(error, UsageError) else 1
+        is_option = isinstance(error, OptionError)
+        sys.stderr.write(f"error: {'--' if is_option else ''}{' '.join(str(error).split())}\n")
+        return 2 if is_option or isinstance(error, UsageError) else 1
     except RuntimeError as error:
         code = getattr(error, "code", None)
         if not isinstance(code, int):
@@ -325,18 +290,6 @@ def exit_code(command: Callable[[], int], *, traceback: bool = False, config_cla
         # Training was stopped by a signal, after a checkpoint.
         sys.stderr.write(f"{error}\n")
         return code
-
-
-def _with_flags(message: str, config_class: type) -> str:
-    """The message with dashes before the names of options: before sections' ones anywhere, else in its subject."""
-    names = _options(config_class)
-    subject = re.match(r"[a-z_]+(?: and [a-z_]+)?(?=[ :])", message)
-    end = subject.end() if subject else 0
-    return re.sub(
-        r"(?<![-\w./'])[a-z_]+(?:\.[a-z_]+)*",
-        lambda match: f"--{match[0]}" if match[0] in names and ("." in match[0] or match.end() <= end) else match[0],
-        message,
-    )
 
 
 def _help(options: Options, prog: str, description: str, examples: str, positionals: Sequence[str], full: bool) -> str:

@@ -24,8 +24,9 @@ from rich.console import Console
 
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
-from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.arguments import parse_config
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.options import to_dict
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"

@@ -29,8 +29,9 @@ from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.options import ConvertConfig
-from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.arguments import parse_config
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.options import to_dict
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"

@@ -35,9 +35,10 @@ from rich.console import Console
 import hf_linear_attn as hla
 from hf_linear_attn.training import convert as stages
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
-from hf_linear_attn.utils.arguments import parse_config, to_dict
+from hf_linear_attn.utils.arguments import parse_config
 from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.options import to_dict
 
 from .long_data import Row, read_scored, write_proteins, write_reviews
 

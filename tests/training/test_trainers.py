@@ -341,9 +341,9 @@ def test_a_student_needs_a_teacher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "changes", "message"),
     [
-        (FinetuningConfig, {"learned_lr": 0.0}, "learned_lr must be positive, got 0.0"),
-        (DistillationConfig, {"temperature": 0.0}, "temperature must be positive"),
-        (DistillationConfig, {"hidden_weight": -1.0}, "hidden_weight must not be negative, got -1.0"),
+        (FinetuningConfig, {"learned_lr": 0.0}, "learned_lr: must be a finite number above 0, got 0.0"),
+        (DistillationConfig, {"temperature": 0.0}, "temperature: must be a finite number above 0"),
+        (DistillationConfig, {"hidden_weight": -1.0}, "hidden_weight: must be a finite number of at least 0, got -1.0"),
         (DistillationConfig, {"hidden_weight": 0, "logits_weight": 0, "task_weight": 0}, "no loss to minimise"),
     ],
 )

@@ -210,7 +210,7 @@ def test_the_best_step_is_retained() -> None:
 
 
 def test_an_unknown_loss_is_named() -> None:
-    with pytest.raises(ValueError, match="loss must be one of"):
+    with pytest.raises(ValueError, match="loss: must be one of"):
         transfer_attention(model_of("window", GPT2), [batch()], loss="mse")
 
 
@@ -267,11 +267,11 @@ def test_one_batch_alone_is_an_error(single: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps must be positive"),
-        ({"patience": 0}, "patience must be positive"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be positive"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must not be negative"),
-        ({"save_every": -1}, "save_every must not be negative"),
+        ({"steps": 0}, "^steps: must be a whole number"),
+        ({"patience": 0}, "^patience: must be"),
+        ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps: must be"),
+        ({"max_grad_norm": -1.0}, "^max_grad_norm: must be .* at least 0"),
+        ({"save_every": -1}, "^save_every: must be .* at least 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from hf_linear_attn.utils.arguments import to_dict
+from hf_linear_attn.utils.options import to_dict
 from tests.training.tiny_runs import convert_config, log_rows, save_encoder, save_task
 
 pytestmark = pytest.mark.slow

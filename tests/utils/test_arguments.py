@@ -12,29 +12,28 @@ import yaml
 
 from hf_linear_attn.utils.arguments import (
     UsageError,
-    check_not_negative,
-    check_positive,
     exit_code,
-    flatten,
-    option,
     parse_config,
-    to_dict,
 )
+from hf_linear_attn.utils.options import OptionError, check_options, flatten, option, to_dict
 
 
 @dataclass(frozen=True)
 class Section:
     name: str = option("n", "a name")
     title: str | None = option(None, "a title")
-    count: int = option(1, "a count")
+    count: int = option(1, "a count", least=1)
     most: int | None = option(7, "at most")
-    rate: float = option(0.5, "a rate, 100 %")
+    rate: float = option(0.5, "a rate, 100 %", least=0)
     limit: float | None = option(None, "a limit")
     quick: bool = option(False, "quick")
     mode: Literal["a", "b"] = option("a", "a mode")
     lengths: tuple[int, ...] = option((1, 2), "lengths")
     columns: tuple[str, ...] | None = option(None, "columns")
     options: dict[str, Any] = option(factory=dict, help="options")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Config:
     other: Section = option(factory=lambda: Section(count=5))
 
     def __post_init__(self) -> None:
-        check_positive("part.", self.part, "count")
-        check_not_negative("part.", self.part, "rate")
+        if self.part.quick and self.part.title:
+            raise OptionError("part.title", "is not for quick.")
 
 
 @dataclass(frozen=True)
@@ -111,31 +110,31 @@ def test_forms_of_flags():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("count", "1.5", "--part.count must be a whole number, got '1.5'"),
-        ("count", "true", "--part.count must be a whole number"),
-        ("count", "[1]", "--part.count must be a whole number"),
-        ("most", "many", "--part.most must be a whole number, got 'many'"),
-        ("rate", "fast", "--part.rate must be a finite number, got 'fast'"),
-        ("rate", ".nan", "--part.rate must be a finite number"),
-        ("rate", ".inf", "--part.rate must be a finite number"),
-        ("quick", "maybe", "--part.quick must be true or false"),
-        ("mode", "c", "--part.mode must be one of 'a', 'b', got 'c'"),
-        ("lengths", "[1, x]", "--part.lengths must be a list, each entry a whole number"),
-        ("options", "5", "--part.options must be a mapping"),
+        ("count", "1.5", "part.count: must be a whole number, got '1.5'"),
+        ("count", "true", "part.count: must be a whole number"),
+        ("count", "[1]", "part.count: must be a whole number"),
+        ("most", "many", "part.most: must be a whole number, got 'many'"),
+        ("rate", "fast", "part.rate: must be a finite number, got 'fast'"),
+        ("rate", ".nan", "part.rate: must be a finite number"),
+        ("rate", ".inf", "part.rate: must be a finite number"),
+        ("quick", "maybe", "part.quick: must be true or false"),
+        ("mode", "c", "part.mode: must be one of 'a', 'b', got 'c'"),
+        ("lengths", "[1, x]", "part.lengths: must be a list, each entry a whole number"),
+        ("options", "5", "part.options: must be a mapping"),
     ],
 )
 def test_bad_values_name_the_option(tmp_path, name, text, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ValueError, match="must be") as caught:
         parse("--config", yaml_file(tmp_path, f"part: {{{name}: {text}}}\n"))
-    assert message.split(", got")[0] in str(caught.value)
-    with pytest.raises(UsageError):
+    assert message.removeprefix("part.").split(", got")[0] in str(caught.value)
+    with pytest.raises(ValueError, match="must be"):
         parse(f"--part.{name}={text}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("part: {name: 1.10}", "--part.name must be text, got '1.1'"),
+        ("part: {name: 1.10}", "part.name: must be text, got '1.1'"),
         ("part: {count: null}", "part.count must be a whole number, got null"),
         ("part: {cuont: 1}", r"unknown option 'part.cuont'. Did you mean 'part.count'"),
         ("count: 1", r"unknown option 'count'. Did you mean 'part.count' or 'other.count'"),
@@ -147,7 +146,7 @@ def test_bad_values_name_the_option(tmp_path, name, text, message):
     ],
 )
 def test_bad_files(tmp_path, text, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((UsageError, OptionError)) as caught:
         parse("--config", yaml_file(tmp_path, text))
     assert message in str(caught.value)
 
@@ -186,8 +185,10 @@ def test_flags_override_files_which_override_defaults(tmp_path):
 
 
 def test_configs_check_themselves():
-    with pytest.raises(ValueError, match=r"^part.count must be positive, got -1"):
+    with pytest.raises(OptionError, match=r"^part.count: must be a whole number of at least 1, got -1"):
         parse("--part.count", "-1")
+    with pytest.raises(OptionError, match=r"^part.title: is not for quick"):
+        parse("--part.quick", "--part.title", "t")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""Options: dataclass fields with a help text and bounds, and one check of their values.
+
+Reading options loads neither torch nor transformers.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, field, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+#: Types of options: what a value must be an instance of, and what error messages call it.
+TYPES: dict[Any, tuple[Any, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a finite number"),
+    bool: (bool, "true or false"),
+    str: ((str, os.PathLike), "text"),
+    dict: (Mapping, "a mapping such as {key: value}"),
+}
+
+
+class OptionError(ValueError):
+    """A value that an option cannot have. The command line names the option as it was typed, `--data.task: ...`.
+
+    Args:
+        field: The option, with dots between a section and its option.
+        text: What is wrong, and the remedy.
+    """
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(field, text)
+        self.field, self.text = field, text
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.text}"
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    common: bool = False,
+    factory: Any = MISSING,
+) -> Any:
+    """Return a dataclass field that is an option. Its choices are those of its type, a `Literal`.
+
+    Args:
+        default: The default value. Without one (and without `factory`) the option is required.
+        help: One line for `--help`.
+        least: The smallest value. Of a list, it and the other bounds are those of every entry.
+        above: The value must be greater than this number.
+        below: The value must be smaller than this number.
+        common: Whether the option is one of those that most users need.
+        factory: Makes the default value, where it is mutable or a section.
+    """
+    metadata = {"help": help, "common": common, "bounds": {"least": least, "above": above, "below": below}}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_options(config: Any) -> None:
+    """Check the fields made by `option` of a dataclass against their types and bounds.
+
+    Raises:
+        OptionError: A value of another type, out of bounds, not finite, or a list with an entry twice.
+    """
+    hints = get_type_hints(type(config))
+    for entry in fields(config):
+        if "bounds" in entry.metadata:
+            check_value(entry.name, getattr(config, entry.name), hints[entry.name], **entry.metadata["bounds"])
+
+
+def check_value(
+    name: str,
+    value: Any,
+    hint: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Check one value against a type, such as `int | None`, `Literal["a", "b"]` or `tuple[int, ...]`, and bounds.
+
+    Raises:
+        OptionError: The value is of another type, out of bounds, not finite, or a list with an entry twice.
+    """
+    kind, is_optional = without_none(hint)
+    is_list = get_origin(kind) is tuple
+    if value is None and is_optional:
+        return
+    entries = value if is_list and isinstance(value, (tuple, list)) else (value,)
+    entry_kind = get_args(kind)[0] if is_list else kind
+    valid = not is_list or isinstance(value, (tuple, list))
+    if not valid or not all(_is_valid(entry, entry_kind, least, above, below) for entry in entries):
+        bounds = {"of at least": least, "above": above, "below": below}
+        limits = " and".join(f" {word} {bound}" for word, bound in bounds.items() if bound is not None)
+        raise OptionError(name, f"must be {type_name(kind)}{limits}, got {value!r}.")
+    if len(set(map(repr, entries))) < len(entries):
+        raise OptionError(name, f"has an entry twice: {', '.join(map(str, entries))}.")
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """Return a type without None, and whether None was a part of it."""
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return (kinds[0], True) if NoneType in get_args(hint) and len(kinds) == 1 else (hint, False)
+
+
+def type_name(kind: Any) -> str:
+    """Return what error messages call a value of a type."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return f"a list, each entry {type_name(get_args(kind)[0])}"
+    return TYPES.get(get_origin(kind) or kind, (object, kind.__name__))[1]
+
+
+def _is_valid(value: Any, kind: Any, least: float | None, above: float | None, below: float | None) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if not isinstance(value, TYPES.get(get_origin(kind) or kind, (object, ""))[0]):
+        return False
+    if kind not in (int, float):
+        return True
+    # Negated comparisons would let NaN pass.
+    return (
+        not isinstance(value, bool)
+        and math.isfinite(value)
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+
+
+def check_exclusive(config: Any, first: str, second: str) -> None:
+    """Raise an OptionError if both of two options are set."""
+    if getattr(config, first) and getattr(config, second):
+        raise OptionError(first, f"excludes {second}. Give only one of them.")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a config as nested dicts and lists, the way a YAML file holds it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys. An empty dict is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
+    return flat
