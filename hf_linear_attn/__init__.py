@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .config import LayerConfig as LayerConfig
     from .config import LinearAttentionConfig as LinearAttentionConfig
     from .integration.context import is_patched as is_patched
+    from .integration.context_parallel import context_parallel as context_parallel
     from .integration.exact import AttentionCall as AttentionCall
     from .integration.exact import exact_attention as exact_attention
     from .integration.exact import observe_attention as observe_attention
-    from .integration.parallel import context_parallel as context_parallel
     from .integration.positions import extend_positions as extend_positions
     from .integration.state_files import load_state as load_state
     from .integration.state_files import save_state as save_state
@@ -62,7 +62,7 @@ _NAMES = {
     "study.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),
-    "integration.parallel": ("context_parallel",),
+    "integration.context_parallel": ("context_parallel",),
     "integration.positions": ("extend_positions",),
     "integration.state_files": ("load_state", "save_state"),
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),

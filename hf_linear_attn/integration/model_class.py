@@ -26,8 +26,8 @@ from .context import CONFIG_FIELD, IMPLEMENTATION, LAYER_CONTEXT, SUBMODULE, att
 from .discovery import longest_input
 from .layers import build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
-from .parallel import plan_heads
 from .positions import PositionChange
+from .tensor_parallel import plan_heads
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = "modeling_hf_linear_attn.py"
