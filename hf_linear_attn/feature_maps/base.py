@@ -35,7 +35,7 @@ class AttentionShape:
         return 4 * self.num_key_value_heads * (self.head_dim + self.value_dim)
 
 
-_INTERVALS_IN_WORDS = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
+_INTERVALS_TEXT = {"(0, inf)": "be positive", "(-inf, inf)": "be finite"}
 
 
 def option(default: Any, help: str, *, least: int | None = None, within: str | None = None, **metadata: Any) -> Any:
@@ -58,9 +58,9 @@ def epsilon_option(default: float, added_to: str = "every feature") -> Any:
     return option(default, help, within="[0, 1)")
 
 
-def decay_option(subject: str = "share of the state that is forgotten") -> Any:
+def decay_option(what: str = "share of the state that is forgotten") -> Any:
     """Return the field of a decay at the start of training."""
-    return option(1e-2, f"{subject} per token at the start, in (0, 0.5]", within="(0, 0.5]")
+    return option(1e-2, f"{what} per token at the start, in (0, 0.5]", within="(0, 0.5]")
 
 
 @dataclass_transform(frozen_default=True)
@@ -110,7 +110,7 @@ def _unmet_limit(value: Any, least: int | None, within: str | None, parity: str 
         above = number >= low if within[0] == "[" else number > low
         if above and (number <= high if within[-1] == "]" else number < high):
             return None
-    return _INTERVALS_IN_WORDS.get(within, f"lie in {within}")
+    return _INTERVALS_TEXT.get(within, f"lie in {within}")
 
 
 FeatureFunctions = tuple[FeatureFunction, FeatureFunction, FusedMaps | None]

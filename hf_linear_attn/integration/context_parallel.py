@@ -1,4 +1,4 @@
-"""Context parallelism: each process has a slice of the sequence, and sends sums over keys instead of keys and values."""
+"""Context parallelism: each process has a slice of the sequence, and sends sums over keys instead of all keys."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -41,8 +41,8 @@ class KernelizedAttention(LinearAttention):
         call = KernelizedCall(*inputs.tensors, *maps, size, signed=signed, **inputs.settings)
         if inputs.ranks is not None:
             if not inputs.causal:
-                return ops.attend_to_sums(call, parallel.sums_of_all(call, inputs.ranks)), None
-            call = call.replace(state=parallel.sums_before(call, inputs.ranks))
+                return ops.attend_to_state(call, parallel.total_state(call, inputs.ranks)), None
+            call = call.replace(state=parallel.state_before(call, inputs.ranks))
         out, state_after = backends.attend(call)
         return out, state_after if counts is None or state_after is None else {**state_after, "count": counts}
 

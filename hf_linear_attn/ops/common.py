@@ -260,9 +260,9 @@ def divide(numerator: Tensor, denominator: Tensor, *, signed: bool = False) -> T
     return numerator / denominator.clamp_min(DENOMINATOR_EPS).unsqueeze(-1)
 
 
-def weighted_mean(sums: Tensor, *, signed: bool = False) -> Tensor:
+def weighted_mean(totals: Tensor, *, signed: bool = False) -> Tensor:
     """Turn `Σ w [v, 1]` `[…, e + 1]` into the weighted mean of v `[…, e]`, as `divide`."""
-    return divide(sums[..., :-1], sums[..., -1], signed=signed)
+    return divide(totals[..., :-1], totals[..., -1], signed=signed)
 
 
 def softmax_rows(logits: Tensor, allowed: Tensor | None) -> Tensor:

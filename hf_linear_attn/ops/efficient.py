@@ -101,21 +101,21 @@ def _causal_chunk(features: Tensor, logits: Tensor, value: Tensor, before: KVSta
     running = logits.detach().flatten(2, 3).cummax(dim=2).values
     running = torch.maximum(running, before.log_scale.unsqueeze(2)).unflatten(2, logits.shape[2:4])
     rows = finite_or_zero(running)
-    sums, tops = _piece_sums(logits, value, running[:, :, :, -1], before)
+    states, tops = _piece_state(logits, value, running[:, :, :, -1], before)
 
     order = torch.arange(logits.shape[3], device=logits.device)
     later = (order > order.unsqueeze(-1)).unsqueeze(-1)  # [t, s, 1]
     inside = (logits.unsqueeze(3) - rows.unsqueeze(4)).masked_fill(later, float("-inf")).exp()  # [B, G, N, t, s, d]
     past = torch.exp(tops[:, :, :-1, None] - rows)  # [B, G, N, t, d]
-    total = inside.sum(dim=4) + past * sums[:, :, :-1, None, :, -1]
+    total = inside.sum(dim=4) + past * states[:, :, :-1, None, :, -1]
     shares = features / total.clamp_min(DENOMINATOR_EPS).unsqueeze(2)  # [B, G, R, N, t, d]
     weights = torch.einsum("bgrntd,bgntsd->bgrnts", shares, inside)
-    out = weights @ value[..., :-1].unsqueeze(2) + (shares * past.unsqueeze(2)) @ sums[:, :, None, :-1, :, :-1]
+    out = weights @ value[..., :-1].unsqueeze(2) + (shares * past.unsqueeze(2)) @ states[:, :, None, :-1, :, :-1]
     # A view would retain the sums of all pieces.
-    return out.flatten(3, 4)[:, :, :, :length], KVState(sums[:, :, -1].clone(), tops[:, :, -1].clone())
+    return out.flatten(3, 4)[:, :, :, :length], KVState(states[:, :, -1].clone(), tops[:, :, -1].clone())
 
 
-def _piece_sums(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) -> tuple[Tensor, Tensor]:
+def _piece_state(logits: Tensor, value: Tensor, ends: Tensor, before: KVState) -> tuple[Tensor, Tensor]:
     """Compute the sums before each of N pieces and after the last: `[B, G, N + 1, d, e + 1]`.
 
     logits `[B, G, N, t, d]`, value `[B, G, N, t, e + 1]`, ends `[B, G, N, d]` (the maximum up to each piece's end). The

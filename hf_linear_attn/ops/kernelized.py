@@ -57,13 +57,13 @@ def bidirectional(call: KernelizedCall) -> Tensor:
 
     Time O((L + S)·m·(d + e)); temporaries O(block·m), independent of L and S.
     """
-    kv_state = key_sums(call)
+    kv_state = key_state(call)
     if kv_state is None:  # no keys at all
         return call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-    return attend_to_sums(call, kv_state)
+    return attend_to_state(call, kv_state)
 
 
-def key_sums(call: KernelizedCall | WindowedCall) -> KVState | None:
+def key_state(call: KernelizedCall | WindowedCall) -> KVState | None:
     """Return S and z over the keys of a call, None where it has no keys."""
     key, value = call.key, call.value
     width, kv_state = max(call.num_features, value.shape[-1]), None
@@ -75,7 +75,7 @@ def key_sums(call: KernelizedCall | WindowedCall) -> KVState | None:
     return kv_state
 
 
-def attend_to_sums(call: KernelizedCall, kv_state: KVState) -> Tensor:
+def attend_to_state(call: KernelizedCall, kv_state: KVState) -> Tensor:
     """Return the outputs `[B, H, L, e]` of the queries of a bidirectional call, given S and z."""
     query, value, signed = call.query, call.value, call.signed
     batch, heads, length, _ = query.shape

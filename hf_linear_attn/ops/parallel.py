@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from .calls import KernelizedCall, WindowedCall
 from .common import KVState, State, compute_dtype, finite_or_zero, mask_tokens, weighted_mean, with_ones
-from .kernelized import key_sums, masked_key_features
+from .kernelized import key_state, masked_key_features
 from .ranks import Ranks
 from .sinks import Sinks, first_with_number, take_tokens, token_numbers
 from .windowed import accumulate, pad_tokens
@@ -28,12 +28,12 @@ def _add_states(states: KVState, chosen: Tensor) -> KVState:
     return KVState(torch.einsum("nbgme,nbg->bgme", total, (scales - finite_or_zero(top)).exp()), top)
 
 
-def sums_before(call: KernelizedCall, ranks: Ranks) -> State:
+def state_before(call: KernelizedCall, ranks: Ranks) -> State:
     """Return the state before the slice of a causal call: one message of the size of a state."""
     return _add_states(ranks.gather_states(_own_state(call))[0], ranks.earlier(call.key.device)).state()
 
 
-def sums_of_all(call: KernelizedCall, ranks: Ranks) -> KVState:
+def total_state(call: KernelizedCall, ranks: Ranks) -> KVState:
     """Return S and z over the keys of all slices: one sum of the size of a state, and the largest log scale."""
     total, scale = _own_state(call)
     if scale is None:
@@ -43,7 +43,7 @@ def sums_of_all(call: KernelizedCall, ranks: Ranks) -> KVState:
 
 
 def _own_state(call: KernelizedCall | WindowedCall) -> KVState:
-    state = key_sums(call)
+    state = key_state(call)
     if state is None:
         raise ValueError("A process has no token of this sequence. Pass each process a slice of at least one token.")
     return state

@@ -414,10 +414,10 @@ def accumulate(
         now = count if free else min(step, count - start)
         if not free:
             blocks = keys.blocks(start, start + now + reach + ahead, now + 1 if call.causal else None)
-        far_sums, carried = blocks.kv_state.at(slice(0, now)).running(carried)
+        far_state, carried = blocks.kv_state.at(slice(0, now)).running(carried)
         if not call.causal:
             behind, _ = blocks.kv_state.at(slice(2 * reach, None)).apply(lambda x: x.flip(0)).running(later)
-            far_sums = far_sums.plus(behind.apply(lambda x: x.flip(0)))
+            far_state = far_state.plus(behind.apply(lambda x: x.flip(0)))
         span = slice(None) if free else slice(start * size, (start + now) * size)
         mix = log_mix if log_mix.shape[2] == 1 else log_mix[:, :, span]
         rows = make_query_rows(query[:, :, span], call.query_features, start * size, groups, call.scaling, mix)
@@ -426,7 +426,7 @@ def accumulate(
         if call.store:
             columns, store = _offer_blocks(store, leaving, rows, start * size, call)
             more.append(columns)
-        part = _attend(rows, blocks, far_sums, parts, more)
+        part = _attend(rows, blocks, far_state, parts, more)
         out = weighted_mean(part.values).to(call.value.dtype) if normalise else part.values
         for blocked, joined in ((out, values), (part.log_scale.unsqueeze(-1), scales)):
             joined.append(blocked.unflatten(3, (heads // groups, -1)).movedim(0, 3))  # [B, G, R, n, c, …]

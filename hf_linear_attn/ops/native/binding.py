@@ -59,7 +59,7 @@ _STRIDED = (
     *("sink_key", "sink_value", "sink_key_gradient", "sink_value_gradient", "decay"),
 )
 _PARAMETER_GRADIENTS = tuple(f"{of}_{name}_gradient" for of in ("query", "key") for name in ("weight", "bias"))
-_POINTERS = (
+_TENSOR_FIELDS = (
     *("mask", "state", "state_sum", "state_scale", "next_state", "next_sum", "next_scale", "normaliser", "top"),
     *(*_PARAMETER_GRADIENTS, "mix_gradient", "mix_weight", "skip", "sink_position", "count", "next_count"),
     *("ring_key", "ring_value", "ring_mask", "next_ring_key", "next_ring_value", "next_ring_mask"),
@@ -74,7 +74,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, Strided) for name in _STRIDED),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in _TENSOR_FIELDS),
         ("query_map", Map),
         ("key_map", Map),
         *((name, ctypes.c_int64) for name in _LENGTHS),
@@ -85,7 +85,7 @@ class Arguments(ctypes.Structure):
 
 
 _SETTINGS = frozenset(("offset", "window", "two_sided", "scaling", "mix_bound", "saturation"))
-_HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_POINTERS)
+_HAS_STRIDES, _HAS_ADDRESS = frozenset(_STRIDED), frozenset(_TENSOR_FIELDS)
 #: What a state before a token becomes after it: an output of the former name is both, in one memory.
 NEXT = {
     "state": "next_state",
