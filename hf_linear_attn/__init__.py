@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from .registry import register_feature_map as register_feature_map
     from .study.evaluate import evaluate as evaluate
     from .study.results import Evaluation as Evaluation
-    from .training.arguments import DistillationConfig as DistillationConfig
-    from .training.arguments import FinetuningConfig as FinetuningConfig
+    from .training.distillation import DistillationConfig as DistillationConfig
+    from .training.distillation import DistillationTrainer as DistillationTrainer
+    from .training.distillation import FinetuningConfig as FinetuningConfig
+    from .training.distillation import FinetuningTrainer as FinetuningTrainer
     from .training.head_search import ExactHeads as ExactHeads
     from .training.head_search import find_exact_heads as find_exact_heads
     from .training.head_search import find_retrieval_heads as find_retrieval_heads
-    from .training.trainers import DistillationTrainer as DistillationTrainer
-    from .training.trainers import FinetuningTrainer as FinetuningTrainer
     from .training.transfer import TransferResult as TransferResult
     from .training.transfer import transfer_attention as transfer_attention
 
@@ -68,8 +68,7 @@ _NAMES = {
     "ops.backends": ("get_backend", "list_backends", "register_backend", "set_backend", "use_backend"),
     "patching": ("PatchReport", "patch_model", "patch_report", "unpatch_model"),
     "registry": ("list_attentions", "register_attention", "register_feature_map"),
-    "training.arguments": ("DistillationConfig", "FinetuningConfig"),
-    "training.trainers": ("DistillationTrainer", "FinetuningTrainer"),
+    "training.distillation": ("DistillationConfig", "DistillationTrainer", "FinetuningConfig", "FinetuningTrainer"),
     "training.transfer": ("TransferResult", "transfer_attention"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

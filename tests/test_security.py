@@ -113,7 +113,7 @@ def test_what_a_class_name_in_a_config_may_be(tmp_path: Path) -> None:
 def test_a_pickle_in_a_checkpoint_of_training_is_not_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_linear_attn.training.trainers import FinetuningTrainer
+    from hf_linear_attn.training.distillation import FinetuningTrainer
 
     paths: Any = (save_encoder(tmp_path / "encoder"), save_task(tmp_path / "task"), tmp_path / "out")
     original = FinetuningTrainer.training_step

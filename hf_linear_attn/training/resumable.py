@@ -1,4 +1,4 @@
-"""What makes a training resumable: signals, and batches that depend on the seed and the epoch alone."""
+"""What makes a training resumable: signals, batches that depend on the seed and the epoch alone, whole checkpoints."""
 
 import json
 import random
@@ -12,9 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.data import Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from ..integration.context import SUBMODULE
+from ..utils.files import remove_partial_files, replace_folder
+from .sharding import check_sharding, fill_copy, is_sharded, meta_copy, name_layers, release, reshard, shards_models
+
+#: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
+LEARNED_FILE = "linear_attention.safetensors"
 
 
 class InterruptedRunError(RuntimeError):
@@ -196,3 +206,202 @@ class SeededCollator:
         content = json.dumps(rows, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
         with local_seed(mixed_seed(self.seed, int(self._epoch), zlib.crc32(content.encode()))):
             return self.collator(rows)
+
+
+def is_learned(name: str) -> bool:
+    """Whether the name of a parameter is that of a learned part of a mechanism."""
+    return f".{SUBMODULE}." in f".{name}"
+
+
+class ResumableTrainer(Trainer):
+    """`transformers.Trainer` whose interrupted runs end as undisturbed ones.
+
+    What it does differently, and why:
+
+    - A checkpoint is written to a hidden folder and then renamed. The Trainer writes in place: a process that is killed
+      meanwhile leaves a folder from which it cannot resume.
+    - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits, given the same number
+      of threads (see `EpochSampler` and `SeededCollator`; a data set whose rows are random themselves is beyond that).
+    - SIGINT and SIGTERM write a checkpoint and raise an `InterruptedRunError`, unless `callbacks` has an
+      `InterruptionCallback` of its own.
+    - Learned parts of mechanisms are saved beside PEFT's adapters, which would leave them out of a checkpoint.
+    - After a run that was sharded, `complete_model` returns the whole model.
+
+    It overrides four private methods of the Trainer, which has no public way for what they do. A test for each says
+    what to do if the Trainer changes.
+    """
+
+    data_collator: "SeededCollator"
+    model: nn.Module
+
+    def __init__(self, model: nn.Module | None = None, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        check_sharding(self.accelerator)
+        self._output_folder = Path(str(self.args.output_dir))
+        self.data_collator = SeededCollator(self.data_collator, self.args.seed)
+        self._sampler: EpochSampler | None = None
+        self._skeleton: Any = None
+        self._partial_folder: Path | None = None
+        self.resumed_from: str | bool | None = None
+        self.add_callback(_ResumptionCallback(self))
+        if not self._interruption_callbacks():
+            self.add_callback(InterruptionCallback())
+
+    def _interruption_callbacks(self) -> list[InterruptionCallback]:
+        return [item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)]
+
+    @property
+    def shards_models(self) -> bool:
+        """Whether the model becomes shards, or an engine of DeepSpeed."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled) and shards_models(self.accelerator)
+
+    def complete_model(self) -> Any:
+        """Return the model that was passed, or, where training has sharded it, a complete copy on the CPU.
+
+        Every process must call it.
+        """
+        if self._skeleton is None:
+            return self.accelerator.unwrap_model(self.model)
+        reshard(self.model)
+        return fill_copy(self._skeleton, self.accelerator.unwrap_model(self.model_wrapped))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train to the end, optionally from a checkpoint (see `Trainer.train`).
+
+        Raises:
+            InterruptedRunError: SIGINT or SIGTERM; a checkpoint has been written.
+            ValueError: There is no checkpoint, it was written by another number of processes, or the model is sharded.
+        """
+        folder = self._output_folder
+        if self.is_world_process_zero() and folder.is_dir():
+            remove_partial_files(folder)
+        self.accelerator.wait_for_everyone()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no checkpoint to resume from in {str(folder)!r}.")
+        self._check_checkpoint(Path(str(resume_from_checkpoint)))
+        release(self.model)
+        if self.shards_models:
+            if is_sharded(self.model):
+                raise ValueError("The model is sharded already. Pass the complete_model() of its trainer to a new one.")
+            self._skeleton = meta_copy(self.accelerator.unwrap_model(self.model))
+            if self.is_fsdp_enabled:
+                name_layers(self.accelerator, self.model)
+        self.resumed_from = resume_from_checkpoint or None
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if not self.shards_models:
+                # accelerate wraps the forward pass of the model itself in mixed precision, for good.
+                self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
+            for callback in self._interruption_callbacks():
+                callback.watch.stop()
+
+    def _check_checkpoint(self, checkpoint: Path) -> None:
+        before = len(list(checkpoint.glob("rng_state_*.pth"))) or 1
+        if (checkpoint / "trainer_state.json").is_file() and before != self.args.world_size:
+            counts = f"was written by {before} process(es), and this run has {self.args.world_size}"
+            remedy = "Resume with as many as before."
+            raise ValueError(f"{str(checkpoint)!r} {counts}: the order of the data would change. {remedy}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the following training batches."""
+        self.data_collator.set_epoch(epoch)
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the loader of a validation set. What is random in its batches is the same in every evaluation."""
+        training_collator = self.data_collator
+        self.data_collator = SeededCollator(training_collator.collator, self.args.seed)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = training_collator
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and the learned parts of its mechanisms beside adapters."""
+        super().save_model(output_dir, _internal_call)
+        if hasattr(self.model, "peft_config") and self.args.should_save and not self.shards_models:
+            learned = {  # PEFT saves what it has been told to save, and its adapters.
+                name: parameter.detach().cpu().contiguous()
+                for name, parameter in self.model.named_parameters()
+                if is_learned(name) and parameter.requires_grad and "modules_to_save" not in name
+            }
+            save_file(learned, str((Path(output_dir) if output_dir else self._output_folder) / LEARNED_FILE))
+
+    def load_learned(self, folder: str | Path) -> None:
+        """Load the learned parts of mechanisms that a checkpoint holds beside adapters."""
+        path = Path(folder) / LEARNED_FILE
+        if path.is_file():
+            self.model.load_state_dict(load_file(str(path)), strict=False)
+
+    # ---- Private methods of the Trainer ----
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler: Any = super()._get_train_sampler(train_dataset)
+        if sampler is None or self.args.train_sampling_strategy not in ("random", "group_by_length"):
+            return sampler
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(self.args.world_size, 1)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._sampler = EpochSampler(len(sampler), seed, getattr(sampler, "lengths", None), rows)
+        return self._sampler
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # save_strategy="best" withdraws a callback's request to save in a step whose evaluation is not the best.
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._partial_folder is None else str(self._partial_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        pushes, partial = self.args.push_to_hub, folder / f".{name}.part"
+        self._partial_folder, self.args.push_to_hub = partial, False  # It is pushed once it has its name.
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._partial_folder, self.args.push_to_hub = None, pushes
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder / name)  # and not where it was written
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.state.save_to_json(str(partial / name / "trainer_state.json"))
+            torch.save(self.args, partial / name / "training_args.bin")
+            replace_folder(folder / name, partial / name)
+            partial.rmdir()
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+        if pushes:
+            self._push_from_checkpoint(str(folder / name))
+
+
+class _ResumptionCallback(TrainerCallback):
+    """Tells a `ResumableTrainer` its epochs, and loads what its checkpoints hold beside those of the Trainer."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self.trainer = trainer
+        self.epoch = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.epoch = int(state.epoch or 0)
+        if self.trainer.resumed_from is not None:
+            self.trainer.load_learned(str(self.trainer.resumed_from))
+        best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
+        if state.best_model_checkpoint is None and best.is_dir():
+            # The output folder has been moved since the checkpoint was written.
+            state.best_model_checkpoint = str(best)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer.set_epoch(self.epoch)
+        self.epoch += 1
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.trainer.load_learned(state.best_model_checkpoint)

@@ -30,11 +30,10 @@ from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
-from .arguments import FinetuningConfig
 from .callbacks import StageCallback, StageLog, format_metrics
+from .distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
 from .resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator
 from .sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
-from .trainers import DistillationTrainer, FinetuningTrainer
 from .transfer import transfer_attention
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.

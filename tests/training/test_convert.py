@@ -449,6 +449,15 @@ def test_bf16_without_a_gpu_needs_no_further_option(folder: Path, tmp_path: Path
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+def test_runs_of_one_process_may_differ_in_precision(folder: Path, tmp_path: Path) -> None:
+    """accelerate remembers the precision of the first one; no state of the process is reset here."""
+    steps = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "device": "auto"}
+    for name, half in (("full", False), ("half", True), ("again", False)):
+        config = convert_config(folder / "tuned", folder / "task", tmp_path / name, bf16=half, **steps)
+        assert convert(config, console=quiet())["stages"]["distilled"]
+    assert weights(tmp_path / "full") == weights(tmp_path / "again") != weights(tmp_path / "half")
+
+
 def test_an_overwritten_run_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     paths = (folder / "encoder", folder / "task", tmp_path / "out")
     finetune(finetune_config(*paths, train__max_steps=1), console=quiet())

@@ -11,11 +11,10 @@ from transformers import AutoModelForSequenceClassification
 
 import hf_linear_attn as hla
 from hf_linear_attn.integration.exact import exact_attention
-from hf_linear_attn.training.arguments import DistillationConfig
 from hf_linear_attn.training.convert import convert
+from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
 from hf_linear_attn.training.models import add_adapters
 from hf_linear_attn.training.options import DistillConfig
-from hf_linear_attn.training.trainers import DistillationTrainer
 from tests.training.tiny_runs import convert_config, log_rows, quiet, save_encoder, save_task
 
 

@@ -11,7 +11,7 @@ from transformers import BertForSequenceClassification
 
 from hf_linear_attn.data.task_data import load_task_data
 from hf_linear_attn.training.convert import convert, finetune
-from hf_linear_attn.training.trainers import FinetuningTrainer
+from hf_linear_attn.training.distillation import FinetuningTrainer
 from tests.tiny_models import tiny_config
 from tests.tiny_text import tiny_tokenizer
 from tests.training.tiny_runs import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_linear_attn.training.arguments import DistillationConfig
+from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
 from hf_linear_attn.training.losses import (
     count_targets,
     hidden_loss,
@@ -20,7 +20,6 @@ from hf_linear_attn.training.losses import (
     select_targets,
     task_loss,
 )
-from hf_linear_attn.training.trainers import DistillationTrainer
 from tests.comparing import assert_close
 from tests.small import patched
 from tests.tiny_models import BERT, GPT2

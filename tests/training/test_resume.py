@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
-from hf_linear_attn.training.trainers import FinetuningTrainer
 from tests.slow_cases import slow_rows
 from tests.training.tiny_runs import (
     convert_config,

@@ -4,8 +4,10 @@ resumption, refusals."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_linear_attn import load_pretrained
-from hf_linear_attn.training.sharding import check_sharding
+from hf_linear_attn.training.sharding import check_launch, check_sharding
 from tests.training.test_two_processes import ROOT, complaint, settings_file, start
 from tests.training.tiny_runs import log_rows, save_decoder, save_encoder, save_task, save_text
 
@@ -206,6 +208,31 @@ def test_without_gpus_nothing_is_sharded_in_silence(name: str, device: str, fold
     assert done.returncode != 0
     assert f"shard by {name}, which it does on GPUs only" in done.stderr
     assert not (folder / f"no-gpu-{name}-{device}").exists()
+
+
+def test_a_launch_of_several_processes_that_is_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, unless there is MPI, and sets this."""
+    process: Any = SimpleNamespace(num_processes=1, distributed_type=SimpleNamespace(value="NO"))
+    for name in ("WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    check_launch(process)  # --num_processes 1
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match=r"this is one process\. Start them with torchrun"):
+        check_launch(process)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun --nproc_per_node 1
+    check_launch(process)
+
+
+@pytest.mark.slow
+def test_accelerate_launch_on_cpus_says_that_it_is_one_process(folder: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += ["-m", "hf_linear_attn", "convert", "--config", str(settings_file(folder, "launched", 4))]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode != 0
+    assert "this is one process. Start them with torchrun" in done.stderr
+    assert not (folder / "launched").exists()
 
 
 @pytest.mark.parametrize(("kind", "message"), [("FSDP", "FSDP with fsdp_version 1"), ("MEGATRON_LM", "LM, which")])

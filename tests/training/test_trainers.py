@@ -18,11 +18,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_linear_attn as hla
-from hf_linear_attn.training.arguments import DistillationConfig, FinetuningConfig
 from hf_linear_attn.training.callbacks import StageCallback
+from hf_linear_attn.training.distillation import (
+    DistillationConfig,
+    DistillationTrainer,
+    FinetuningConfig,
+    FinetuningTrainer,
+)
 from hf_linear_attn.training.losses import row_losses
 from hf_linear_attn.training.resumable import EpochSampler, InterruptedRunError, SeededCollator
-from hf_linear_attn.training.trainers import DistillationTrainer, FinetuningTrainer
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.tiny_models import tiny_model
 from tests.training.tiny_data import (
@@ -171,6 +175,22 @@ def test_another_number_of_processes_cannot_resume(tmp_path: Path) -> None:
         (checkpoint / f"rng_state_{process}.pth").write_bytes((checkpoint / "rng_state.pth").read_bytes())
     with pytest.raises(ValueError, match=r"written by 2 process\(es\), and this run has 1"):
         make_trainer("finetune", tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_holds_the_arguments_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the hidden folder that it is written to; and it is pushed once it has its name."""
+    pushed: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, **kwargs: None)
+    monkeypatch.setattr(
+        Trainer,
+        "_push_from_checkpoint",
+        lambda self, folder: pushed.append((folder, (Path(folder) / "trainer_state.json").is_file())),
+    )
+    trainer = make_trainer("finetune", tmp_path, save_steps=2, max_steps=2, push_to_hub=True)
+    trainer.train()
+    arguments = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert (Path(arguments.output_dir), arguments.push_to_hub) == (tmp_path, True)
+    assert pushed == [(str(tmp_path / "checkpoint-2"), True)]
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
@@ -327,6 +347,29 @@ def test_the_teacher_within_adapters_is_the_exact_model(tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.teacher_outputs({"input_ids": ids}, False).logits, expected, rtol=0, atol=1e-6)
     assert student.training
     assert not torch.allclose(student.eval()(input_ids=ids).logits, expected, atol=1e-3)
+
+
+def test_the_teacher_is_given_back_as_it_was(tmp_path: Path) -> None:
+    """While it is a teacher it is frozen and without dropout; afterwards it can be trained on."""
+    teacher = classifier(dropout=0.1).train()
+    teacher.get_input_embeddings().requires_grad_(False)
+    required = {name: value.requires_grad for name, value in teacher.named_parameters()}
+    meanwhile: list[bool] = []
+
+    def look() -> None:
+        meanwhile.append(teacher.training or any(value.requires_grad for value in teacher.parameters()))
+
+    student = hla.patch_model(copy.deepcopy(teacher), "hedgehog")
+    arguments = config(tmp_path, DistillationConfig, max_steps=2, save_strategy="no")
+    options: dict[str, Any] = {"train_dataset": Rows(30), "data_collator": collate, "callbacks": [At(1, look)]}
+    DistillationTrainer(student, teacher, arguments, **options).train()
+    assert meanwhile == [False]
+    assert teacher.training
+    assert {name: value.requires_grad for name, value in teacher.named_parameters()} == required
+    options["callbacks"] = [At(1, die)]
+    with pytest.raises(Killed):
+        DistillationTrainer(student, teacher, arguments, **options).train()
+    assert {name: value.requires_grad for name, value in teacher.named_parameters()} == required
 
 
 def test_a_student_needs_a_teacher(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hf_linear_attn.training.arguments import FinetuningConfig
+from hf_linear_attn.training.distillation import FinetuningConfig
 from tests.tiny_models import VOCABULARY, tiny_model
 
 

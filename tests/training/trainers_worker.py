@@ -13,10 +13,9 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
 import hf_linear_attn as hla
-from hf_linear_attn.training.arguments import DistillationConfig
+from hf_linear_attn.training.distillation import DistillationConfig, DistillationTrainer
 from hf_linear_attn.training.resumable import EpochSampler
 from hf_linear_attn.training.sharding import check_sharding, fill_copy, meta_copy, reshard
-from hf_linear_attn.training.trainers import DistillationTrainer
 from hf_linear_attn.training.transfer import TransferResult, transfer_attention
 from tests.training.sharded_worker import pretend_gpus
 from tests.training.tiny_data import Rows, classifier, collate, config, logged

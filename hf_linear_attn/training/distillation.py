@@ -1,47 +1,90 @@
-"""Trainers built on `transformers.Trainer`: fine-tuning and distillation."""
+"""Fine-tuning and distillation: losses and groups of parameters for `transformers.Trainer`."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.task_data import IGNORED
-from ..integration.context import SUBMODULE
 from ..integration.exact import exact_attention
-from ..utils.files import remove_partial_files, replace_folder
 from ..utils.models import evaluation_mode, mean_pooling
+from ..utils.options import check_options
 from . import losses
-from .arguments import DistillationConfig, FinetuningConfig
-from .resumable import EpochSampler, InterruptionCallback, SeededCollator
-from .sharding import autocast, check_sharding, fill_copy, meta_copy, name_layers, release, reshard, shard_frozen_model
+from .options import DistillConfig, StageConfig, check_loss_weights
+from .resumable import ResumableTrainer, is_learned
+from .sharding import autocast, shard_frozen_model
 from .transfer import check_finite_loss
 
-#: In a checkpoint: parameters that neither PEFT's adapter file nor a frozen base holds.
-LEARNED_FILE = "linear_attention.safetensors"
+
+def _as_in(section: Any, name: str) -> Any:
+    """A field with the default, the help and the bounds of an option of the command line."""
+    entry = section.__dataclass_fields__[name]
+    return field(default=entry.default, metadata=entry.metadata)
 
 
-class FinetuningTrainer(Trainer):
+@dataclass
+class FinetuningConfig(TrainingArguments):
+    """Arguments of `FinetuningTrainer`: `transformers.TrainingArguments` with a few fields more.
+
+    All fields of `transformers.TrainingArguments` keep their meaning. `logging_nan_inf_filter` has no effect: a loss
+    that is not finite is an error.
+    """
+
+    learned_lr: float | None = _as_in(StageConfig, "learned_lr")
+    disable_dropout: bool = _as_in(StageConfig, "disable_dropout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_options(self)
+
+
+@dataclass
+class DistillationConfig(FinetuningConfig):
+    """Arguments of `DistillationTrainer`: the weights of the terms of its loss."""
+
+    disable_dropout: bool = _as_in(DistillConfig, "disable_dropout")
+    logits_weight: float = _as_in(DistillConfig, "logits_weight")
+    temperature: float = _as_in(DistillConfig, "temperature")
+    task_weight: float = _as_in(DistillConfig, "task_weight")
+    hidden_weight: float = _as_in(DistillConfig, "hidden_weight")
+    carried_length: int = _as_in(DistillConfig, "carried_length")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_loss_weights(self)
+        if self.carried_length and self.gradient_checkpointing:
+            raise ValueError("carried_length needs a cache, which gradient_checkpointing excludes. Set one of them.")
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model has no gradients and no dropout. Its flags and modes are restored."""
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    try:
+        model.requires_grad_(False)
+        with evaluation_mode(model):
+            yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(required[name])
+
+
+class FinetuningTrainer(ResumableTrainer):
     """Trains a model, exact or patched, on the loss of its task. Used as `transformers.Trainer`.
 
-    What it does differently, and why:
+    What it does differently, beside what makes it resumable (see `ResumableTrainer`), and why:
 
     - The loss is the sum over all targets (rows, or predicted tokens) of an optimizer step, across accumulated batches
       and processes, divided by their number. The Trainer leaves that to the model; classifiers such as BERT ignore the
       number, so that their accumulated gradients come out too large by a factor of `gradient_accumulation_steps`.
-    - A checkpoint is written to a hidden folder and then renamed. The Trainer writes in place: a process that is killed
-      meanwhile leaves a folder from which it cannot resume.
-    - A resumed run sees the batches of the undisturbed one, and ends on a CPU with the same bits, given the same number
-      of threads (see `EpochSampler` and `SeededCollator`; a data set whose rows are random themselves is beyond that).
-    - SIGINT and SIGTERM write a checkpoint and raise an `InterruptedRunError`, unless `callbacks` has an
-      `InterruptionCallback` of its own.
     - A loss that is infinite or NaN raises a FloatingPointError that names the learning rate.
-    - Learned parts of mechanisms have a learning rate of their own and no weight decay, and are saved beside PEFT's
-      adapters, which would leave them out of a checkpoint.
+    - Learned parts of mechanisms have a learning rate of their own and no weight decay.
 
     Args:
         model: A `PreTrainedModel`, or one with PEFT adapters.
@@ -54,16 +97,12 @@ class FinetuningTrainer(Trainer):
     loss_is_scaled_for_ga = True
 
     args: FinetuningConfig
-    model: nn.Module
-    data_collator: SeededCollator
 
     def __init__(self, model: nn.Module | None = None, args: FinetuningConfig | None = None, **kwargs: Any) -> None:
         args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(f"args must be a {self.config_class.__name__}, got a {type(args).__name__}.")
         super().__init__(model, args, **kwargs)
-        check_sharding(self.accelerator)
-        self._output_folder = Path(str(args.output_dir))
         self.model_accepts_loss_kwargs = True  # so that the targets are counted
         # Transformers recognises fewer classes as causal language models (GPT2LMHeadModel is not among them).
         base: Any = self.model
@@ -72,18 +111,10 @@ class FinetuningTrainer(Trainer):
         #: A model without a head learns sentence embeddings.
         has_head = type(base).__name__ not in MODEL_MAPPING_NAMES.values()
         self._task_loss = losses.task_loss if has_head else losses.embedding_loss
-        self.data_collator = SeededCollator(self.data_collator, args.seed)
-        self._sampler: EpochSampler | None = None
-        self._skeleton: Any = None
-        self._partial_folder: Path | None = None
         self._loss_parts: dict[str, Tensor] = {}
         self._evaluation_totals: list[Tensor] = []
         self._last_logged_step = 0
-        if not self._interruption_callbacks():
-            self.add_callback(InterruptionCallback())
-
-    def _interruption_callbacks(self) -> list[InterruptionCallback]:
-        return [item for item in self.callback_handler.callbacks if isinstance(item, InterruptionCallback)]
+        self.add_callback(_LossPartsCallback(self))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -186,7 +217,7 @@ class FinetuningTrainer(Trainer):
         Vectors (biases and the weights of norms, whatever a model calls them) are not decayed; neither are the learned
         parts of a mechanism, whose initial value is not zero.
         """
-        return [name for name, value in model.named_parameters() if value.dim() >= 2 and not _is_learned(name)]
+        return [name for name, value in model.named_parameters() if value.dim() >= 2 and not is_learned(name)]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of `args.optim`, with `learned_lr` for the learned parts of mechanisms."""
@@ -196,7 +227,7 @@ class FinetuningTrainer(Trainer):
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise ValueError(f"{type(self.model).__name__} has no parameter that requires a gradient.")
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        learned = [value for name, value in parameters.items() if _is_learned(name) and value.requires_grad]
+        learned = [value for name, value in parameters.items() if is_learned(name) and value.requires_grad]
         if learned and self.args.learned_lr is not None:
             moved = set(map(id, learned))
             for group in optimizer.param_groups:
@@ -204,161 +235,16 @@ class FinetuningTrainer(Trainer):
             optimizer.add_param_group({"params": learned, "lr": self.args.learned_lr, "weight_decay": 0.0})
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler: Any = super()._get_train_sampler(train_dataset)
-        if sampler is None or self.args.train_sampling_strategy not in ("random", "group_by_length"):
-            return sampler
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(self.args.world_size, 1)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self._sampler = EpochSampler(len(sampler), seed, getattr(sampler, "lengths", None), rows)
-        return self._sampler
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of a validation set. What is random in its batches is the same in every evaluation."""
-        training_collator = self.data_collator
-        self.data_collator = SeededCollator(training_collator.collator, self.args.seed)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = training_collator
+class _LossPartsCallback(TrainerCallback):
+    """Begins the averages of the terms of a loss anew."""
 
-    def _run_epoch(self, model: nn.Module, epoch: int, *args: Any, **kwargs: Any) -> None:
-        self.data_collator.set_epoch(epoch)
-        if self._sampler is not None:
-            self._sampler.epoch = epoch
-        super()._run_epoch(model, epoch, *args, **kwargs)
+    def __init__(self, trainer: FinetuningTrainer) -> None:
+        self.trainer = trainer
 
-    def _is_sharded(self) -> bool:
-        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
-    def complete_model(self) -> Any:
-        """Return the model that was passed, or, where training has sharded it, a complete copy on the CPU.
-
-        Every process must call it.
-        """
-        if self._skeleton is None:
-            return self.accelerator.unwrap_model(self.model)
-        reshard(self.model)
-        return fill_copy(self._skeleton, self.accelerator.unwrap_model(self.model_wrapped))
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        release(self.model)
-        self._skeleton = meta_copy(self.accelerator.unwrap_model(self.model)) if self._is_sharded() else None
-        if not self.is_fsdp_enabled:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        name_layers(self.accelerator, self.model)
-        position = {id(parameter): index for index, parameter in enumerate(self.model.parameters())}
-        groups = self.create_optimizer().param_groups
-        positions = [[position[id(parameter)] for parameter in group["params"]] for group in groups]
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        # accelerate finds the shard of a parameter by its address, which empty shards do not have: the optimizer of a
-        # model that has been sharded before would get others.
-        shards = list(self.model.parameters())
-        for group, expected in zip(self.create_optimizer().param_groups, positions, strict=True):
-            group["params"] = [shards[index] for index in expected]
-        if resume_from_checkpoint is not None:
-            self._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
-            self._load_optimizer_and_scheduler(resume_from_checkpoint)
-            self._load_scaler(resume_from_checkpoint)
-        return prepared
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train to the end, optionally from a checkpoint (see `Trainer.train`).
-
-        Raises:
-            InterruptedRunError: SIGINT or SIGTERM; a checkpoint has been written.
-            FloatingPointError: The loss is infinite or NaN.
-            ValueError: There is no checkpoint, or it was written by another number of processes.
-        """
-        folder = self._output_folder
-        if self.is_world_process_zero() and folder.is_dir():
-            remove_partial_files(folder)
-        self.accelerator.wait_for_everyone()
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
-            if resume_from_checkpoint is None:
-                raise ValueError(f"There is no checkpoint to resume from in {str(folder)!r}.")
-        checkpoint, processes = Path(str(resume_from_checkpoint)), self.args.world_size
-        before = len(list(checkpoint.glob("rng_state_*.pth"))) or 1
-        if (checkpoint / "trainer_state.json").is_file() and before != processes:
-            counts = f"was written by {before} process(es), and this run has {processes}"
-            remedy = "Resume with as many as before."
-            raise ValueError(f"{str(checkpoint)!r} {counts}: the order of the data would change. {remedy}")
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            if not self._is_sharded():
-                # accelerate wraps the forward pass of the model itself in mixed precision, for good.
-                self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False)
-            for callback in self._interruption_callbacks():
-                callback.watch.stop()
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        result = super()._init_training_state(*args, **kwargs)
-        self._last_logged_step = self.state.global_step
-        self._loss_parts.clear()
-        best = self._output_folder / f"checkpoint-{self.state.best_global_step}"
-        if self.state.best_model_checkpoint is None and best.is_dir():
-            # The output folder has been moved since the checkpoint was written.
-            self.state.best_model_checkpoint = str(best)
-        return result
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # save_strategy="best" withdraws a callback's request to save in a step whose evaluation is not the best.
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        partial = folder / f".{name}.part"
-        self._partial_folder = partial
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._partial_folder = None
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder / name)  # and not where it was written
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self.state.save_to_json(str(partial / name / "trainer_state.json"))
-            replace_folder(folder / name, partial / name)
-            partial.rmdir()
-            rotate_checkpoints(
-                output_dir=str(folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(folder / name))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._partial_folder is None else str(self._partial_folder)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: a checkpoint is pushed once it has its name."""
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if hasattr(self.model, "peft_config") and self.args.should_save and not self._is_sharded():
-            learned = {  # PEFT saves what it has been told to save, and its adapters.
-                name: parameter.detach().cpu().contiguous()
-                for name, parameter in self.model.named_parameters()
-                if _is_learned(name) and parameter.requires_grad and "modules_to_save" not in name
-            }
-            save_file(learned, str((Path(output_dir) if output_dir else self._output_folder) / LEARNED_FILE))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_learned(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_learned(Path(str(self.state.best_model_checkpoint)))
-
-    def _load_learned(self, folder: Path) -> None:
-        if (folder / LEARNED_FILE).is_file():
-            self.model.load_state_dict(load_file(str(folder / LEARNED_FILE)), strict=False)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._last_logged_step = state.global_step
+        self.trainer._loss_parts.clear()
 
 
 class DistillationTrainer(FinetuningTrainer):
@@ -377,7 +263,7 @@ class DistillationTrainer(FinetuningTrainer):
     which starts from the state (or the keys) after them ("state passing", arXiv:2507.02782). The teacher sees all.
 
     A model without a head learns the mean-pooled embeddings of its teacher, whatever the labels of its training rows.
-    The teacher has no gradients and no dropout. Under FSDP2 and ZeRO-3 it is sharded as the student is.
+    While it trains, the teacher has no gradients and no dropout. Under FSDP2 and ZeRO-3 it is sharded, too.
 
     Args:
         model: The student: a patched model, or one with PEFT adapters around a patched model.
@@ -407,13 +293,13 @@ class DistillationTrainer(FinetuningTrainer):
         if self.args.carried_length and not self._loss_shifts_labels:
             raise ValueError(f"carried_length is for causal language models, not {type(model).__name__}. Set it to 0.")
         self.teacher = teacher_model
-        if teacher_model is not None:
-            teacher_model.eval().requires_grad_(False)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `FinetuningTrainer` does. Meanwhile the teacher has no gradients and no dropout."""
         if self.teacher is not None:
             self.teacher = shard_frozen_model(self.accelerator, self.teacher)
-        return super()._prepare_for_training(*args, **kwargs)
+        with nullcontext() if self.teacher is None else frozen(self.teacher):
+            return super().train(*args, **kwargs)
 
     def loss_terms(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
@@ -470,12 +356,15 @@ class DistillationTrainer(FinetuningTrainer):
         rest = {name: value[:, length:] for name, value in by_token.items()}
         return {**inputs, **rest, "past_key_values": cache}
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of a step and the number of their targets, of which carried tokens are none."""
+        return super().get_batch_samples(map(self._without_carried, epoch_iterator), num_batches, device)
+
+    def _without_carried(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.args.carried_length:
-            for batch in batch_samples:
-                batch["labels"] = batch["labels"].clone()  # may be the input_ids
-                batch["labels"][:, : self.args.carried_length + 1] = IGNORED
-        return super()._get_num_items_in_batch(batch_samples, device)
+            batch["labels"] = batch["labels"].clone()  # may be the input_ids
+            batch["labels"][:, : self.args.carried_length + 1] = IGNORED
+        return batch
 
     @torch.no_grad()
     def teacher_outputs(self, inputs: dict[str, Any], output_hidden_states: bool) -> Any:
@@ -486,7 +375,3 @@ class DistillationTrainer(FinetuningTrainer):
             student: Any = self.model
             with evaluation_mode(student), student.disable_adapter(), exact_attention(student):
                 return student(**inputs, output_hidden_states=output_hidden_states)
-
-
-def _is_learned(name: str) -> bool:
-    return f".{SUBMODULE}." in f".{name}"
