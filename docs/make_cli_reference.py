@@ -33,6 +33,9 @@ INTRODUCTION = f"""# Command line
 - Exit codes: 0 is success, 1 an expected error or a budget that is not kept, 2 wrong usage, 130 an interruption.
 """
 
+#: Verbs whose options others share.
+REFERRED = ("convert", "evaluate")
+
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 
 
@@ -46,11 +49,22 @@ def main(arguments: list[str]) -> int:
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *(verb_reference(name, verb) for name, verb in VERBS.items())])
+    parts = [INTRODUCTION]
+    described: dict[str, str] = {}
+    for name, verb in VERBS.items():
+        parts.append(verb_reference(name, verb, described))
+    return "\n".join(parts)
 
 
-def verb_reference(name: str, verb: Verb) -> str:
-    """A heading, the summary, the examples, and a table of options for each section."""
+def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
+    """A heading, the summary, the examples, and a table of options for each section.
+
+    Args:
+        name: Name of the verb.
+        verb: The verb.
+        described: Row of an option -> verb of `REFERRED` that has it in its tables. Other verbs name such an option
+            without its table row. Rows are added if the verb is in `REFERRED`.
+    """
     module, _, attribute = verb.config.partition(":")
     config = getattr(importlib.import_module(f"hf_linear_attn.{module}"), attribute)
     note = ""
@@ -61,12 +75,20 @@ def verb_reference(name: str, verb: Verb) -> str:
     if commands:
         parts += ["```bash", *commands, "```", ""]
     sections: dict[str, list[str]] = {}
+    same: dict[str, list[str]] = {}
     for section, row in rows(config):
-        sections.setdefault(section, []).append(row)
+        if row in described:
+            same.setdefault(described[row], []).append(row.split()[1])
+        else:
+            sections.setdefault(section, []).append(row)
+            if name in REFERRED:
+                described[row] = name
     for section, lines in sections.items():
         if section:
             parts += [f"**Section `{section}`**", ""]
         parts += ["| option | value | default | meaning |", "| --- | --- | --- | --- |", *lines, ""]
+    for other, flags in same.items():
+        parts += [f"These options are the same as in [{other}](#{other}): {', '.join(flags)}.", ""]
     return "\n".join(parts)
 
 
