@@ -18,7 +18,6 @@ import pytest
 import hf_linear_attn as hla
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.registry import ATTENTIONS, FEATURE_MAPS, list_attentions
-from tests.cases import entries, serves
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -97,18 +96,6 @@ def test_python_runs_and_prints_what_it_says(name: str, tmp_path: Path, monkeypa
             # Some libraries print reports of their own before.
             expected = following.body.rstrip().splitlines()
             assert printed.getvalue().rstrip().splitlines()[-len(expected) :] == expected
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "recipes" / "results" / "fidelity").glob("*.json")), ids=lambda path: path.stem
-)
-def test_fidelity_is_known_for_every_mechanism(path: Path) -> None:
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    causal = rows[0]["kind"] == "decoder"
-    known = {entry.name for entry in entries() if serves(entry, causal)}
-    assert {row["mechanism"] for row in rows} == known
-    for row in rows:
-        assert (row["trained"] is not None) is ATTENTIONS.get(row["mechanism"]).learned
 
 
 def test_ci_finds_its_commands() -> None:

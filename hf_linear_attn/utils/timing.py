@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +45,42 @@ def time_interleaved(
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
 ) -> dict[str, Timing]:
-    """Time functions side by side: each round runs every one once, in rotating order.
+    """Time functions side by side, and summarize their times and their ratios to the baseline's, round by round.
 
     Args:
         functions: Name -> function without arguments.
         baseline: The name that speedups are relative to.
+        seconds, device, repeat, warmup, min_rounds, max_rounds: See `sample_interleaved`.
+    """
+    options: dict[str, Any] = {"repeat": repeat, "warmup": warmup, "min_rounds": min_rounds, "max_rounds": max_rounds}
+    samples = sample_interleaved(functions, seconds=seconds, device=device, **options)
+    return {name: summarize_samples(samples[name], samples[baseline]) for name in functions}
+
+
+def sample_interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    device: torch.device | None = None,
+    repeat: bool = True,
+    warmup: int = 1,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = MAX_ROUNDS,
+    clock: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of one call of each function in every round. A round runs every one once, in rotating order.
+
+    Args:
+        functions: Name -> function without arguments.
         seconds: Time to spend; between `min_rounds` and `max_rounds` rounds are run.
         device: A GPU is synchronised around each sample.
         repeat: Whether a short function is called several times in one sample. A function that changes its own state,
             such as a decoding step, must not be.
         warmup: Calls of each function before the first sample.
+        min_rounds, max_rounds: How many rounds are run at least and at most.
+        clock: Returns seconds, such as `time.process_time`; None: wall time, after a GPU is done.
     """
-    clock = device_clock(device)
+    clock = clock or device_clock(device)
 
     def sample(function: Callable[[], object], calls: int) -> float:
         start = clock()
@@ -78,7 +103,7 @@ def time_interleaved(
         order.rotate(-1)
         if round_index + 1 >= min_rounds and time.perf_counter() - start > seconds:
             break
-    return {name: summarize_samples(samples[name], samples[baseline]) for name in functions}
+    return samples
 
 
 def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Timing:

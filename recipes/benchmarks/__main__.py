@@ -1,48 +1,121 @@
-"""Speed and memory of every mechanism and backend, over the limits of this machine.
+"""One runner of all benchmarks.
 
-    python -m recipes.benchmarks --quick
-    python -m recipes.benchmarks --section ops --attention elu hedgehog --lengths 256 1024 4096 --dtypes float32
-    python -m recipes.benchmarks --section decode memory --output benchmark --append
-    python -m recipes.benchmarks ./llama --section model --model_lengths 1024 4096
-    python -m recipes.benchmarks --compare benchmark-before/benchmark.json --output benchmark-now
+    python -m recipes.benchmarks                      # lists them
+    python -m recipes.benchmarks attention --help
+    python -m recipes.benchmarks attention --attention '[elu, hedgehog]' --lengths '[256, 4096]' --output out
+    python -m recipes.benchmarks attention --output out --resume
+    python -m recipes.benchmarks attention --output now --compare recipes/results/attention.json.gz
 
-Sections:
-    ops     attention by itself: every mechanism and backend against sdpa, other packages, and the limits
-    decode  one token after a context: against key-value caches, and whole models' generation
-    model   whole models against the speedup of the model without attention; MODEL instead of random weights
-    memory  peak extra memory, each value from a process of its own
-
-Every measurement is on disk at once. Ctrl-C stops; the same command with --append continues. The exit code is 1 with
---compare if a ratio became worse by more than the noise.
+Each cell of a benchmark is on disk at once, in OUTPUT/records.jsonl. Ctrl-C stops; the same command with --resume goes
+on. OUTPUT/results.json has the settings, the machine and all rows: copied to recipes/results/, it is what
+`python -m recipes.benchmarks.write_tables` makes the published tables from. `--compare` takes the results of an earlier
+run and compares ratios, never times; the exit code is 1 if one became worse by more than the noise.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import importlib
+import inspect
 import sys
+from pathlib import Path
+from typing import Any
 
-from hf_linear_attn.utils.arguments import exit_code, parse_config
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from .options import BenchmarkOptions
+#: Name -> module and function.
+BENCHMARKS = {
+    "attention": "attention:attention",
+    "compiled": "models:compiled",
+    "decoding": "decoding:decoding",
+    "fidelity": "conversion:fidelity",
+    "glue": "conversion:glue",
+    "lm": "conversion:lm",
+    "memory": "memory:memory",
+    "models": "models:models",
+    "onnx": "deployment:onnx",
+    "packing": "deployment:packing",
+    "profile": "profile:profile",
+    "proteins": "proteins:proteins",
+    "proteins-costs": "proteins:costs",
+    "quantization": "deployment:quantization",
+    "stream": "stream:stream",
+    "transfer-cost": "models:transfer_cost",
+}
+
+
+class HelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the docstring of a benchmark as it is."""
+
+
+def benchmark_of(name: str) -> Any:
+    """Return the function of a benchmark."""
+    module, _, function = BENCHMARKS[name].partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), function)
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """Return the parser of a benchmark: its own options, and those of every benchmark."""
+    function = benchmark_of(name)
+    program, description = f"python -m recipes.benchmarks {name}", inspect.getdoc(function)
+    parser = ArgumentParser(prog=program, description=description, formatter_class=HelpFormatter)
+    parser.add_function_arguments(function)
+    parser.add_argument("--output", type=str, default=f"benchmark-{name}", help="folder for records and results")
+    parser.add_argument("--resume", action="store_true", help="go on with the records in the folder")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads, for all alike")
+    parser.add_argument("--compare", type=str, help="results of an earlier run; exit code 1 if a ratio became worse")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="a smaller change of a ratio is noise")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(arguments), traceback="--traceback" in arguments)
+    if not arguments or arguments[0] not in BENCHMARKS:
+        wrong = arguments and not arguments[0].startswith("-")
+        sys.stderr.write(f"error: there is no benchmark {arguments[0]!r}.\n" if wrong else str(__doc__))
+        sys.stderr.write(f"Benchmarks: {', '.join(BENCHMARKS)}.\n")
+        return 2
+    name, *rest = arguments
+    options = vars(parser_of(name).parse_args(rest))
+    common = {key: options.pop(key) for key in ("output", "resume", "threads", "compare", "tolerance")}
+    try:
+        return run(name, options, **common)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: the same command with --resume goes on\n")
+        return 130
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 1
 
 
-def run(arguments: list[str]) -> int:
-    model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    options = parse_config(
-        BenchmarkOptions, arguments, program="python -m recipes.benchmarks [MODEL]", description=__doc__ or ""
-    )
-    from rich.console import Console
+def run(
+    name: str,
+    parameters: dict[str, Any],
+    *,
+    output: str,
+    resume: bool,
+    threads: int,
+    compare: str | None,
+    tolerance: float,
+) -> int:
+    """Run a benchmark, show its table, and return the exit code."""
+    import torch
 
-    from .runner import run_benchmark
+    from hf_linear_attn.utils.progress import ConsoleProgress
 
-    # A file or a pipe has no width; rich would assume 80 columns.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
-    return run_benchmark(options, model, console=Console(file=sys.stdout, width=width))[1]
+    from . import runner, write_tables
+
+    before = None if compare is None else write_tables.read_json(Path(compare))["rows"]
+    torch.set_num_threads(threads)
+    with ConsoleProgress() as progress:
+        options = {"resume": resume, "progress": progress}
+        results = runner.run_benchmark(name, benchmark_of(name), parameters, Path(output), **options)
+    sys.stdout.write(write_tables.table_of_run(results) + f"\n\nWritten: {Path(output) / runner.RESULTS_FILE}\n")
+    if before is None:
+        return 0
+    changes = runner.compare(before, results["rows"], tolerance)
+    sys.stdout.write("\n".join(map(str, changes)) + "\n" if changes else "Nothing changed by more than the noise.\n")
+    return 1 if any(change.factor > 1 for change in changes) else 0
 
 
 if __name__ == "__main__":

@@ -1,232 +1,156 @@
-"""`hf-linear-attn benchmark`: measures section by section, writes tables and JSON, compares with an earlier run."""
+"""Runs a benchmark: each cell is measured once, and read from the records when a run is resumed.
+
+A benchmark is a generator function. It yields cells, and gets back the rows of each: so it can leave out what would
+take too long, by what the cells before took. Its parameters are the options of the command line.
+"""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_linear_attn.study.records import RECORDS_FILE, Records
+from hf_linear_attn.study.records import Conditions
+from hf_linear_attn.study.study import open_study
 from hf_linear_attn.utils.environment import environment, json_safe
+from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.progress import Progress
 
-from .options import SECTIONS, BenchmarkOptions
+RESULTS_FILE = "results.json"
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .bench import Bench
-    from .tables import Table
-
-TOOL = "benchmark"
-FORMAT_VERSION = 1
-REPORT, TABLES, CSV = "benchmark.json", "benchmark.md", "benchmark.csv"
-
-Section = Callable[["Bench"], list[dict[str, Any]]]
+Rows = list[dict[str, Any]]
 
 
-def sections() -> dict[str, Section]:
-    """Name -> what measures it. Heavy imports stay in here."""
-    from .decode import run_decode
-    from .memory import run_memory
-    from .model import run_model
-    from .ops import run_ops
+@dataclass(frozen=True)
+class Cell:
+    """What is measured in one go.
 
-    return dict(zip(SECTIONS, (run_ops, run_decode, run_model, run_memory), strict=True))
+    Args:
+        facts: Columns that all rows of the cell share, such as its length.
+        measure: Makes the rows, without these columns.
+        settings: What else the values depend on: names of mechanisms, seconds, the seed.
+    """
+
+    facts: Mapping[str, Any]
+    measure: Callable[[], Rows]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+Cells = Generator[Cell, Rows, None]
+Benchmark = Callable[..., Cells]
 
 
 def run_benchmark(
-    options: BenchmarkOptions, source: str | None = None, *, console: Console | None = None
-) -> tuple[dict[str, Any], int]:
-    """Measure, write `options.output`, show the tables; returns what `benchmark.json` holds, and the exit code: 1 where
-    `options.compare` is given and something became worse.
+    name: str,
+    benchmark: Benchmark,
+    options: Mapping[str, Any],
+    folder: Path,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure all cells, and write the results to a folder.
 
     Args:
-        source: a checkpoint for the section `model` instead of shapes with random weights.
+        name: What the results are called.
+        benchmark: Yields the cells.
+        options: Its parameters.
+        folder: Gets the records, each as soon as it is known, and `results.json` at the end.
+        resume: Whether to go on with what the folder holds.
+        progress: Told what is being measured.
+
+    Returns:
+        What `results.json` holds: name, settings, versions and hardware, rows.
 
     Raises:
-        ValueError, OSError: settings or a model that cannot be served; nothing has been measured then.
+        ValueError, OSError: An option or a folder that cannot be used.
     """
-    from rich.console import Console
-
-    from .compare import compare, load_report, ratios_of
-    from .show import show, show_comparison
-    from .tables import tables_of
-    from .workloads import check_backends, mechanism_names
-
-    began = time.perf_counter()
-    console = console or Console()
-    mechanism_names(options.attention)
-    check_backends(options.backend)
-    device = checked_device(options.device)
-    check_source(source, options)
-    before = load_report(options.compare) if options.compare is not None else None
-    store = open_store(options)
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _threads(options.threads):
-        report = _measure(options, source, store, device, console)
-    report = json_safe({**report, "ratios": ratios_of(report["sections"]), "seconds": time.perf_counter() - began})
-    tables = tables_of(report)
-    write(folder / REPORT, (json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
-    write(folder / TABLES, page(report, tables).encode())
-    write(folder / CSV, table_of(store).encode())
-    show(console, report, tables, folder)
-    if before is None:
-        return report, 0
-    comparison = compare(before, report, options.tolerance)
-    show_comparison(console, comparison, before, report, str(options.compare))
-    return report, 1 if comparison.worse else 0
-
-
-def _measure(
-    options: BenchmarkOptions, source: str | None, store: Records, device: Any, console: Console
-) -> dict[str, Any]:
-    """All sections asked for. What was measured before an error or an interruption stays on disk."""
-    from recipes.benchmarks.screen import Screen
-
-    from .bench import Bench
-
+    settings, rows = json_safe(options), []
+    device = options.get("device", "cpu")
     machine = environment(device)
-    settings = json_safe({**vars(options), "model": source})
-    store.start_run(TOOL, settings, machine)
-    header = {"format_version": FORMAT_VERSION, "tool": TOOL, "settings": settings, **machine}
-    num_known = len(store)
-    rows_by_section: dict[str, list[dict[str, Any]]] = {}
-    try:
-        with Screen(console) as screen:
-            if num_known:
-                screen.say(f"resuming after {num_known} measurements of earlier runs")
-            parts = {name: machine["hardware"][name] for name in ("device", "cpu", "threads")}
-            bench = Bench(options, store, screen, {"device": parts, "versions": machine["versions"]}, device, source)
-            for name, run in sections().items():
-                if name in options.section:
-                    rows_by_section[name] = run(bench)
-                    screen.say(f"{name}: {len(rows_by_section[name])} rows")
-    except BaseException:
-        show_saved_measurements(console, store, Path(options.output))
-        raise
-    return {**header, "sections": rows_by_section, "notes": bench.all_notes()}
+    parts = {part: machine["hardware"][part] for part in ("device", "cpu", "threads")}
+    progress = progress or Progress()
+    with open_study(folder, name, settings, device=device, resume=resume, progress=progress) as study:
+        for cell, answer in driven(benchmark(**options)):
+            study.status(", ".join(f"{key} {value}" for key, value in cell.facts.items()))
+            conditions = {"settings": {**cell.facts, **cell.settings}, "device": parts, "versions": machine["versions"]}
+            record = study.measure(Conditions("", "", "", name, **conditions), cell.measure)
+            answer.extend({**cell.facts, **row} for row in record.values)
+            rows += answer
+        results = {"format_version": 1, "benchmark": name, "settings": settings, "environment": machine, "rows": rows}
+        write_json(folder / RESULTS_FILE, json_safe(results))
+    return results
 
 
-def table_of(store: Records) -> str:
-    """CSV with a row for each number: what was measured, and the path of the number in its value (`seconds.median`)."""
-    import pandas as pd
-
-    rows = store.to_frame().to_dict("records")
-    numbers = [
-        {**row, "metric": name, "value": one} for row in rows for name, one in numbers_of(row["value"], row["metric"])
-    ]
-    return pd.DataFrame(numbers).dropna(axis="columns", how="all").to_csv(index=False)
-
-
-def numbers_of(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """All numbers in nested data, with their path."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from numbers_of(item, f"{name}.{key}")
-    elif isinstance(value, list):
-        yield from numbers_of(dict(enumerate(value)), name)
-    elif isinstance(value, (int, float)):
-        yield name, value
+def driven(cells: Cells) -> Iterator[tuple[Cell, Rows]]:
+    """Yield each cell with a list, and send what the list holds afterwards back to the generator."""
+    rows: Rows | None = None
+    while True:
+        try:
+            cell = next(cells) if rows is None else cells.send(rows)
+        except StopIteration:
+            return
+        rows = []
+        yield cell, rows
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many threads for a while."""
-    import torch
+# --------------------------------------------------------------------------------------------------------------------
+# Comparison of two runs
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+#: Columns that are ratios, and whether less is better. Times are never compared.
+RATIOS = {"speedup": False, "over_limit": True, "over_floor": True, "to_output": True}
+
+#: A ratio of fewer rounds than this may vary by so much without our knowing: its percentiles are too near each other.
+FEW_ROUNDS, FEW_ROUNDS_NOISE = 3, 0.15
 
 
-def page(report: dict[str, Any], tables: Sequence[Table]) -> str:
-    """benchmark.md: all tables, and what was not measured."""
-    from .tables import markdown
+@dataclass(frozen=True)
+class Change:
+    """A ratio before and now. A factor above 1 means: worse by so much."""
 
-    notes = [f"- {text}" for texts in report["notes"].values() for text in texts]
-    left_out = ["## Not measured", "\n".join(notes)] if notes else []
-    return "\n\n".join(["# Benchmark", where(report), *map(markdown, tables), *left_out]) + "\n"
+    name: str
+    before: float
+    after: float
+    factor: float
 
-
-def where(report: dict[str, Any]) -> str:
-    """The machine, in a line."""
-    hardware, versions = report["hardware"], report["versions"]
-    name = hardware["cpu"] if hardware["device"] == "cpu" else hardware["device"]
-    load = hardware["load_average_at_start"]
-    load_text = "" if load is None else f", load at the start {load:.1f}"
-    return f"{name}, threads: {hardware['threads']}, torch {versions['torch']}{load_text}."
+    def __str__(self) -> str:
+        change = f"{100 * (max(self.factor, 1 / self.factor) - 1):.0f} % {'worse' if self.factor > 1 else 'better'}"
+        return f"{self.name}: {self.before:.3g} before, {self.after:.3g} now, {change}"
 
 
-def write(path: Path, content: bytes) -> None:
-    """The whole file or the one before."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(content)
-    partial.replace(path)
+def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], tolerance: float) -> list[Change]:
+    """Return the ratios that changed by more than the noise, the worst first.
 
-
-def checked_device(name: str) -> Any:
-    """Raises a ValueError for a device that PyTorch does not know or this machine does not have."""
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise ValueError(f"The device {name!r} cannot be used ({str(error).splitlines()[0]}). Try cpu.") from error
-    return device
-
-
-def check_source(source: str | None, options: BenchmarkOptions) -> None:
-    """Raises where a checkpoint is given that the sections asked for cannot take."""
-    if source is None:
-        return
-    from .shapes import is_decoder
-
-    decoder = is_decoder(source)
-    if not {"decode", "model"} & set(options.section) or {"ops", "memory"} & set(options.section):
-        raise ValueError(
-            f"The model {source!r} is for the sections decode and model; the others have no model. Add --section model."
-        )
-    if "decode" in options.section and not decoder:
-        raise ValueError(f"{source!r} is no causal language model, and decodes nothing. Use --section model.")
-
-
-def open_store(options: BenchmarkOptions) -> Records:
-    """The measurements of the output folder.
+    Of these the intervals between the 20th and the 80th percentile lie apart, and the medians differ by more than
+    `tolerance`, or by more than 0.15 where a ratio comes from fewer than three rounds.
 
     Raises:
-        ValueError: the folder holds measurements and `append` is not given, or holds other things.
-        OSError: it is a file.
+        ValueError: The runs have no ratio in common.
     """
-    folder = Path(options.output)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"The output {options.output!r} is a file. Give a folder with --output.")
-    in_use = folder.is_dir() and any(folder.iterdir())
-    if in_use and not (folder / RECORDS_FILE).is_file():
-        raise ValueError(f"The folder {options.output!r} holds other files. Give a new one with --output.")
-    if in_use and not options.append:
-        raise ValueError(
-            f"The folder {options.output!r} holds measurements already. Pass --append to go on or to add to them, or "
-            "give another folder with --output."
-        )
-    return Records(folder / RECORDS_FILE, remeasure=options.again)
+    first, second = (dict(ratio for row in rows for ratio in _ratios(row)) for rows in (before, after))
+    if not first.keys() & second.keys():
+        raise ValueError("The two runs have no ratio in common. Compare runs of the same benchmark and settings.")
+    changes = [_change(key, first[key], second[key], tolerance) for key in first if key in second]
+    return sorted(filter(None, changes), key=lambda change: -change.factor)
 
 
-def show_saved_measurements(console: Console, store: Records, folder: Path) -> None:
-    from recipes.benchmarks.screen import readable
+def _ratios(row: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float]]]:
+    """Name of a row and ratio -> median, p20, p80 and rounds. Ratios of bytes do not vary."""
+    facts = [f"{name} {value}" for name, value in sorted(row.items()) if isinstance(value, (str, int)) and value != ""]
+    name = ", ".join(fact for fact in facts if not fact.startswith(("bytes", "limit", "features")))
+    for ratio in RATIOS.keys() & row.keys():
+        value = row[ratio]
+        spread = value if isinstance(value, Mapping) else {"median": value, "p20": value, "p80": value, "rounds": 3}
+        if spread["median"]:
+            yield (name, ratio), dict(spread)
 
-    if not len(store):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        return
-    message = (
-        f"{len(store)} measurements are kept in {folder / RECORDS_FILE}. To go on: the same command with --append."
-    )
-    console.print(readable(console, message), highlight=False, markup=False, soft_wrap=True)
+
+def _change(key: tuple[str, str], first: dict[str, float], second: dict[str, float], tolerance: float) -> Change | None:
+    few = min(first["rounds"], second["rounds"]) < FEW_ROUNDS
+    grew = second["median"] / first["median"]
+    factor = grew if RATIOS[key[1]] else 1 / grew
+    apart = second["p20"] > first["p80"] or second["p80"] < first["p20"]
+    if not apart or max(factor, 1 / factor) <= 1 + (max(tolerance, FEW_ROUNDS_NOISE) if few else tolerance):
+        return None
+    return Change(f"{key[0]}: {key[1].replace('_', ' ')}", first["median"], second["median"], factor)

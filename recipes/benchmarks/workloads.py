@@ -1,35 +1,41 @@
-"""What is timed: attention mechanisms by themselves on random q, k, v, on each backend that serves them."""
+"""What is timed: mechanisms by themselves on random q, k, v and each backend, and models of known shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attn.feature_maps.base import AttentionShape
 from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
 from hf_linear_attn.mechanisms.kernelized import KernelizedAttention
 from hf_linear_attn.mechanisms.softmax import EXACT
 from hf_linear_attn.ops import backends
-from hf_linear_attn.registry import ATTENTIONS, AttentionEntry, build_options, list_attentions
+from hf_linear_attn.registry import ATTENTIONS, build_options, list_attentions
 
-from .timing import InContext
-
-#: The backend of mechanisms that have one form only.
-OWN = "own"
-
-#: What a mechanism says where it cannot serve a shape.
+#: The row of exact attention.
+BASELINE = "sdpa"
+#: What is measured where every mechanism costs seconds.
+FEW = ("elu", "favor+", "hedgehog", "window")
+#: What a mechanism raises where it does not support a shape.
 UNSUPPORTED_ERRORS = (ValueError, NotImplementedError, TypeError)
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Standard normal q, k, v and an output's gradient, `[B, H, L, d]`."""
+    """Standard normal q, k, v and a gradient of the output, `[B, H, L, d]`."""
 
     query: Tensor
     key: Tensor
@@ -37,49 +43,51 @@ class Inputs:
     gradient: Tensor
 
     @classmethod
-    def make(
-        cls, batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int
-    ) -> Inputs:
+    def make(cls, batch: int, heads: int, length: int, dim: int, dtype: str, device: Any, seed: int) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
-        tensors = (torch.randn(batch, heads, length, dim, generator=generator).to(device, dtype) for _ in range(4))
-        return cls(*tensors)
+        tensors = (torch.randn(batch, heads, length, dim, generator=generator) for _ in range(4))
+        return cls(*(tensor.to(device, getattr(torch, dtype)) for tensor in tensors))
 
-    @property
-    def length(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def scaling(self) -> float:
-        return self.query.shape[3] ** -0.5
-
-    def moved_bytes(self, backward: bool) -> int:
-        """Bytes that any attention must read or write once: q, k, v, o; backward q, k, v, o, do, dq, dk, dv too."""
-        return (12 if backward else 4) * self.query.nbytes
+    def call(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], backward: bool, module: Any = None) -> Call:
+        """Return a call of `attend`; with `backward` it also computes the gradients of q, k, v and the parameters."""
+        if not backward:
+            return torch.no_grad()(lambda: attend(self.query, self.key, self.value))
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (self.query, self.key, self.value)]
+        parameters = [] if module is None else [one for one in module.parameters() if one.requires_grad]
+        return lambda: torch.autograd.grad(attend(*leaves), [*leaves, *parameters], self.gradient, allow_unused=True)
 
 
-def mechanism_names(chosen: Sequence[str] | None) -> list[str]:
-    """The names asked for, or all but exact attention.
+def mechanism_names(chosen: Sequence[str] | None, causal: bool | None = None) -> list[str]:
+    """Return the names that were asked for, or all but exact attention, those of one direction.
 
     Raises:
-        ValueError: an unknown name, or exact attention.
+        ValueError: A name is unknown, or that of exact attention, which is always measured.
     """
-    if chosen is None:
-        return [name for name in list_attentions() if name != EXACT]
-    list_attentions()
-    for name in chosen:
-        ATTENTIONS.get(name)
-        if name == EXACT:
-            raise ValueError(f"attention {EXACT!r} is the exact attention, which is always measured. Leave it out.")
-    return list(chosen)
+    names = [name for name in list_attentions() if name != EXACT] if chosen is None else list(chosen)
+    if EXACT in names:
+        raise ValueError(f"attention {EXACT!r} is exact attention, which is always measured. Leave it out.")
+    entries = {name: ATTENTIONS.get(name) for name in names}
+    return [
+        name for name, entry in entries.items() if causal is None or (entry.causal if causal else entry.bidirectional)
+    ]
 
 
-def serves(name: str, causal: bool) -> bool:
-    entry = ATTENTIONS.get(name)
-    return entry.causal if causal else entry.bidirectional
+def check_names(mechanisms: Sequence[str] | None, chosen_backends: Sequence[str] | None) -> None:
+    """Raise a ValueError for the name of a mechanism or a backend that is unknown."""
+    mechanism_names(mechanisms)
+    for name in chosen_backends or ():
+        with backends.use_backend(name):
+            pass
 
 
-def options_of(entry: AttentionEntry, seed: int) -> dict[str, Any]:
-    return {"seed": seed} if any(field.name == "seed" for field in fields(entry.options)) else {}
+def left_out(name: str, error: Exception) -> None:
+    """Say that something is not measured, and why."""
+    logger.warning("%s is left out: %s", name, " ".join(str(error).split()) or type(error).__name__)
+
+
+def seeded(name: str, seed: int) -> dict[str, Any]:
+    """Return the options of a mechanism: the seed, if it draws random features."""
+    return {"seed": seed} if any(item.name == "seed" for item in fields(ATTENTIONS.get(name).options)) else {}
 
 
 def build(
@@ -91,131 +99,145 @@ def build(
     causal: bool,
     seed: int,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
+    device: Any = None,
 ) -> LinearAttention:
-    """A mechanism with default options, for inputs of up to `longest` tokens; its random weights come from the seed."""
+    """Return a mechanism with default options for up to `longest` tokens; its weights follow from the seed."""
+    list_attentions()
     entry = ATTENTIONS.get(name)
     shape = AttentionShape(heads, heads, head_dim, head_dim, max_length=longest, causal=causal)
-    options = build_options(entry, options_of(entry, seed))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = entry.factory(shape, options)
+        module = entry.factory(shape, build_options(entry, seeded(name, seed)))
     return module.to(device=device, dtype=dtype).eval()
 
 
 def num_features(module: LinearAttention) -> int | None:
-    """m, where the mechanism is plain kernelized attention."""
+    """Return m, where the mechanism is kernelized attention and nothing else."""
     return module.feature_map.num_features if isinstance(module, KernelizedAttention) else None
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Calls
+def attend(module: LinearAttention, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a mechanism as a function of q, k and v."""
+    return lambda query, key, value: module(
+        AttentionInputs(query, key, value, scaling=query.shape[3] ** -0.5, causal=causal)
+    )[0]
 
 
-def forward(module: LinearAttention, inputs: Inputs, causal: bool) -> Callable[[], object]:
-    def run() -> Tensor:
-        return module(AttentionInputs(inputs.query, inputs.key, inputs.value, scaling=inputs.scaling, causal=causal))[0]
-
-    return InContext(run, torch.no_grad)
+def sdpa(causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return `scaled_dot_product_attention` as a function of q, k and v."""
+    return lambda query, key, value: scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
-def forward_backward(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, parameters: Sequence[Tensor] = ()
-) -> Callable[[], object]:
-    """Output and the gradients of q, k, v and of the mechanism's own parameters."""
-    query, key, value = (
-        tensor.detach().clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)
-    )
-    variables = [query, key, value, *(tensor for tensor in parameters if tensor.requires_grad)]
+def eager(causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return exact attention that writes all weights `[B, H, L, L]` to memory."""
 
-    def run() -> object:
-        out = attend(query, key, value)
-        return torch.autograd.grad(out, variables, inputs.gradient, allow_unused=True)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
+        if causal:
+            hidden = torch.ones(weights.shape[2:], dtype=torch.bool, device=weights.device).triu(1)
+            weights = weights.masked_fill(hidden, -torch.inf)
+        return weights.softmax(-1) @ value
 
     return run
-
-
-def timed_call(module: LinearAttention, inputs: Inputs, causal: bool, backward: bool) -> Callable[[], object]:
-    if not backward:
-        return forward(module, inputs, causal)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return module(AttentionInputs(query, key, value, scaling=inputs.scaling, causal=causal))[0]
-
-    return forward_backward(attend, inputs, list(module.parameters()))
-
-
-def exact_call(inputs: Inputs, causal: bool, backward: bool) -> Callable[[], object]:
-    """`scaled_dot_product_attention`."""
-    if backward:
-        return forward_backward(lambda q, k, v: _sdpa(q, k, v, causal), inputs)
-
-    return InContext(lambda: _sdpa(inputs.query, inputs.key, inputs.value, causal), torch.no_grad)
-
-
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
-
-
-def eager(inputs: Inputs, causal: bool) -> Tensor:
-    """Exact attention with all weights written down, `[B, H, L, L]`."""
-    length = inputs.query.shape[2]
-    weights = (inputs.query * inputs.scaling) @ inputs.key.transpose(2, 3)
-    if causal:
-        hidden = torch.ones(length, length, dtype=torch.bool, device=weights.device).triu(1)
-        weights = weights.masked_fill(hidden, -torch.inf)
-    return weights.softmax(-1) @ inputs.value
-
-
-def on_backend(call: Callable[[], object], backend: str) -> Callable[[], object]:
-    """The call with a backend of that name; a mechanism of one form runs as it is."""
-    return call if backend == OWN else InContext(call, partial(backends.use_backend, backend))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Backends
 
 
+def on_backend(call: Call, backend: str) -> Call:
+    """Return a call that uses a backend; the name of a mechanism with one form only is empty."""
+
+    def run() -> object:
+        with backends.use_backend(backend):
+            return call()
+
+    return run if backend else call
+
+
 @contextmanager
-def _record_backends() -> Iterator[list[str]]:
-    """Names of the backends that served calls meanwhile."""
+def _recorded_backends() -> Iterator[list[str]]:
+    """Names of the backends that computed calls meanwhile."""
     seen: list[str] = []
     original = backends.select_backend
 
-    def choose(call: Any) -> Any:
+    def select(call: Any) -> Any:
         backend = original(call)
         seen.append(backend.name)
         return backend
 
-    backends.select_backend = choose
+    backends.select_backend = select
     try:
         yield seen
     finally:
         backends.select_backend = original
 
 
-def backends_of(call: Callable[[], object], chosen: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
-    """Names of the backends that can run a call (`own` where it asks for none), and why others cannot."""
-    with _record_backends() as seen:
+def backends_of(call: Call, chosen: Sequence[str] | None = None) -> list[str]:
+    """Return the names of the backends that support a call; an empty one where the mechanism has one form only."""
+    with _recorded_backends() as seen:
         call()
-    if not seen:
-        return [OWN], {}
-    supported: list[str] = []
-    unsupported: dict[str, str] = {}
-    for name in chosen or backends.list_backends():
+    supported = []
+    for name in (chosen or backends.list_backends()) if seen else ():
         try:
             on_backend(call, name)()
-        except NotImplementedError as error:
-            unsupported[name] = str(error)
-        else:
-            supported.append(name)
-    return supported, unsupported
+        except NotImplementedError:
+            continue
+        supported.append(name)
+    return supported if seen else [""]
 
 
-def check_backends(chosen: Sequence[str] | None) -> None:
-    """Raises a ValueError for an unknown name."""
-    for name in chosen or ():
-        with backends.use_backend(name):
-            pass
-    if "auto" in (chosen or ()):
-        raise ValueError("backend 'auto' chooses among the others. Name those to measure: torch, native, …")
+# --------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Return the median, the 20th and the 80th percentile, and the number of rounds."""
+    median, p20, p80 = np.quantile(samples, (0.5, 0.2, 0.8)).tolist()
+    return {"median": median, "p20": p20, "p80": p80, "rounds": len(samples)}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Return the spread of `over / under` of each round: a slower moment of the machine affects both."""
+    return spread(np.divide(over, under).tolist())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models of known shapes, with random weights
+
+
+def bert_base(longest: int) -> Any:
+    return BertModel(BertConfig(max_position_embeddings=max(512, longest)), add_pooling_layer=False)
+
+
+def gpt2_small(longest: int) -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_positions=max(1024, longest)))
+
+
+def minilm(longest: int) -> Any:
+    """The shape of all-MiniLM-L6-v2."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
+    return BertModel(BertConfig(**sizes, max_position_embeddings=max(512, longest)), add_pooling_layer=False)
+
+
+def smollm2(longest: int) -> Any:
+    """The shape of SmolLM2-135M."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=longest))
+
+
+SHAPES: Mapping[str, Callable[[int], Any]] = {
+    "BERT-base": bert_base,
+    "GPT-2 small": gpt2_small,
+    "SmolLM2-135M": smollm2,
+    "all-MiniLM-L6-v2": minilm,
+}
+
+
+def model_of(shape: str, longest: int, *, seed: int = 0, dtype: str = "float32", device: Any = None) -> Any:
+    """Return a model by its name in `SHAPES`, with random weights, for inputs of up to `longest` tokens."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SHAPES[shape](longest)
+    return model.to(device=device, dtype=getattr(torch, dtype)).eval()

@@ -3,116 +3,692 @@
     python -m recipes.benchmarks.write_tables            # some seconds
     python -m recipes.benchmarks.write_tables --check    # writes nothing; exit code 1 where a file is out of date
 
-A table is written between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever these marks are.
+A table is written between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, wherever these marks are. Every function here
+makes one of them, with pandas.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
+from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.study.layer_search import LayerSearchResult
+from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
+from hf_linear_attn.utils.timing import crossover
 
-from .. import sentence_encoder
+from .. import sentence_encoder, smollm2
 from ..quality_assurance import compare_packages
-from ..smollm2 import CONTROL, EXACT, VARIANTS, summary_table
-from . import result_tables
-from .compare import read_report
-from .headline import forward_tables, headline, memory_part
-from .result_tables import RESULTS, machine_with_load, markdown_table, read_json
 
-ROOT = RESULTS.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "recipes" / "results"
 FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
 MARK = re.compile(r"<!-- (?P<name>[\w-]+):begin -->\n.*?<!-- (?P=name):end -->", re.DOTALL)
+EMPTY = "–"
+
+# --------------------------------------------------------------------------------------------------------------------
+# Results and Markdown
 
 
-def mechanisms_table() -> str:
-    """All built-in mechanisms."""
-    titles = ["name", "directions", "learned", "state", "cost", "paper", "when to choose"]
-    rows = [
-        [
-            f"`{name}`",
-            directions(entry),
-            "yes" if entry["learned"] else "no",
-            entry["state"],
-            entry["cost"],
-            re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", entry["paper"]),
-            entry["recommendation"],
-        ]
-        for name, entry in list_attentions().items()
+@dataclass(frozen=True)
+class Results:
+    """A file of results: its settings, the machine, and a frame of its rows.
+
+    Nested values have dotted columns, such as `seconds.median`.
+    """
+
+    settings: dict[str, Any]
+    environment: dict[str, Any] | None
+    rows: pd.DataFrame
+
+    @classmethod
+    def read(cls, path: str | Path) -> Results:
+        """Read a file of recipes/results, or any path; `.gz` is decompressed."""
+        data = read_json(RESULTS / path)
+        return cls(data.get("settings", {}), data.get("environment"), pd.json_normalize(data["rows"]))
+
+    @property
+    def machine(self) -> str:
+        """Processor, threads, torch version, and the load average at the start, where it is known."""
+        assert self.environment is not None
+        hardware, versions = self.environment["hardware"], self.environment["versions"]
+        name = hardware["cpu"] if hardware["device"] == "cpu" else hardware["device"]
+        load = hardware["load_average_at_start"]
+        load_text = "" if load is None else f", load at the start {load:.1f}"
+        return f"{name}, threads: {hardware['threads']}, torch {versions['torch']}{load_text}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file, or one that gzip has compressed."""
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
+def to_markdown(table: pd.DataFrame, *, text_columns: int | None = 1) -> str:
+    """Return a Markdown table of cells that are text.
+
+    Args:
+        table: The cells. Missing ones are shown as a dash.
+        text_columns: How many columns are aligned left, the others right (None: all are).
+    """
+    left = len(table.columns) if text_columns is None else text_columns
+    align = ["left"] * left + ["right"] * (len(table.columns) - left)
+    cells = table.astype(object).fillna(EMPTY).map(lambda cell: str(cell).replace("|", "/"))
+    markdown = cells.to_markdown(index=False, disable_numparse=True, colalign=align)
+    return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", markdown))  # as short as they are without padding
+
+
+def grid(
+    rows: pd.DataFrame, columns: str, text: Callable[[pd.Series], str], name: str = "attention", unit: str = ""
+) -> pd.DataFrame:
+    """Return a table with the names of the rows down and a numeric column across, in the order of the rows."""
+    cells = rows.assign(cell=rows.apply(text, axis=1)).pivot(index=name, columns=columns, values="cell")
+    cells = cells.loc[rows[name].unique()]
+    cells.columns = pd.Index([f"{column:,}{unit}" for column in cells.columns])
+    return cells.rename_axis(index="").reset_index()
+
+
+def times(value: float) -> str:
+    """`0.043`, `0.43`, `4.3`, `43`, `4,300`: two significant digits."""
+    if value >= 99.5:
+        return f"{float(f'{value:.2g}'):,.0f}"
+    return f"{value:.{3 if value < 0.0995 else 2 if value < 0.995 else 1 if value < 9.95 else 0}f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def mean(values: Sequence[float] | pd.Series, digits: int, scale: float = 1.0) -> str:
+    """Return the mean, and behind it the standard deviation of several values (several seeds)."""
+    series = scale * pd.Series(values, dtype=float).dropna()
+    text = fixed(float(series.mean()), digits)
+    return EMPTY if series.empty else text if len(series) == 1 else f"{text} ± {fixed(float(series.std()), digits)}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention by itself, decoding, whole models, memory
+
+SDPA, FREE = "sdpa", "without attention"
+
+
+def _with_backend(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with names such as `elu [native]`."""
+    names = rows["attention"].where(rows["backend"] == "", rows["attention"] + " [" + rows["backend"] + "]")
+    return rows.assign(attention=names)
+
+
+def attention_tables(
+    results: Results, dtypes: Sequence[str] = ("float32",), passes: Sequence[str] = ("forward",)
+) -> str:
+    """Speedup over `sdpa` with the crossover, and the time over that of the matrix products alone."""
+    rows = _with_backend(results.rows)
+    parts = [f"{results.machine}."]
+    for (dtype, done, direction), group in rows.groupby(["dtype", "pass", "direction"], sort=False):
+        if dtype not in dtypes or done not in passes:
+            continue
+        speedups = grid(group, "length", _speedup_or_seconds)
+        ends = group.groupby("attention").apply(_crossover, include_groups=False)
+        speedups["crossover"] = speedups[""].map(ends)
+        limited = group[group["over_limit.median"].notna()]
+        over = grid(
+            limited, "length", lambda row: times(row["over_limit.median"]) + "*" * (row["limit"] == "operations")
+        )
+        setting = f"{direction}, {dtype}, {done}"
+        parts += [f"**Speedup over sdpa: {setting}**", to_markdown(speedups)]
+        parts += [f"**Time over limit: {setting}**", to_markdown(over)]
+    notes = (
+        "The row sdpa shows times. Crossover: from this length on faster than sdpa. Limit: PyTorch's own matrix "
+        "products alone for the same shapes (causal: chunks of 128 tokens); *: operations counted, at the rate of a "
+        "product of the heads in the same run."
+    )
+    return "\n\n".join([*parts, notes])
+
+
+def _speedup_or_seconds(row: pd.Series) -> str:
+    return format_seconds(row["seconds.median"]) if row["attention"] == SDPA else times(row["speedup.median"])
+
+
+def _crossover(rows: pd.DataFrame) -> str:
+    if (rows["speedup.median"] == 1).all():
+        return ""
+    result = crossover(rows["length"].tolist(), rows["speedup.median"].tolist())
+    return f"{result.length:,.0f}" if result.relation == "=" else str(result)
+
+
+def memory_tables(results: Results) -> str:
+    """Peak memory of attention by itself, and its ratio to the output's bytes."""
+    parts = [f"{results.machine}."]
+    for (direction, done), group in _with_backend(results.rows).groupby(["direction", "pass"], sort=False):
+        cells = grid(group, "length", lambda row: f"{format_bytes(row['bytes'])} ({times(row['to_output'])})")
+        parts += [f"**Peak extra memory: {direction}, {done.replace('+', ' + ')}, float32**", to_markdown(cells)]
+    note = (
+        "Beyond what was in use before the call, the output included; in brackets: over the bytes of the output. What "
+        "is smaller than a few hundred kilobytes is noise."
+    )
+    return "\n\n".join([*parts, note])
+
+
+def headline(lengths: Sequence[int] = (4096, 16384)) -> str:
+    """Speedup over `sdpa` by length, time over limit, one decoding step; then whole models, in words.
+
+    Each mechanism on its fastest backend.
+    """
+    results, steps = Results.read("attention.json.gz"), Results.read("decoding.json.gz").rows
+    rows = results.rows[(results.rows["dtype"] == "float32") & (results.rows["pass"] == "forward")]
+    by_name = rows[rows["attention"] != SDPA].groupby(["attention", "direction", "length"], sort=False)
+    speedups, limits = by_name["speedup.median"].max(), by_name["over_limit.median"].min()
+    columns: dict[str, pd.Series] = {}
+    for direction in ("bidirectional", "causal"):
+        for length in lengths:
+            cells = speedups.xs((direction, length), level=(1, 2))
+            columns[f"{direction}, {length:,} tokens"] = cells.map(lambda value: f"{times(value)}×")
+        columns[f"{direction}, over limit"] = limits.xs((direction, lengths[-1]), level=(1, 2)).map(times)
+    context = steps["context"].max()
+    last = steps[(steps["dtype"] == "float32") & (steps["batch"] == 1) & (steps["context"] == context)]
+    fastest = last[last["attention"] != SDPA].groupby("attention")["speedup.median"].max()
+    columns[f"decoding step after {context:,}"] = fastest.map(lambda value: f"{times(value)}×")
+    table = pd.DataFrame(columns).reindex(by_name.ngroup().index.map(rows["attention"]).unique())
+    table.index = [f"`{name}`" if name in ATTENTIONS else name for name in table.index]
+    parts = [
+        f"{results.machine}.",
+        "**Times as fast as sdpa, float32, forward (12 heads of 64)**",
+        to_markdown(table.rename_axis(index="").reset_index()),
+        f"Each mechanism on its fastest backend. Over limit: time at {lengths[-1]:,} tokens over that of PyTorch's own "
+        "matrix products alone, or of as many operations. A step is compared with the growing key-value cache.",
+        _whole_models(Results.read("models.json").rows),
     ]
-    return markdown_table(titles, rows, text_columns=None)
+    return "\n\n".join(parts)
 
 
-def report_summary(folder: Path) -> str:
-    """The summary of a committed report of `evaluate` or of the demo, and its plot of quality against speed."""
-    text = (folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    picture = f"![Quality against speed]({_link(folder / 'quality_vs_speed.png')})"
-    summary = text.removeprefix("# Linear attention in ").strip()
-    return f"{summary}\n\n[The whole report]({_link(folder / 'report.md')}).\n\n{picture}"
+def _whole_models(rows: pd.DataFrame) -> str:
+    """A line for each model and dtype: speedups at its longest input beside that without attention."""
+    lines = []
+    for (model, dtype), group in rows[rows["pass"] == "forward"].groupby(["model", "dtype"], sort=False):
+        longest = group["length"].max()
+        speedups = group[group["length"] == longest].set_index("attention")["speedup.median"]
+        texts = [f"`{name}` {speedup:.2f}×" for name, speedup in speedups.drop([SDPA, FREE]).items()]
+        kind = "" if dtype == "float32" else f", {dtype}"
+        lines.append(f"- {model} at {longest:,} tokens{kind}: {', '.join(texts)}; {FREE}: {speedups[FREE]:.2f}×.")
+    return "\n".join(lines)
 
 
-def plan_table(folder: Path = RESULTS / "plan-stories260k") -> str:
-    """Table, first finding and plot of the committed plan."""
-    report = read_json(folder / "plan-report.json")
-    result = LayerSearchResult.from_dict({**report["result"], "budget": report["settings"]["budget"]})
-    table = result.formatted_table().reset_index()
-    settings = report["settings"]
-    flags = ["--search heads"] if settings.get("search") == "heads" else []
-    flags += [f"--attention {result.attention}"]
-    flags += [f"--options.{name} {value}" for name, value in settings["options"].items()]
-    flags += [f"--steps {settings['steps']}", f"--data.max_length {settings['sequence_length']}"]
-    return "\n".join(
+def compiled_table(results: Results) -> str:
+    """Eager and compiled time of a forward pass and of a token, exact and linear."""
+    length, rows = results.settings["length"], results.rows
+    titles = {"forward": f"forward pass of {length:,} tokens", "token": f"a token after {length:,}"}
+    keys = ["model", "dtype", "attention"]
+    table = rows[keys].drop_duplicates().reset_index(drop=True)
+    for work in rows["work"].unique():
+        part = rows[rows["work"] == work].set_index(keys)
+        for name, unit in (("eager", ", ms"), ("compiled", ", ms"), ("speedup", "")):
+            values = part[f"{name}.median"].map(f"{{:.{2 if name == 'speedup' else 1}f}}".format)
+            values = values + "×" if name == "speedup" else (part[f"{name}.median"] * 1e3).map("{:.1f}".format)
+            title = f"{titles[work]}, {'eager / compiled' if name == 'speedup' else name + unit}"
+            table = table.merge(values.rename(title).reset_index(), how="left", on=keys)
+    table["attention"] = [f"`{name}`" for name in table["attention"]]
+    return f"{results.machine}; medians.\n\n{to_markdown(table.fillna(''), text_columns=3)}"
+
+
+def transfer_cost_table(results: Results) -> str:
+    """What a step of attention transfer costs in forward passes, by mechanism and length."""
+    parts = [f"{results.machine}."]
+    for model, rows in results.rows.groupby("model", sort=False):
+        rows = rows.assign(attention=[f"`{name}`" for name in rows["attention"]])
+        table = grid(rows, "length", lambda row: f"{row['forward_passes.median']:.2f}", unit=" tokens")
+        parts.append(to_markdown(table.rename(columns={"": model})))
+    return "\n\n".join(parts)
+
+
+def profile_tables(results: Results) -> str:
+    """What the torch forms, the native kernels and a decoding step spend their time on."""
+    by_part = dict(list(results.rows.groupby("part")))
+    peaks = by_part["product"].set_index("dtype")["operations_per_second"]
+    rates = " and ".join(f"{peak / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, peak in peaks.items())
+    forms, steps = by_part["torch form"], by_part["step"]
+    shares = {name.removeprefix("shares."): forms[name].map(percent) for name in forms if name.startswith("shares.")}
+    over = (forms["seconds"] / forms["products_seconds"]).map("{:.1f}".format)
+    columns = {"torch form, float32": _of_direction(forms), "features": forms["features"].map("{:.0f}".format)}
+    parts = [
+        f"{results.machine}; {results.settings['length']:,} tokens, 12 heads of 64. One large matrix product of "
+        f"PyTorch: {rates}.",
+        to_markdown(pd.DataFrame({**columns, "time over products alone": over, **shares})),
+    ]
+    for dtype, rows in by_part["native kernel"].groupby("dtype", sort=False):
+        rate = rows["operations_per_second"]
+        columns = {
+            f"native kernel, {dtype}": _of_direction(rows),
+            "multiplications per token and head": rows["multiplications"].map("{:,.0f}".format),
+            "GFLOP/s of all products": (rate / 1e9).map("{:,.0f}".format),
+            "of one large product": (rate / peaks[dtype]).map(percent),
+            "times as fast as the torch form": (rows["torch_seconds"] / rows["seconds"]).map("{:.1f}".format),
+        }
+        parts.append(to_markdown(pd.DataFrame(columns)))
+    titles = {"a step": "seconds", "of this its kernel": "kernel_seconds", "the state's own update": "floor_seconds"}
+    names = [f"`{row['attention']}`, {row['features']:.0f} features" for _, row in steps.iterrows()]
+    columns = {title: (1e6 * steps[name]).map("{:.1f}".format) for title, name in titles.items()}
+    return "\n\n".join([*parts, to_markdown(pd.DataFrame({"decoding step, µs": names, **columns}))])
+
+
+def _of_direction(rows: pd.DataFrame) -> pd.Series:
+    return "`" + rows["attention"] + "`, " + rows["direction"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Deployment: packing, ONNX Runtime, int8 weights, streams
+
+
+def packing_summary(results: Results) -> str:
+    """What packing saves, in a sentence."""
+    settings, first = results.settings, results.rows.iloc[0]
+    kinds = {"both": "encoder", "causal": "decoder"}
+    speedups = [
+        f"{row['speedup']:.2f}× `{row['attention']}` {kinds[row['direction']]}" for _, row in results.rows.iterrows()
+    ]
+    return (
+        f"`python -m recipes.benchmarks packing`, {settings['documents']} documents ({settings['text']}) in batches of "
+        f"{settings['batch_size']}, cut to {settings['max_length']} tokens: {first['packed_tokens']:,} tokens, "
+        f"{first['padded_tokens']:,} with padding ({first['padded_tokens'] / first['packed_tokens']:.2f}×). A forward "
+        f"and backward pass of small models on the packed form is faster by {', '.join(speedups)} ({results.machine}; "
+        "medians over batches, both forms interleaved)."
+    )
+
+
+def onnx_table(results: Results) -> str:
+    """Processor time and peak memory of an encoder under ONNX Runtime, by length."""
+    names = {name: name if name == "exact" else f"`{name}`" for name in results.rows["attention"].unique()}
+    cells = results.rows.pivot(index="length", columns="attention")
+    columns = {f"{label}, s": cells["seconds"][name].map("{:.2f}".format) for name, label in names.items()}
+    columns |= {f"{label}, MB": cells["megabytes"][name].map("{:,.0f}".format) for name, label in names.items()}
+    table = pd.DataFrame({"tokens": [f"{length:,}" for length in cells.index]}, cells.index).assign(**columns)
+    return f"{results.machine}.\n\n{to_markdown(table)}"
+
+
+def quantization_table(results: Results) -> str:
+    """Size, quality and time of models with int8 weights, beside the same attention in float32."""
+    timed = [name for name in results.rows if name.startswith("seconds.") and name.endswith(".median")]
+    parts = [f"{results.machine}."]
+    if timed:
+        parts[0] += (
+            " Processor time of one thread (medians), in brackets times as fast as the same attention in float32."
+        )
+    for model, rows in results.rows.groupby("model", sort=False):
+        table = pd.DataFrame(
+            {
+                model: "`" + rows["attention"] + "`, " + rows["scheme"],
+                "MB": rows["megabytes"].map("{:.0f}".format),
+                rows["metric"].iloc[0]: rows["quality"].map("{:.2f}".format),
+            }
+        )
+        for name in timed:
+            if rows[name].notna().any():
+                exact = rows[rows["scheme"] == "float32"].set_index("attention")[name]
+                ratios = rows["attention"].map(exact) / rows[name]
+                texts = [f"{1e3 * one:.0f} ms ({ratio:.2f}×)" for one, ratio in zip(rows[name], ratios, strict=True)]
+                table[name.removeprefix("seconds.").removesuffix(".median")] = texts
+        parts.append(to_markdown(table))
+    return "\n\n".join(parts)
+
+
+def stream_table(results: Results) -> str:
+    """Losses by position, and the memory of the longest run and of the one token by token."""
+    rows = results.rows
+    compared = rows[rows["tokens"].notna() & (rows["chunk_length"] > 1)]
+    first = compared.iloc[0]
+    titles = [f"loss, {part['from']:,} to {min(part['to'], int(first['tokens'])):,}" for part in first["ranges"]]
+    table = pd.DataFrame([[f"{part['loss']:.2f}" for part in row] for row in compared["ranges"]], columns=titles)
+    table.insert(0, "attention", ["exact" if name == "softmax" else f"`{name}`" for name in compared["attention"]])
+    table.insert(1, "positions", compared["positions"].tolist())
+    table["bytes of the states"] = [f"{max(line['state_bytes'] for line in lines):,}" for lines in compared["lines"]]
+    losses = compared.pivot(index="attention", columns="positions", values="loss")
+    gaps = (losses["wrap"] - losses["restart"]).dropna()
+    longest, single = rows.loc[rows["read"].idxmax()], rows[rows["chunk_length"] == 1].iloc[0]
+    return "\n\n".join(
         [
-            f"{report['model']['name']} ({report['model']['parameters']:,} parameters), `{' '.join(flags)}`, "
-            f"{machine_with_load(report)}; a star marks the plan:",
-            "",
-            markdown_table(list(table.columns), table.to_numpy().tolist(), text_columns=None),
-            "",
-            report["summary"][0],
-            "",
-            f"![Perplexity and costs by the number of {result.part} converted]({_link(folder / 'curve.png')})",
+            f"{first['model']} reads {first['text']}, mechanisms after {first['steps']} steps of attention transfer on "
+            f"{first['train_text']}. Loss per token, in nats, by position in the stream (each a different part of the "
+            "text: compare within a column).",
+            to_markdown(table, text_columns=2),
+            "What keeping the state costs against dropping it, in nats per token: "
+            f"{', '.join(f'{gap:+.2f} with `{name}`' for name, gap in gaps.items())}.",
+            f"- {_stream_memory(longest)}\n- {_stream_memory(single)}",
         ]
     )
 
 
+def _stream_memory(row: pd.Series) -> str:
+    lines = row["lines"]
+    resident = [line["resident_bytes"] / 2**20 for line in (lines[0], lines[-1])]
+    size = "token by token" if row["chunk_length"] == 1 else f"in pieces of {row['chunk_length']}"
+    return (
+        f"{'The whole book' if pd.isna(row['tokens']) else 'A part of it'}, `{row['attention']}`, `{row['positions']}`"
+        f", {row['read']:,} tokens {size}: states of {lines[-1]['state_bytes']:,} bytes throughout; resident memory "
+        f"{resident[0]:.0f} MiB after {lines[0]['tokens']:,} tokens, {resident[1] - resident[0]:+.1f} MiB at the end."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Conversions
+
+#: Stages of a conversion on GLUE, and what the table calls them; the last one has the name of the row's variant.
+STAGES = {"teacher": "as given", "patched": "untrained", "transferred": "after transfer", "distilled": None}
+
+
+def glue_scores(path: str = "glue.json") -> pd.DataFrame:
+    """Return tidy scores: a row for each mechanism, stage, task and seed, with the main metric of the task."""
+    tidy = []
+    for row in read_json(RESULTS / path)["rows"]:
+        for stage, title in STAGES.items():
+            if stage in row and (stage != "teacher" or row["mechanism"] == "softmax"):
+                facts = {name: row[name] for name in ("mechanism", "task", "seed", "metric", "variant")}
+                tidy.append({**facts, "stage": title or row["variant"], "score": row[stage][row["metric"]]})
+    frame = pd.DataFrame(tidy).drop_duplicates(["mechanism", "stage", "task", "seed"], keep="last")
+    stages = dict.fromkeys([*filter(None, STAGES.values()), *frame["stage"]])
+    order = {name: list(names).index for name, names in (("mechanism", frame["mechanism"].unique()), ("stage", stages))}
+    return frame.sort_values(list(order), key=lambda column: column.map(order[str(column.name)]), kind="stable")
+
+
+def recovered(scores: pd.DataFrame, control: pd.DataFrame) -> str:
+    """Return the mean over tasks of the score over the control's, of the seeds that both have."""
+    both = scores.merge(control, on=["task", "seed"], suffixes=("", "_control"))
+    means = both.groupby("task")[["score", "score_control"]].mean()
+    return EMPTY if means.empty else f"{100 * (means['score'] / means['score_control']).mean():.1f} %"
+
+
+def _control_of(scores: pd.DataFrame, stage: str) -> pd.DataFrame:
+    """Stages before the last training are compared with the control after its distillation."""
+    control = scores[scores["mechanism"] == "softmax"]
+    return control[control["stage"] == (stage if stage in set(scores["variant"]) else "distilled")]
+
+
+def glue_table(path: str = "glue.json") -> str:
+    """Mechanisms by tasks: the metric (mean over seeds), and the share of the control's that is recovered."""
+    scores, lines = glue_scores(path), []
+    tasks = scores[["task", "metric"]].drop_duplicates()
+    for (mechanism, stage), group in scores.groupby(["mechanism", "stage"], sort=False):
+        line = {"mechanism": f"`{mechanism}`", "": stage}
+        for task, metric in tasks.itertuples(index=False):
+            line[f"{task}, {metric}"] = mean(group[group["task"] == task]["score"], 1, 100)
+        lines.append({**line, "recovered": recovered(group, _control_of(scores, stage))})
+    return to_markdown(pd.DataFrame(lines), text_columns=2)
+
+
+def conversion_table() -> str:
+    """The distilled score of some tasks, and the share recovered after transfer and after distillation."""
+    scores, lines = glue_scores(), []
+    control = _control_of(scores, "distilled")
+    for mechanism, group in scores.groupby("mechanism", sort=False):
+        learned = mechanism != "softmax" and ATTENTIONS.get(mechanism.partition(" of ")[0]).learned
+        stages = dict(list(group.groupby("stage")))
+        line = {"mechanism": f"`{mechanism}`" + " (control)" * (mechanism == "softmax")}
+        line["learned"] = "yes" if learned else "no"
+        distilled = stages["distilled"]
+        line |= {task: mean(distilled[distilled["task"] == task]["score"], 1, 100) for task in ("stsb", "mrpc", "sst2")}
+        line["recovered after transfer"] = (
+            recovered(stages["after transfer"], control) if "after transfer" in stages else EMPTY
+        )
+        lines.append({**line, "recovered after distillation": recovered(distilled, control)})
+    titles = {"stsb": "STS-B, Pearson", "mrpc": "MRPC, accuracy", "sst2": "SST-2, accuracy"}
+    return to_markdown(pd.DataFrame(lines).rename(columns=titles), text_columns=2)
+
+
+def lm_tables(results: Results) -> str:
+    """One table for each decoder: perplexity of every variant after the same steps."""
+    parts = []
+    for model, rows in results.rows.groupby("model", sort=False):
+        first = rows.iloc[0]
+        cells = rows.groupby(["variant", "context"], sort=False)["perplexity"].mean().unstack()
+        steps = rows.groupby("variant")[["transfer_steps", "steps"]].first().loc[cells.index]
+        behind = 100 * (cells.iloc[:, 0] / cells.iloc[:, 0].get("softmax", float("nan")) - 1)
+        table = pd.DataFrame(
+            {"": cells.index, "steps (transfer + tuning)": [f"{a} + {b}" for a, b in steps.to_numpy()]}
+        )
+        for context in cells:
+            table[f"context {context}"] = [f"{value:.2f}" for value in cells[context]]
+        table["to the tuned exact model"] = [
+            "" if name == "pretrained" else f"{one:+.1f} %" for name, one in behind.items()
+        ]
+        parts.append(
+            f"**{model}**, trained on sequences of {first['trained_at']} tokens; window of {first['window']} tokens; "
+            f"perplexity over {first['tokens']:,} held-out tokens, half a context apart:\n\n"
+            + to_markdown(table, text_columns=2)
+        )
+    return "\n\n".join(parts)
+
+
+def transfer_loss_table(folder: Path = RESULTS / "transfer-loss") -> str:
+    """The perplexity of a converted decoder before and after attention transfer, by the loss of the transfer."""
+    titles = {"teacher": "exact", "patched": "untrained", "transferred": "after attention transfer"}
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        stages = read_json(path)["stages"]
+        cells = {title: f"{stages[stage]['perplexity']:.2f}" for stage, title in titles.items()}
+        lines.append({"loss": f"`--transfer.loss {path.stem}`", **cells})
+    return to_markdown(pd.DataFrame(lines))
+
+
+def fidelity_tables(results: Results) -> str:
+    """One table for each checkpoint: every mechanism before and after attention transfer."""
+    digits = {"kl": 2, "output_error": 2, "final_cosine": 3, "perplexity": 2, "sentence_cosine": 3}
+    titles = {"kl": "KL, nats", "output_error": "output error", "final_cosine": "final cosine"}
+    parts = []
+    for model, rows in results.rows.groupby("model", sort=False):
+        facts, lines = results.settings["models"][model], []
+        metrics = [name for name in digits if name in rows and rows[name].notna().any()]
+        for attention, group in rows.groupby("attention", sort=False):
+            texts = {name: [fixed(one, digits[name]) for one in group[name].dropna()] for name in metrics}
+            cells = {titles.get(name, name.replace("_", " ")): "→".join(texts[name]) or EMPTY for name in metrics}
+            lines.append({"mechanism": f"`{attention}`", **cells})
+        exact = (
+            f"; perplexity of the exact model: {facts['exact_perplexity']:.2f}" if "exact_perplexity" in facts else ""
+        )
+        parts.append(
+            f"**{model}** on {facts['text']}: {facts['tokens']:,} held-out tokens in sequences of up to "
+            f"{facts['sequence_length']}; transfer: {facts['steps']} steps of {facts['batch_size']} sequences, seed "
+            f"{facts['seed']}{exact}."
+        )
+        parts.append(to_markdown(pd.DataFrame(lines), text_columns=None))
+    return "\n\n".join(parts)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Long inputs
+
+
+def _variants(rows: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
+    """Rows that differ in their seed only, with variant and length as text; exact attention first."""
+    order = sorted(rows["variant"].unique(), key=lambda name: (name != "softmax", "softmax" not in name))
+    ordered = rows.assign(rank=rows["variant"].map(order.index)).sort_values(
+        ["rank", "pieces", "length"], kind="stable"
+    )
+    groups = ordered.groupby(["variant", "length", "pieces"], sort=False)
+    return [((f"`{key[0]}`", f"{'in pieces of ' * key[2]}{key[1]:,}"), group) for key, group in groups]
+
+
+def _score(group: pd.DataFrame, stratum: str, metric: str) -> str:
+    """Mean and deviation over seeds; of one seed, the bootstrap error of the Matthews correlation."""
+    values, error = group[f"strata.{stratum}.{metric}"], f"strata.{stratum}.{metric}_error"
+    return (
+        f"{values.iloc[0]:.3f} ± {group[error].iloc[0]:.3f}" if len(values) == 1 and error in group else mean(values, 3)
+    )
+
+
+def _strata(rows: pd.DataFrame) -> dict[str, int]:
+    names = [name.split(".")[1] for name in rows if name.startswith("strata.") and name.endswith(".rows")]
+    return {name: int(rows[f"strata.{name}.rows"].iloc[0]) for name in names}
+
+
+def proteins_tables() -> str:
+    """Quality and costs by variant and length."""
+    results, costs = Results.read("proteins.json"), Results.read("proteins-costs.json")
+    lines = []
+    for (variant, length), group in _variants(results.rows):
+        line = {"attention": variant, "cut to": length}
+        for name, count in _strata(results.rows).items():
+            line[f"MCC, {name} ({count:,})"] = _score(group, name, "mcc")
+            line[f"AUC, {name}"] = _score(group, name, "auc")
+        line["training, s"] = f"{group['training.cpu_seconds'].mean():.0f}"
+        lines.append({**line, "scoring, s": f"{group['score_cpu_seconds'].mean():.0f}"})
+    settings, longest = costs.settings, costs.rows[costs.rows["length"].isna()]
+    uncut = [
+        f"`{row['variant']}` {row['inference.seconds']:.1f} s and {row['training.seconds']:.1f} s "
+        f"({row['peak_bytes'] / 1e6:.0f} MB)"
+        for _, row in longest.iterrows()
+    ]
+    return "\n\n".join(
+        [
+            "**Proteins (DeepLoc 2.0 SwissProt; is there a segment in a membrane?)**: quality "
+            f"({results.machine}; seed {', '.join(map(str, sorted(results.rows['seed'].unique())))}):",
+            to_markdown(pd.DataFrame(lines), text_columns=2),
+            f"Processor seconds for 1,000 inputs, measured on {settings['inputs']} held-out inputs beyond "
+            f"{settings['beyond']:,} residues (mean: {settings['mean_tokens']:,.0f}), all variants interleaved "
+            f"({costs.machine}); memory that a forward and backward pass of one full length adds:",
+            to_markdown(_costs(costs.rows), text_columns=2),
+            f"The longest held-out input, uncut ({longest['tokens'].iloc[0]:,.0f} residues with its special tokens): "
+            f"inference, and forward with backward (added memory): {', '.join(uncut)}.",
+        ]
+    )
+
+
+def _costs(rows: pd.DataFrame) -> pd.DataFrame:
+    rows = rows[rows["length"].notna()]
+    table = pd.DataFrame({"attention": "`" + rows["variant"] + "`", "cut to": rows["length"].map("{:,.0f}".format)})
+    for kind in ("training", "inference"):
+        table[f"{kind}, s"] = rows[f"{kind}.seconds_per_1000"].map("{:.1f}".format)
+        table[f"{kind}, faster"] = rows[f"{kind}.speedup"].map("{:.2f}×".format)
+    return table.assign(**{"memory added": (rows["peak_bytes"] / 1e6).map("{:.0f} MB".format)})
+
+
+def proteins_summary(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
+    """Quality beside costs, one row for each variant and length."""
+    rows, costs = Results.read("proteins.json").rows, Results.read("proteins-costs.json").rows
+    known, counts, lines = costs.set_index(["variant", "length"]), _strata(rows), []
+    for (variant, length), group in _variants(rows):
+        line = {"attention": variant, "residues seen": length}
+        line |= {f"MCC, {name} ({counts[name]:,})": _score(group, name, "mcc") for name in strata}
+        key = (group["variant"].iloc[0], float(group["length"].iloc[0]))
+        if key in known.index and not group["pieces"].iloc[0]:
+            cost = known.loc[key]
+            line |= {f"{kind}, s": f"{cost[f'{kind}.seconds_per_1000']:.0f}" for kind in ("training", "inference")}
+            line["memory added"] = f"{cost['peak_bytes'] / 1e6:.0f} MB"
+        lines.append(line)
+    return to_markdown(pd.DataFrame(lines), text_columns=2)
+
+
+def length_tricks_tables(folder: Path = RESULTS / "length-tricks") -> str:
+    """Loss by position and pass keys of each variant, a table for each model: means over seeds."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        results, lines = Results.read(path), []
+        spans = [name for name in results.rows if name.startswith("loss_by_position.")]
+        keys = [name for name in results.rows if name.startswith("pass_key.") and results.rows[name].any()]
+        for variant, group in results.rows.groupby("variant", sort=False):
+            line = {results.settings["model"]: variant}
+            for name in spans:
+                start, end = map(int, name.split(".")[1].split("-"))
+                line[f"loss, {start:,} to {end:,}"] = mean(group[name], 3)
+            line |= {f"pass key, {int(name.split('.')[1]):,}": percent(group[name].mean()) for name in keys}
+            lines.append(line)
+        parts.append(to_markdown(pd.DataFrame(lines)))
+    return "\n\n".join(parts)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reports of the commands and recipes, and of the tests
+
+
+def mechanisms_table() -> str:
+    """All built-in mechanisms."""
+    titles = ("state", "cost", "paper", "recommendation")
+    rows = [
+        {
+            "name": f"`{name}`",
+            "directions": directions(entry),
+            "learned": "yes" if entry["learned"] else "no",
+            **{title: entry[title] for title in titles},
+        }
+        for name, entry in list_attentions().items()
+    ]
+    table = pd.DataFrame(rows).rename(columns={"recommendation": "when to choose"})
+    table["paper"] = table["paper"].str.replace(
+        r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", regex=True
+    )
+    return to_markdown(table, text_columns=None)
+
+
+def report_summary(folder: str) -> str:
+    """The summary of a committed report of `evaluate` or of the demo, and its plot of quality against speed."""
+    text = (RESULTS / folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    summary = text.removeprefix("# Linear attention in ").strip()
+    link = f"recipes/results/{folder}"
+    picture = f"![Quality against speed]({link}/quality_vs_speed.png)"
+    return f"{summary}\n\n[The whole report]({link}/report.md).\n\n{picture}"
+
+
+def plan_table(name: str) -> str:
+    """Table, first finding and plot of a committed plan."""
+    data = read_json(RESULTS / name / "plan-report.json")
+    settings = data["settings"]
+    result = LayerSearchResult.from_dict({**data["result"], "budget": settings["budget"]})
+    flags = ["--search heads"] if settings.get("search") == "heads" else []
+    flags += [f"--attention {result.attention}"]
+    flags += [f"--options.{option} {value}" for option, value in settings["options"].items()]
+    flags += [f"--steps {settings['steps']}", f"--data.max_length {settings['sequence_length']}"]
+    machine = Results(settings, data, pd.DataFrame()).machine
+    return "\n\n".join(
+        [
+            f"{data['model']['name']} ({data['model']['parameters']:,} parameters), `{' '.join(flags)}`, {machine}; a "
+            "star marks the plan:",
+            to_markdown(result.formatted_table().reset_index(), text_columns=None),
+            data["summary"][0],
+            f"![Perplexity and costs by the number of {result.part} converted](recipes/results/{name}/curve.png)",
+        ]
+    )
+
+
+EXACT, CONTROL = smollm2.EXACT, smollm2.CONTROL
 #: The conversions of SmolLM2 that the short table shows.
 SMOLLM2_ROWS = (EXACT, "mixture, untrained", "mixture, trained", "window, trained", "store, trained", CONTROL)
+SMOLLM2_FOLDERS = {
+    "smollm2-probe": "probe only, untrained",
+    "smollm2-short-probe-untrained": "short probe, untrained",
+    "smollm2-untrained": "untrained",
+    "smollm2-short-probe": "short probe, trained",
+    "smollm2": "trained",
+}
 
 
 def smollm2_table(rows: Sequence[str] = ()) -> str:
     """The committed conversions of SmolLM2: a row for each variant (or some), what it is at 2,048 and 8,192 tokens."""
     measured: dict[str, Any] = {}
-    folders = {
-        "smollm2-probe": "probe only, untrained",
-        "smollm2-short-probe-untrained": "short probe, untrained",
-        "smollm2-untrained": "untrained",
-        "smollm2-short-probe": "short probe, trained",
-        "smollm2": "trained",
-    }
-    for folder, kind in folders.items():
+    for folder, kind in SMOLLM2_FOLDERS.items():
         results = read_json(RESULTS / folder / "results.json")
-        for name in (EXACT, *VARIANTS):
+        for name in (EXACT, *smollm2.VARIANTS):
             label = name if name in (EXACT, CONTROL) else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
-    table = summary_table({name: one for name, one in measured.items() if not rows or name in rows})
-    table = table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]]
-    return markdown_table(list(table.columns), table.astype(str).to_numpy().tolist(), text_columns=None)
+    table = smollm2.summary_table({name: one for name, one in measured.items() if not rows or name in rows})
+    return to_markdown(
+        table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]], text_columns=None
+    )
 
 
 def sentence_encoder_tables() -> str:
     """How near the converted sentence encoder is to the exact one, and its search in long documents."""
     tables = sentence_encoder.tables(read_json(RESULTS / "sentence-encoder" / "results.json"))
-    rows = [(list(table.columns), table.astype(str).to_numpy().tolist()) for table in tables]
-    return "\n\n".join(markdown_table(titles, lines) for titles, lines in rows)
+    return "\n\n".join(map(to_markdown, tables))
 
 
 def architectures_summary() -> str:
@@ -120,7 +696,7 @@ def architectures_summary() -> str:
     results = read_json(RESULTS / "architectures.json")
     counts = results["counts"]["elu"]
     return (
-        f"[A test]({_link(RESULTS / 'architectures.md')}) over every model type of Transformers "
+        "[A test](recipes/results/architectures.md) over every model type of Transformers "
         f"{results['environment']['versions']['transformers']} builds a tiny random model of each, patches it and "
         "checks it (gradients, padding, causality, decoding, saving, unpatching). Of "
         f"{sum(counts.values())} cases {counts['works']} work, {counts['refused']} are refused with an error that says "
@@ -129,46 +705,49 @@ def architectures_summary() -> str:
     )
 
 
-def _link(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def benchmark_part(make: Callable[[dict[str, Any]], str], name: str = "benchmark-cpu.json.gz") -> str:
-    return make(read_report(RESULTS / name))
-
+# --------------------------------------------------------------------------------------------------------------------
+# The pages
 
 #: Name of the marks -> function that makes the table. Links are relative to the root of the repository.
 TABLES: dict[str, Callable[[], str]] = {
+    "benchmark-forward": lambda: attention_tables(Results.read("attention.json.gz")),
+    "compiled": lambda: compiled_table(Results.read("compiled.json")),
+    "fidelity": lambda: fidelity_tables(Results.read("fidelity.json")),
+    "lm": lambda: lm_tables(Results.read("lm.json")),
+    "memory": lambda: memory_tables(Results.read("memory.json")),
+    "onnx": lambda: onnx_table(Results.read("onnx.json")),
+    "packing": lambda: packing_summary(Results.read("packing.json")),
+    "profile": lambda: profile_tables(Results.read("profile.json")),
+    "quantization": lambda: quantization_table(Results.read("quantization.json")),
+    "stream": lambda: stream_table(Results.read("stream.json")),
+    "transfer-cost": lambda: transfer_cost_table(Results.read("transfer-cost.json")),
     "architectures": architectures_summary,
-    "benchmark": lambda: benchmark_part(headline),
-    "benchmark-forward": lambda: benchmark_part(forward_tables),
-    "compiled": result_tables.compiled_table,
-    "conversion": result_tables.conversion_table,
-    "demo": lambda: report_summary(RESULTS / "demo-minilm").partition("\n\n")[2],
-    "evaluate": lambda: report_summary(RESULTS / "evaluate-minilm").partition("\n\n")[2],
-    "fidelity": result_tables.fidelity_tables,
-    "glue": result_tables.glue_table,
-    "glue-exact-heads": lambda: result_tables.glue_table(RESULTS / "glue-exact-heads.json"),
-    "length-tricks": result_tables.length_tricks_tables,
-    "lm": result_tables.lm_tables,
-    "long": result_tables.long_summary,
-    "long-all": result_tables.long_tables,
+    "conversion": conversion_table,
+    "demo": lambda: report_summary("demo-minilm").partition("\n\n")[2],
+    "evaluate": lambda: report_summary("evaluate-minilm").partition("\n\n")[2],
+    "glue": glue_table,
+    "glue-exact-heads": lambda: glue_table("glue-exact-heads.json"),
+    "benchmark": headline,
+    "length-tricks": length_tricks_tables,
     "mechanisms": mechanisms_table,
-    "memory": lambda: benchmark_part(memory_part, "benchmark-memory.json"),
-    "onnx": result_tables.onnx_table,
     "packages": lambda: compare_packages.table(read_json(RESULTS / "packages.json")),
-    "packing": result_tables.packing_summary,
-    "plan": plan_table,
-    "plan-heads": lambda: plan_table(RESULTS / "plan-smollm2"),
-    "quantization": result_tables.quantization_table,
-    "profile": result_tables.profile_tables,
+    "plan": lambda: plan_table("plan-stories260k"),
+    "plan-heads": lambda: plan_table("plan-smollm2"),
+    "long-all": proteins_tables,
+    "long": proteins_summary,
+    "sentence-encoder": sentence_encoder_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
     "smollm2-controls": smollm2_table,
-    "stream": result_tables.stream_table,
-    "sentence-encoder": sentence_encoder_tables,
-    "transfer-cost": result_tables.transfer_cost_table,
-    "transfer-loss": result_tables.transfer_loss_table,
+    "transfer-loss": transfer_loss_table,
 }
+
+
+def table_of_run(results: dict[str, Any]) -> str:
+    """Return all rows of a run, of timed values the medians."""
+    rows = pd.json_normalize(results["rows"])
+    columns = [name for name in rows if not name.endswith((".p20", ".p80", ".rounds"))]
+    texts = rows[columns].map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else cell)
+    return to_markdown(texts.rename(columns=lambda name: name.removesuffix(".median")), text_columns=None)
 
 
 @cache
@@ -179,7 +758,7 @@ def table(name: str) -> str:
         ValueError: There is no such table.
     """
     if name not in TABLES:
-        raise ValueError(f"There is no table {name!r}. Tables: {', '.join(TABLES)}.")
+        raise ValueError(f"There is no table {name!r}. Tables: {', '.join(sorted(TABLES))}.")
     return TABLES[name]()
 
 
@@ -193,13 +772,11 @@ def updated(text: str, path: str) -> str:
     Raises:
         ValueError: A mark has no end, or names no table.
     """
-    folder = os.path.dirname(path)
+    folder = os.path.dirname(path) or "."
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
-        body = re.sub(
-            r"\]\((recipes/[^)]+)\)", lambda link: f"]({os.path.relpath(link[1], folder or '.')})", table(name)
-        )
+        body = re.sub(r"\]\((recipes/[^)]+)\)", lambda link: f"]({os.path.relpath(link[1], folder)})", table(name))
         return f"<!-- {name}:begin -->\n{body}\n<!-- {name}:end -->"
 
     replaced, count = MARK.subn(replace, text)
@@ -214,10 +791,10 @@ def main(argv: list[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     stale = []
     for path in sorted(path for pattern in FILES for path in ROOT.glob(pattern)):
-        before = path.read_text(encoding="utf-8")
-        after = updated(before, _link(path))
+        before, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        after = updated(before, name)
         if before != after:
-            stale.append(_link(path))
+            stale.append(name)
             if not check:
                 path.write_text(after, encoding="utf-8")
     if check and stale:

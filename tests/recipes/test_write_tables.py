@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
 from recipes.benchmarks import write_tables
-from recipes.benchmarks.result_tables import markdown_table
-from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, updated
+from recipes.benchmarks.write_tables import FILES, MARK, ROOT, TABLES, main, times, to_markdown, updated
 
 PAGES = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
 
@@ -44,5 +44,14 @@ def test_wrong_marks_are_refused(page: str, message: str) -> None:
 
 
 def test_markdown() -> None:
-    assert markdown_table(["a", "b"], [["x|y", 1]]) == "| a | b |\n| --- | ---: |\n| x/y | 1 |"
-    assert markdown_table(["a", "b"], [], text_columns=None) == "| a | b |\n| --- | --- |"
+    table = pd.DataFrame({"a": ["x|y", None], "b": ["1", "22"]})
+    assert to_markdown(table) == "| a | b |\n|:---|---:|\n| x/y | 1 |\n| – | 22 |"
+    assert to_markdown(table[:1], text_columns=None).splitlines()[1] == "|:---|:---|"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0432, "0.043"), (0.432, "0.43"), (4.32, "4.3"), (43.2, "43"), (99.7, "100"), (4321.0, "4,300")],
+)
+def test_two_digits(value: float, text: str) -> None:
+    assert times(value) == text

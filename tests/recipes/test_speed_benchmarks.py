@@ -1,0 +1,193 @@
+"""The benchmarks of speed and memory on tiny shapes: their rows, limits and counts. No timing is asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_linear_attn.ops.native.backend import unavailable_reason
+from recipes.benchmarks import attention, memory, profile, workloads
+from recipes.benchmarks.workloads import Inputs
+from tests.cases import every_mechanism
+from tests.comparing import relative_error
+from tests.recipes.benchmark_runs import SMALL, rows_of
+
+QUICK: dict[str, Any] = {**SMALL, "seconds": 0.001, "dtypes": ("float32",), "backend": ("torch",)}
+
+
+def small_inputs(length: int, dtype: str = "float32") -> Inputs:
+    return Inputs.make(1, 2, length, 8, dtype, "cpu", 0)
+
+
+def test_attention_by_itself(tmp_path: Path) -> None:
+    options = {**QUICK, "attention": ("elu", "linformer"), "lengths": (16, 24), "peers": False}
+    rows = rows_of("attention", tmp_path / "out", **options)
+    assert {(row["attention"], row["backend"], row["direction"], row["pass"], row["length"]) for row in rows} == {
+        (name, backend, direction, done, length)
+        for direction in ("bidirectional", "causal")
+        for name, backend in (("sdpa", ""), ("elu", "torch"), *((("linformer", ""),) * (direction != "causal")))
+        for done in ("forward", "forward+backward")
+        for length in (16, 24)
+    }
+    assert {row["attention"]: row.get("limit") for row in rows} == {
+        "sdpa": None,
+        "elu": "products",
+        "linformer": "operations",
+    }
+    for row in rows:
+        assert row["seconds"]["p20"] <= row["seconds"]["median"] <= row["seconds"]["p80"]
+        assert row["speedup"]["rounds"] == row["seconds"]["rounds"] >= 3
+
+
+def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
+    options = {**QUICK, "attention": ("elu",), "directions": ("causal",), "passes": ("forward",), "peers": False}
+    rows = rows_of("attention", tmp_path / "out", **options, lengths=(16, 64), longest=1e-9)
+    assert {row["length"] for row in rows} == {16}
+
+
+def test_decoding_steps(tmp_path: Path) -> None:
+    names = ("elu", "linformer-causal", "linformer")
+    rows = rows_of("decoding", tmp_path / "out", **QUICK, attention=names, batches=(2,), contexts=(16, 24))
+    assert {(row["attention"], row["context"]) for row in rows} == {
+        (name, context) for name in ("sdpa", "elu", "linformer-causal") for context in (16, 24)
+    }
+    sizes = {(row["attention"], row["context"]): row["bytes"] for row in rows}
+    assert sizes["sdpa", 24] == 2 * 2 * 2 * 24 * 8 * 4
+    assert sizes["elu", 16] == sizes["elu", 24] == 2 * 2 * (8 * 8 + 8) * 4
+    assert all(("over_floor" in row) is (row["attention"] == "elu") for row in rows)
+
+
+@pytest.fixture
+def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.tiny_models import tiny_model
+
+    shapes = {
+        "encoder": lambda longest: tiny_model("bert", max_position_embeddings=max(96, longest)),
+        "decoder": lambda longest: tiny_model("gpt2", n_positions=longest),
+    }
+    monkeypatch.setattr(workloads, "SHAPES", shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_shapes")
+def test_whole_models(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"attention": ("elu", "linformer"), "shapes": ("encoder", "decoder"), "lengths": (16, 32)}
+    rows = rows_of("models", tmp_path / "out", **options, dtypes=("float32",), seconds=0.001)
+    assert {(row["model"], row["pass"], row["attention"]) for row in rows} == {
+        *(("encoder", "forward", name) for name in ("sdpa", "without attention", "elu", "linformer")),
+        *(("decoder", "forward", name) for name in ("sdpa", "without attention", "elu")),
+        *(("decoder", "decoding", name) for name in ("sdpa", "elu")),
+    }
+    assert all(("bytes" in row) is (row["pass"] == "decoding") for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_shapes")
+def test_a_step_of_attention_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randint", lambda low, high, size: torch.ones(size, dtype=torch.long))
+    options: dict[str, Any] = {"shapes": ("encoder", "decoder"), "lengths": (16,), "seconds": 0.001}
+    rows = rows_of("transfer-cost", tmp_path / "out", **options, attention=("hedgehog", "linformer"))
+    expected = [("encoder", "hedgehog"), ("encoder", "linformer"), ("decoder", "hedgehog")]
+    assert [(row["model"], row["attention"]) for row in rows] == expected
+    assert all(row["forward_passes"]["rounds"] >= 3 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of the resident set takes Linux")
+def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"heads": 4, "head_dim": 32, "backend": ("torch",), "directions": ("causal",)}
+    rows = rows_of("memory", tmp_path / "out", **options, attention=("elu",), lengths=(2048,), passes=("forward",))
+    peaks = {row["attention"]: row["bytes"] for row in rows}
+    weights = 4 * 2048 * 2048 * 4
+    assert peaks["eager"] > 1.5 * weights
+    assert peaks["elu"] < 0.5 * weights
+    assert set(peaks) == {"sdpa", "eager", "elu"}
+
+
+def test_eager_attention_beyond_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10.1 * 4 * 2 * 64**2)
+    request = {"batch": 1, "heads": 2, "backward": True}
+    assert memory._fits(request, 64)
+    assert not memory._fits(request, 65)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+@every_mechanism(causal=False)
+def test_bidirectional_mechanisms_build(name: str) -> None:
+    _builds(name, False)
+
+
+@every_mechanism(causal=True)
+def test_causal_mechanisms_build(name: str) -> None:
+    _builds(name, True)
+
+
+def _builds(name: str, causal: bool) -> None:
+    module = workloads.build(name, heads=2, head_dim=8, longest=192, causal=causal, seed=0)
+    gradients: Any = small_inputs(192).call(workloads.attend(module, causal), True, module)()
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
+
+
+def test_supported_backends() -> None:
+    elu = workloads.build("elu", heads=2, head_dim=8, longest=16, causal=False, seed=0, dtype=torch.float64)
+    call = small_inputs(16, "float64").call(workloads.attend(elu, False), False)
+    assert workloads.backends_of(call, ("native", "torch")) == ["torch"]
+    linformer = workloads.build("linformer", heads=2, head_dim=8, longest=16, causal=False, seed=0)
+    assert workloads.backends_of(small_inputs(16).call(workloads.attend(linformer, False), False)) == [""]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_eager_is_exact_attention(causal: bool) -> None:
+    inputs = small_inputs(16, "float64")
+    exact: Any = inputs.call(workloads.sdpa(causal), False)()
+    assert relative_error(workloads.eager(causal)(inputs.query, inputs.key, inputs.value), exact) < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_count_as_stated(causal: bool) -> None:
+    key = value = torch.zeros(1, 2, 256, 8)
+    features, chunk = 24, attention.CHUNK
+    expected = 2 * 256 * (2 * chunk * (features + 8) + 4 * features * 8 if causal else 4 * features * 8)
+    with FlopCounterMode(display=False) as counter:
+        attention.products(key, value, features, causal)()
+    assert counter.get_total_flops() == expected
+    call, flops = attention.reference_product(key, value)
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert counter.get_total_flops() == flops == 2 * 2 * 256 * 8 * 8
+
+
+@pytest.mark.parametrize("name", attention.PEERS)
+def test_peers_run_where_they_are_installed(name: str) -> None:
+    setting = attention.Setting(True, "float32", False, 1, 2, 8, 0, "cpu")
+    found = {one.attention: one for one in attention.peer_candidates(setting)}
+    if name not in found:
+        pytest.skip(f"{name.partition(':')[0]} is not installed, or does not run on a CPU")
+    out: Any = found[name].call(setting, inputs := setting.inputs(64))()
+    assert out.shape == inputs.query.shape
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+@torch.no_grad()
+@pytest.mark.parametrize(("causal", "expected"), [(False, 61_568), (True, 39_424)])
+def test_products_of_a_window_are_counted(causal: bool, expected: int) -> None:
+    (row,) = profile.native_kernel("window", 64, causal, "float32")
+    assert row["multiplications"] == expected
+    assert row["operations_per_second"] * row["seconds"] == pytest.approx(2 * 12 * 64 * expected)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_parts_of_the_profile() -> None:
+    (row,) = profile.step("elu")
+    assert 0 < row["kernel_seconds"] < row["seconds"]
+    assert row["floor_seconds"] > 0
+    (form,) = profile.torch_form("elu", 64, True)
+    assert form["features"] == 64
+    assert sum(form["shares"].values()) == pytest.approx(1)
