@@ -62,8 +62,8 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
     Args:
         name: Name of the verb.
         verb: The verb.
-        described: Row of an option -> verb of `REFERRED` that has it in its tables. Other verbs name such an option
-            without its table row. Rows are added if the verb is in `REFERRED`.
+        described: Row of an option, without the name of its section -> where the page has it. An option with the same
+            row is named only. Rows of the verbs in `REFERRED` are added.
     """
     module, _, attribute = verb.config.partition(":")
     config = getattr(importlib.import_module(f"hf_linear_attn.{module}"), attribute)
@@ -77,18 +77,19 @@ def verb_reference(name: str, verb: Verb, described: dict[str, str]) -> str:
     sections: dict[str, list[str]] = {}
     same: dict[str, list[str]] = {}
     for section, row in rows(config):
-        if row in described:
-            same.setdefault(described[row], []).append(row.split()[1])
-        else:
-            sections.setdefault(section, []).append(row)
-            if name in REFERRED:
-                described[row] = name
+        words = row.replace(f"--{section}.", "--")
+        if words in described:
+            same.setdefault(described[words], []).append(row.split()[1])
+            continue
+        sections.setdefault(section, []).append(row)
+        if name in REFERRED:
+            described[words] = f"[{name}](#{name})" + (f", section `{section}`" if section else "")
     for section, lines in sections.items():
         if section:
             parts += [f"**Section `{section}`**", ""]
         parts += ["| option | value | default | meaning |", "| --- | --- | --- | --- |", *lines, ""]
     for other, flags in same.items():
-        parts += [f"These options are the same as in [{other}](#{other}): {', '.join(flags)}.", ""]
+        parts += [f"The same as in {other}: {', '.join(flags)}.", ""]
     return "\n".join(parts)
 
 
