@@ -16,6 +16,7 @@ from ..mechanisms.base import AttentionInputs
 from ..ops.common import State
 from .cache import LinearStateLayer, refuse_static_cache, self_attention_cache, state_layer
 from .context import IMPLEMENTATION, SUBMODULE, InterfaceCall, forward_context, in_memory, layer_context
+from .discovery import declared_direction
 from .exact import attention_weights_requested, run_exact
 from .mask import check_length, full_mask_to_bool, linear_attention_mask
 from .packing import BOUNDARIES, BOUNDARY_ARGUMENTS, boundaries_of, document_numbers, documents_of, run_packed
@@ -53,15 +54,28 @@ def linear_attention_forward(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if context.causal is None else context.causal
-    causal = causal if is_causal is None else is_causal
-    causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    causal = bool(causal if is_causal is None else is_causal) and declared_direction(module).allowed
     call = InterfaceCall(
         module, context, query, key, value, attention_mask, dropout, scaling, causal, is_causal, kwargs
     )
+    _check_direction(call)
     boundaries = boundaries_of(kwargs, attention_mask)
     if context.ranks is not None:
         _check_slice(call, boundaries)
     return _attend(call) if boundaries is None else _attend_packed(call, boundaries)
+
+
+def _check_direction(call: InterfaceCall) -> None:
+    """Raise where a self-attention layer runs in another direction than that it was patched for."""
+    context, declared = call.context, declared_direction(call.module)
+    if context.causal is None or (declared == context.declared and call.causal == context.causal):
+        return
+    raise ValueError(
+        f"{call.label} was {'causal' if context.causal else 'bidirectional'} when this model was patched. Now its flag "
+        f"is_causal is {declared.flag}, config.is_causal {declared.allowed}, and the argument is_causal "
+        f"{call.is_causal}. A mechanism is built for one direction: set it back, or call unpatch_model(model), change "
+        "it and patch again."
+    )
 
 
 def _attend(call: InterfaceCall) -> tuple[Tensor, Tensor | None]:

@@ -39,6 +39,8 @@ class LayerContext:
     exact_implementation: str
     #: None in cross-attention, where the module's flag counts.
     causal: bool | None
+    #: The `discovery.Direction` that the module declared when it was patched.
+    declared: tuple[bool, bool] | None = None
     runs_exactly: bool = False
     #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
     observer: Callable[[Any], Tensor | None] | None = None

@@ -5,7 +5,7 @@ Attributes of the modules and fields of their configs decide where they say enou
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -61,10 +61,27 @@ def find_attention(model: nn.Module) -> list[AttentionLayer]:
     return layers
 
 
+class Direction(NamedTuple):
+    """Whether the flag of a module says that it is causal, and whether its config allows it."""
+
+    flag: bool
+    allowed: bool
+
+
+def declared_direction(module: nn.Module) -> Direction:
+    """Return what a module and its config say of its direction now: the one place that reads them."""
+    flag = bool(getattr(module, "is_causal", _config_value(module, "is_decoder", False)))
+    return Direction(flag, _config_value(module, "is_causal", True) is not False)
+
+
 def _is_causal(module: nn.Module, parents: list[nn.Module]) -> bool:
-    """Return whether a module is causal: by its flag, else by the argument or mask that the models around it pass."""
-    if getattr(module, "is_causal", _config_value(module, "is_decoder", False)):
-        return True
+    """Return whether a module is causal: by its flag, else by the argument or mask that the models around it pass.
+
+    A config that says `is_causal=False` decides alone, as it does where Transformers makes masks.
+    """
+    declared = declared_direction(module)
+    if declared.flag or not declared.allowed:
+        return declared.allowed
     classes = [type(parent) for parent in parents]
     if any(source_guards.passes_causal_argument(cls) for cls in classes):
         return True

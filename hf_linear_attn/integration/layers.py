@@ -20,7 +20,14 @@ from .context import (
     LayerContext,
     layer_context,
 )
-from .discovery import AttentionLayer, attention_shape, find_attention, foreign_attention, self_attention
+from .discovery import (
+    AttentionLayer,
+    attention_shape,
+    declared_direction,
+    find_attention,
+    foreign_attention,
+    self_attention,
+)
 from .packing import add_model_hooks, remove_hooks
 
 #: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
@@ -125,7 +132,8 @@ def install_layers(model: PreTrainedModel, planned: Plan, mechanisms: dict[int, 
     add_model_hooks(model, [layer for layer in layers if not layer.cross])
     for layer in layers:
         implementation = layer.config._attn_implementation or "eager"
-        context = LayerContext(layer.name, implementation, causal=None if layer.cross else layer.causal)
+        causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
+        context = LayerContext(layer.name, implementation, causal, declared)
         setattr(layer.module, LAYER_CONTEXT, context)
         if not layer.cross:
             layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)

@@ -22,7 +22,7 @@ from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from .cache import self_attention_cache, state_layer
-from .context import CONFIG_FIELD, IMPLEMENTATION, LAYER_CONTEXT, SUBMODULE, attention_modules
+from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
 from .discovery import longest_input
 from .layers import build_mechanisms, install_layers, plan_layers
 from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
@@ -163,9 +163,10 @@ class LinearAttentionModelMixin:
         if cache is None:
             return prepared
         for module in attention_modules(self):  # type: ignore[arg-type]
-            if getattr(module, LAYER_CONTEXT).runs_exactly:  # It needs keys and values.
+            context = layer_context(module)
+            if context is None or context.runs_exactly:  # It needs keys and values.
                 continue
-            if getattr(module, "layer_idx", None) is not None and getattr(module, "is_causal", True):
+            if getattr(module, "layer_idx", None) is not None and context.causal:
                 state_layer(cache, int(module.layer_idx))  # type: ignore[arg-type]
         if generation_config.is_assistant:
             model_kwargs["past_key_values"].activate_past_recording()
