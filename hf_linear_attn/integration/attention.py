@@ -198,10 +198,14 @@ def _check_full_mask(call: InterfaceCall, mechanism: Any, layer: LinearStateLaye
             "A 4D attention mask cannot be used with a cache. Pass use_cache=False, or a 2D mask where a state holds "
             "tokens already."
         )
-    if not getattr(mechanism, "dense_masks", False):
-        raise NotImplementedError(
-            f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
-            "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
+    mechanism.check_mask(mask)
+    batch, heads, length, _ = call.query.shape
+    sizes = (batch, heads, length, call.key.shape[2])
+    if any(size not in (1, own) for size, own in zip(mask.shape[:3], sizes, strict=False)) or mask.shape[3] != sizes[3]:
+        raise ValueError(
+            f"The attention mask has shape {tuple(mask.shape)}, and {call.label} attends from {length} tokens to "
+            f"{sizes[3]}, in {batch} rows and {heads} heads. Pass a mask {sizes}, with 1 for rows or heads that share "
+            "one."
         )
     if not torch.compiler.is_compiling():
         logger.warning_once(  # type: ignore[attr-defined]

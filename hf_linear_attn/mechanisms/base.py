@@ -62,14 +62,23 @@ class LinearAttention(nn.Module):
         raise NotImplementedError
 
     def begin_forward(self, inputs: AttentionInputs) -> None:
-        """Check the direction of a call, and announce a new forward pass to the feature map if there is one."""
+        """Check direction and mask of a call, and announce a new forward pass to the feature map if there is one."""
         if self.entry is not None:
             self.entry.check_direction(inputs.causal)
+        self.check_mask(inputs.mask)
         if not inputs.causal and (inputs.state is not None or inputs.return_state):
             raise ValueError("Bidirectional attention has no state: a later token would change earlier outputs.")
         feature_map: FeatureMap | None = getattr(self, "feature_map", None)
         if feature_map is not None and inputs.state is None and inputs.first_call:
             feature_map.begin_forward()
+
+    def check_mask(self, mask: Tensor | None) -> None:
+        """Raise a NotImplementedError on a mask `[B | 1, H | 1, L, S]` that the mechanism cannot honour."""
+        if mask is not None and mask.dim() == 4 and not self.dense_masks:
+            raise NotImplementedError(
+                f"This mechanism cannot honour a 4D attention mask of shape {tuple(mask.shape)} (packed documents, a "
+                "prefix, or one made by hand). Pass a 2D padding mask, or use a kernelized mechanism."
+            )
 
     def attention_weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the implied weights `[B, H, L, S]`, rows summing to 1: `forward` equals their product with the values.

@@ -70,6 +70,19 @@ def test_mechanisms_of_decoders_are_refused_when_it_is_patched(said_by):
     before.assert_same(model)
 
 
+@SAID_BY
+def test_full_masks_are_those_of_an_encoder(said_by):
+    """The slots of a bidirectional Luna serve all queries, those of a causal one a query each."""
+    mask = torch.ones(2, 1, 14, 14, dtype=torch.bool)
+    for model, refuses in ((make_bidirectional(LLAMA.build(), said_by), True), (LLAMA.build(), False)):
+        patch_small(model, "luna")
+        if refuses:
+            with pytest.raises(NotImplementedError, match="cannot honour a 4D attention mask"):
+                model(token_ids(2, 14), attention_mask=mask, use_cache=False)
+        else:
+            logits(model, token_ids(2, 14), attention_mask=mask.tril(), use_cache=False)
+
+
 @EACH_DECODER
 @SAID_BY
 @pytest.mark.parametrize("layers", [None, [1]], ids=str)

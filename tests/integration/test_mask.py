@@ -112,6 +112,25 @@ def test_a_mask_made_by_hand_is_refused(name, family):
     assert bool(torch.isfinite(logits(model, token_ids())).all())
 
 
+@pytest.mark.parametrize("what", ["linear_weights", "linear_output"])
+@REFUSING
+def test_a_mask_made_by_hand_is_refused_by_an_observer_too(name, family, what):
+    """Attention transfer and fidelity compute the mechanism's side from calls of the exact attention."""
+    calls = observed(patched(name, family), token_ids(2, LENGTH), random_mask().tril(), **no_cache(family))
+    with pytest.raises(NotImplementedError, match=r"cannot honour a 4D attention mask of shape \(2, 1, 14, 14\)"):
+        getattr(calls[0], what)()
+
+
+@HONOURING
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 14, 14), (2, 3, 14, 14), (2, 1, 15, 15), (2, 1, 14, 20), (2, 1, 14, 9)], ids=str
+)
+def test_a_full_mask_of_another_shape_is_refused(name, family, shape):
+    mask = torch.ones(shape, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"from 14 tokens to 14, in 2 rows and 4 heads.* Pass a mask \(2, 4, 14, 14\)"):
+        patched(name, family)(token_ids(2, LENGTH), attention_mask=mask, **no_cache(family))
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_an_additive_bias_is_refused(family):
     bias = torch.zeros(2, 1, LENGTH, LENGTH)
