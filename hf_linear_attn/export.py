@@ -72,22 +72,23 @@ def export_model(model: PreTrainedModel, format: str) -> tuple[Any, float | None
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    from .integration.discovery import longest_input
+    from .integration.positions import length_limit
 
     exporter, settings = (OnnxExporter(), OnnxConfig) if format == "onnx" else (DynamoExporter(), DynamoConfig)
     if model.config.is_encoder_decoder:
         raise NotImplementedError("Encoder-decoders are not tested. Use Transformers' exporters, and compare outputs.")
-    inputs = padded_inputs(model, TRACED_LENGTHS)
+    limit = length_limit(model)
+    inputs = padded_inputs(model, [min(length, limit or length) for length in TRACED_LENGTHS])
     if model.can_generate():
         try:
             return exporter.export_for_generation(model, inputs, settings(dynamic=True)), None
         except RuntimeError as error:  # which names the graph only
             raise (error.__cause__ if isinstance(error.__cause__, NotImplementedError) else error) from None
-    sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=longest_input(model) or 1 << 20)}
+    sizes = {0: Dim("batch", min=1, max=65536), 1: Dim("length", min=2, max=limit or 1 << 20)}
     exported = exporter.export(model, dict(inputs), settings(dynamic_shapes=dict.fromkeys(inputs, sizes)))
     worst = 0.0
     for lengths in CHECKED_LENGTHS:
-        inputs = padded_inputs(model, [min(length, longest_input(model) or length) for length in lengths])
+        inputs = padded_inputs(model, [min(length, limit or length) for length in lengths])
         real = inputs["attention_mask"].bool()
         with torch.no_grad():
             expected, actual = model(**inputs)[0], exported(**inputs)[0].to(model.device)

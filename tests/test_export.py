@@ -11,10 +11,12 @@ from transformers.exporters.base import ExportedModel
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
+from hf_linear_attn.export import export_model, padded_inputs
 from hf_linear_attn.integration.cache import state_layer
+from hf_linear_attn.integration.positions import length_limit
 from tests.comparing import assert_close, logits
 from tests.inputs import padded_batch, token_ids
-from tests.tiny_models import save_checkpoint
+from tests.tiny_models import save_checkpoint, tiny_model
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'hf-linear-attn[export]'")
 
@@ -88,6 +90,31 @@ def test_a_missing_package_is_named(checkpoint, package, tmp_path, monkeypatch, 
     assert package in error
     assert "hf-linear-attn[export]" in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "limit"),
+    [
+        ("bert", {"attention": "linformer", "num_slots": 8, "max_length": 40}, 40),
+        ("bert", {"attention": "cosformer", "max_length": 50}, 50),
+        ("bert", {"attention": "hedgehog"}, 96),
+        ("bert", {"attention": {"default": "hedgehog", "1": {"attention": "cosformer", "max_length": 70}}}, 70),
+        ("bert", {"attention": "cosformer", "exact_heads": [1], "max_length": 60}, 60),
+        ("roberta", {"attention": "hedgehog"}, 94),  # two of its 96 positions are for padding
+        ("roberta", {"attention": "linformer", "num_slots": 8}, 94),
+    ],
+    ids=str,
+)
+def test_the_smallest_limit_bounds_the_length(architecture, options, limit):
+    model = hla.patch_model(tiny_model(architecture), **options)
+    assert length_limit(model) == limit
+    exported, difference = export_model(model, "torch")
+    assert difference <= 1e-4
+    for length in (2, limit - 1, limit):
+        ids = token_ids(2, length) % 50 + 5
+        inputs = {**padded_inputs(model, (length, 2)), "input_ids": ids}
+        with torch.no_grad():
+            assert_close(exported(**inputs)[0][0], model(**inputs)[0][0])
 
 
 def test_what_cannot_be_exported(checkpoint, tmp_path, capsys):

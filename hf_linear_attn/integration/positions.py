@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..utils.formatting import near_matches
+from .context import SUBMODULE, attention_modules
 from .discovery import longest_input
 from .models import all_configs, base_class, check_model, model_around, own_configs
 
@@ -160,6 +161,13 @@ def find_tables(model: PreTrainedModel) -> list[PositionTable]:
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return the longest input in tokens that the model's learned positions allow; None without such positions."""
     return min((table.limit for table in find_tables(model)), default=None)
+
+
+def length_limit(model: PreTrainedModel) -> int | None:
+    """Return the longest input in tokens that both the positions of a model and its mechanisms allow; None: any."""
+    options = [module.get_submodule(SUBMODULE).options for module in attention_modules(model)]
+    limits = [position_limit(model) or longest_input(model), *(getattr(one, "max_length", None) for one in options)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_max_length(max_length: object) -> int:
