@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .config import DEFAULT_ATTENTION, LinearAttentionConfig
-from .integration.context import CONFIG_FIELD, SUBMODULE, in_memory, is_patched
+from .integration.context import CONFIG_FIELD as CONFIG_FIELD
+from .integration.context import SUBMODULE, in_memory, is_patched
 from .integration.discovery import self_attention
-from .integration.layers import remove_layers
-from .integration.model_class import PATCHED_NAME, install, uninstall_class
+from .integration.layers import installed_layers
+from .integration.model_class import install, name_patched, uninstall
 from .integration.models import base_class, check_model, check_patched
 from .integration.positions import (
     PositionChange,
@@ -69,19 +70,18 @@ def patch_model(
     """
     check_model(model)
     if is_patched(model):
-        saved = getattr(model.config, CONFIG_FIELD, {"layers": {}})["layers"]
-        names = sorted({layer["attention"] for layer in saved.values()})
+        patched = installed_layers(model).values()
+        names = sorted({layer.attention for layer in patched})
         raise ValueError(
-            f"This {type(model).__name__} is already patched ({', '.join(names)} in {len(saved)} layers). Call "
+            f"This {type(model).__name__} is already patched ({', '.join(names)} in {len(patched)} layers). Call "
             "unpatch_model(model) first."
         )
     config = LinearAttentionConfig.parse(attention, layers, options)
     positions = PositionChange()
     if max_length is not None:
         config, positions = _plan_length(model, config, max_length)
-    install(model, config, positions)
-    if model.name_or_path:
-        model.name_or_path += PATCHED_NAME
+    for whole in install(model, config, positions):
+        name_patched(whole)
     if positions.added and "sentence_transformers" in sys.modules:
         logger.warning(
             f"The positions of this {type(model).__name__} go up to {max_length} tokens now. A SentenceTransformer "
@@ -101,9 +101,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     check_patched(model)
     positions = plan_restoration(model)
-    remove_layers(model)
+    uninstall(model)
     positions.apply(model)
-    uninstall_class(model)
     return model
 
 
@@ -207,16 +206,15 @@ def patch_report(model: PreTrainedModel) -> PatchReport:
         ValueError: The model is not patched.
     """
     check_patched(model)
-    saved = getattr(model.config, CONFIG_FIELD)["layers"]
+    installed = installed_layers(model)
     rows = []
     for index, layer in enumerate(self_attention(model)):
-        layer_config = saved.get(str(index))
-        module = getattr(layer.module, SUBMODULE, None)
-        if layer_config is None or module is None:
+        if index not in installed:
             rows.append(LayerReport(index, layer.name, EXACT, {}, 0, 0, "growing" if layer.causal else "none"))
             continue
-        name, options = layer_config["attention"], dict(layer_config["options"])
-        exact_heads = tuple(layer_config.get("exact_heads", ()))
+        module: Any = getattr(layer.module, SUBMODULE)
+        name, options = installed[index].attention, dict(installed[index].options)
+        exact_heads = installed[index].exact_heads
         state_bytes, state = 0, "none"
         if layer.causal:
             with in_memory(module):

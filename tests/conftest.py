@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,6 +19,12 @@ settings.register_profile(
 settings.register_profile("search", deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Let `patch_model`, which asks the garbage collector for models, not search all that was imported each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -99,7 +99,9 @@ def test_a_loaded_model_can_be_unpatched(tmp_path):
     assert torch.equal(logits(model, token_ids()), expected)
     model.save_pretrained(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert not {"linear_attention", "auto_map", "attn_implementation", "transformers_weights"} & set(config)
+    assert not {"linear_attention", "auto_map", "attn_implementation", "fusion_config", "experts_implementation"} & set(
+        config
+    )
     unpatched = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(logits(unpatched, token_ids()), expected)
 
@@ -178,6 +180,8 @@ def test_a_process_that_has_not_used_the_package_refuses_the_checkpoint(first, c
 
 def test_a_checkpoint_of_an_earlier_version(checkpoint):
     model, folder = checkpoint
+    edit_config(folder, fusion_config=None, experts_implementation=None, transformers_weights="This checkpoint runs …")
+    assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
     edit_config(folder, transformers_weights=None)
     assert torch.equal(logits(hla.load_pretrained(str(folder)), token_ids()), logits(model, token_ids()))
     unpatched = BertForMaskedLM.from_pretrained(folder)
@@ -285,7 +289,7 @@ def test_push_to_hub_uses_save_pretrained(call, monkeypatch, tmp_path):
     assert {"config.json", WEIGHTS, "modeling_hf_linear_attn.py"} <= set(uploaded)
     config = json.loads(uploaded["config.json"])
     assert config["auto_map"]["AutoModelForMaskedLM"] == "modeling_hf_linear_attn.BertForMaskedLM"
-    assert config["transformers_weights"].startswith("This checkpoint runs linear attention.")
+    assert next(iter(config["fusion_config"])).startswith("This checkpoint runs linear attention.")
 
 
 def test_only_the_main_process_writes(tmp_path):

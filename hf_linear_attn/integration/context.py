@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from ..config import LayerConfig
 from ..ops.common import ACCELERATE_HOOK
 from ..ops.ranks import Ranks
 
@@ -42,6 +43,8 @@ class LayerContext:
     #: The `discovery.Direction` that the module declared when it was patched.
     declared: tuple[bool, bool] | None = None
     runs_exactly: bool = False
+    #: The mechanism of the layer with its options; None where it is exact.
+    layer_config: LayerConfig | None = None
     #: What is called with the inputs and the exact outputs of each call while `runs_exactly`.
     observer: Callable[[Any], Tensor | None] | None = None
     #: The processes of context parallelism, inside of `context_parallel`.
@@ -125,8 +128,8 @@ def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Return whether `patch_model` has been applied to this model."""
-    return any(layer_context(module) is not None for module in model.modules())
+    """Return whether `patch_model` has been applied to this model, to a part of it, or to a model around it."""
+    return next(attention_modules(model), None) is not None
 
 
 # -------------------------------------------------------------------------------- Weights that are elsewhere, or shards

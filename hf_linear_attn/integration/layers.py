@@ -1,7 +1,10 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LayerConfig, LinearAttentionConfig
@@ -12,12 +15,11 @@ from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, build_options
 from .attention import before_attention
 from .context import (
-    CONFIG_FIELD,
     IMPLEMENTATION,
-    IMPLEMENTATION_FIELD,
     LAYER_CONTEXT,
     SUBMODULE,
     LayerContext,
+    attention_modules,
     layer_context,
 )
 from .discovery import (
@@ -28,23 +30,29 @@ from .discovery import (
     foreign_attention,
     self_attention,
 )
-from .packing import add_model_hooks, remove_hooks
+from .packing import MODEL_CONTEXT, add_model_hooks, remove_hooks
 
 #: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
 SERVERS = ("paged|", "vllm", "sglang", "tgi")
 
 Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
-"""The layers to patch and their mechanisms, by index among the self-attention layers of the model."""
+"""The layers to patch and their mechanisms, by index among the self-attention layers of the whole model."""
 
 
-def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
-    """Choose the layers to patch and check that they can be; nothing is built or changed yet."""
+def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: PreTrainedModel) -> Plan:
+    """Choose the layers to patch and check that they can be; nothing is built or changed yet.
+
+    The config names layers of `model`, which may be a part of a `whole`; the plan is that of the whole, in which the
+    models around the part say more of its direction and masks.
+    """
+    numbers = {id(layer.module): (number, layer) for number, layer in enumerate(self_attention(whole))}
     layers = self_attention(model)
     planned: Plan = {}
     skipped = []
-    for index, (layer, layer_config) in enumerate(
+    for index, (own, layer_config) in enumerate(
         zip(layers, config.resolve([layer.name for layer in layers]), strict=True)
     ):
+        number, layer = numbers[id(own.module)]
         if layer_config is None or layer_config.attention == EXACT:
             continue
         if layer.span != "full":
@@ -68,7 +76,7 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
             )
         entry = ATTENTIONS.get(layer_config.attention)
         entry.check_direction(layer.causal, f", and layer {index} ({layer.name}) is")
-        planned[index] = layer, layer_config
+        planned[number] = layer, layer_config
     if not planned:
         reason = " Every layer is 'softmax'."
         if skipped:
@@ -78,10 +86,10 @@ def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig) -> Plan:
                 "(sliding_window=None, or 'full_attention' in layer_types)."
             )
         raise ValueError(f"Nothing to patch in {type(model).__name__} ({len(layers)} self-attention layers).{reason}")
-    foreign = foreign_attention(model, {id(layer.config) for layer, _ in planned.values()})
+    foreign = foreign_attention(whole, {id(layer.config) for layer, _ in planned.values()})
     if foreign:
         raise NotImplementedError(
-            f"{type(model).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
+            f"{type(whole).__name__} cannot be patched: {foreign} computes its attention outside Transformers' "
             "attention interface, from masks that it shares with the layers to patch. It would need to call "
             "ALL_ATTENTION_FUNCTIONS."
         )
@@ -121,42 +129,61 @@ def _build(
     return mechanism.train(model.training)
 
 
-def install_layers(model: PreTrainedModel, planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
-    """Put mechanisms, contexts and hooks into a model that owns its configs.
+def install_layers(wholes: Sequence[PreTrainedModel], planned: Plan, mechanisms: dict[int, LinearAttention]) -> None:
+    """Put mechanisms, contexts and hooks into models that own their configs; the plan is that of the first of them.
 
     There are only assignments here: nothing can fail half-way.
     """
     config_ids = {id(layer.config) for layer, _ in planned.values()}
-    # Every module that reads one of these configs goes through our function from now on, exact ones too.
-    layers = [layer for layer in find_attention(model) if id(layer.config) in config_ids]
-    add_model_hooks(model, [layer for layer in layers if not layer.cross])
-    for layer in layers:
-        implementation = layer.config._attn_implementation or "eager"
-        causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
-        context = LayerContext(layer.name, implementation, causal, declared)
-        setattr(layer.module, LAYER_CONTEXT, context)
-        if not layer.cross:
-            layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
-    for layer in layers:
-        layer.config._attn_implementation_internal = IMPLEMENTATION
-    # The saved form names every patched layer by its index, with all of its options written out.
-    saved = {}
-    for index, (layer, config) in planned.items():
+    configs = []
+    for whole in wholes:
+        # Every module that reads one of these configs goes through our function from now on, exact ones too.
+        layers = [layer for layer in find_attention(whole) if id(layer.config) in config_ids]
+        add_model_hooks(whole, [layer for layer in layers if not layer.cross])
+        for layer in layers:
+            if layer_context(layer.module) is not None:  # Another part of the model is patched.
+                continue
+            implementation = layer.config._attn_implementation or "eager"
+            causal, declared = None if layer.cross else layer.causal, declared_direction(layer.module)
+            context = LayerContext(layer.name, implementation, causal, declared)
+            setattr(layer.module, LAYER_CONTEXT, context)
+            configs.append(layer.config)
+            if not layer.cross:
+                layer.module.register_forward_pre_hook(before_attention, with_kwargs=True)
+    for config in configs:
+        config._attn_implementation_internal = IMPLEMENTATION
+    for index, (layer, layer_config) in planned.items():
         layer.module.add_module(SUBMODULE, mechanisms[index])
-        saved[str(index)] = LayerConfig(config.attention, asdict(mechanisms[index].options), config.exact_heads)
-    setattr(model.config, CONFIG_FIELD, LinearAttentionConfig(None, saved).to_dict())
-    setattr(model.config, IMPLEMENTATION_FIELD, IMPLEMENTATION)
+        # With all of its options written out.
+        options = asdict(mechanisms[index].options)
+        getattr(layer.module, LAYER_CONTEXT).layer_config = replace(layer_config, options=options)
 
 
-def remove_layers(model: PreTrainedModel) -> None:
-    """Take out what `install_layers` has put in."""
-    for module in model.modules():
-        remove_hooks(module, before_attention)
-        context = layer_context(module)
-        if context is not None:
-            module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
-            if hasattr(module, SUBMODULE):
-                delattr(module, SUBMODULE)
-            delattr(module, LAYER_CONTEXT)
-    for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
-        vars(model.config).pop(name, None)
+def remove_layers(model: PreTrainedModel, wholes: Sequence[PreTrainedModel]) -> None:
+    """Take out of a model, a part of these wholes or one of them, what `install_layers` has put in."""
+    for module in list(attention_modules(model)):
+        delattr(module, SUBMODULE)
+    patched: list[Any] = [module for whole in wholes for module in attention_modules(whole)]
+    still_patched = {id(module.config) for module in patched}
+    for whole in wholes:
+        for module in whole.modules():
+            context = layer_context(module)
+            if context is None:
+                continue
+            if not hasattr(module, SUBMODULE):
+                context.layer_config = None
+            # Exact layers stay what they are while others that read the same config are patched.
+            if id(module.config) not in still_patched:
+                module.config._attn_implementation_internal = context.exact_implementation  # type: ignore[union-attr]
+                remove_hooks(module, before_attention)
+                delattr(module, LAYER_CONTEXT)
+        for module in whole.modules():
+            if hasattr(module, MODEL_CONTEXT) and not any(map(layer_context, module.modules())):
+                remove_hooks(module)
+
+
+def installed_layers(model: nn.Module) -> dict[int, LayerConfig]:
+    """Return the mechanism of each patched layer, with all options, by its index among the self-attention layers."""
+    layers = [layer for layer in find_attention(model) if not layer.cross]
+    contexts = ((index, layer_context(layer.module)) for index, layer in enumerate(layers))
+    return {index: one.layer_config for index, one in contexts if one is not None and one.layer_config is not None}

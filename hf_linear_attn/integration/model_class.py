@@ -8,12 +8,15 @@ linear attention before the weights are read, so every option of `from_pretraine
 import copy
 import functools
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME
@@ -22,10 +25,25 @@ from ..config import LinearAttentionConfig
 from ..mechanisms.base import LinearAttention
 from ..utils.files import atomic_write
 from .cache import self_attention_cache, state_layer
-from .context import CONFIG_FIELD, IMPLEMENTATION, SUBMODULE, attention_modules, layer_context
+from .context import (
+    CONFIG_FIELD,
+    IMPLEMENTATION,
+    IMPLEMENTATION_FIELD,
+    SUBMODULE,
+    attention_modules,
+    is_patched,
+    layer_context,
+)
 from .discovery import longest_input
-from .layers import build_mechanisms, install_layers, plan_layers
-from .models import ORIGINAL_CLASS, base_class, own_configs, weight_write_errors
+from .layers import build_mechanisms, install_layers, installed_layers, plan_layers, remove_layers
+from .models import (
+    ORIGINAL_CLASS,
+    base_class,
+    models_around,
+    outermost_models,
+    own_configs,
+    weight_write_errors,
+)
 from .positions import PositionChange
 from .tensor_parallel import plan_heads
 
@@ -44,14 +62,19 @@ def __getattr__(name):
     return class_by_name(name)
 '''
 
-#: Field of `config.json` that names the file of the weights. In a patched checkpoint it holds a text with which every
-#: `from_pretrained` of Transformers refuses it, with or without this package. Ours does not read the field, and neither
-#: does what resumes a training: the weights have their usual file name.
-WEIGHTS_FIELD = "transformers_weights"
+#: The text with which every way of building an exact model from a patched checkpoint is refused, with or without this
+#: package, and the fields of `config.json` that hold it. `from_pretrained` reads the first one (a table of fusions by
+#: name: an unknown one is an error), and so does a model that is built from the config, whatever attention it is asked
+#: for, with the second one (an unknown implementation is an error). Our classes take them out before they build.
 REFUSAL = (
     "This checkpoint runs linear attention. Load it with hf_linear_attn.load_pretrained(path), or with an AutoModel "
     "class and trust_remote_code=True; both need the package (pip install hf-linear-attn)."
 )
+FUSION_FIELD = "fusion_config"
+EXPERTS_FIELD = "experts_implementation"
+REFUSALS = {FUSION_FIELD: {REFUSAL: True}, EXPERTS_FIELD: REFUSAL}
+#: The field that earlier versions wrote it into.
+WEIGHTS_FIELD = "transformers_weights"
 
 #: What `patch_model` adds to the name that PEFT saves as that of an adapter's base model, which is no plain checkpoint.
 PATCHED_NAME = " patched by hf_linear_attn"
@@ -68,13 +91,14 @@ class LinearAttentionModelMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         kwargs.pop(WEIGHTS_FIELD, None)  # What `from_pretrained` below passes on.
+        remove_refusals(config)
         saved = getattr(config, CONFIG_FIELD, None)
         if saved is not None and config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation = None  # the exact layers' own choice, made by the base class
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = base_class(type(self))
         if saved is not None:
-            install(self, LinearAttentionConfig.parse(saved))  # type: ignore[arg-type]
+            install(self, LinearAttentionConfig.parse(saved), wholes=[self])  # type: ignore[arg-type,list-item]
 
     @classmethod
     def from_pretrained(
@@ -95,9 +119,11 @@ class LinearAttentionModelMixin:
             check_index(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         if isinstance(kwargs.get("config"), PretrainedConfig):
             kwargs["config"] = copy.deepcopy(kwargs["config"])
-            vars(kwargs["config"]).pop(WEIGHTS_FIELD, None)
+            remove_refusals(kwargs["config"])
         else:
             kwargs[WEIGHTS_FIELD] = None  # in the config that will be read
+            if kwargs.get(FUSION_FIELD) is None:
+                kwargs[FUSION_FIELD] = {}
         try:
             # Mismatched sizes are reported by `check_loading`, which can say what they mean.
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -114,14 +140,20 @@ class LinearAttentionModelMixin:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the model as Transformers does, with the small module that `trust_remote_code=True` runs.
 
-        The saved config refuses every other way of loading (see `WEIGHTS_FIELD`).
+        The saved config refuses every other way of loading (see `REFUSALS`).
 
         Raises:
             NotImplementedError: The model was quantized in memory, which its config does not know.
         """
+        model: Any = self
+        if not is_patched(model):  # Its patched part was replaced by another one.
+            become_exact(model)
+            model.save_pretrained(save_directory, *args, **kwargs)
+            return
         if kwargs.get("state_dict") is None:
-            check_quantization(self)  # type: ignore[arg-type]
-        with weight_write_errors(save_directory):
+            check_quantization(model)
+        become_patched(model)  # A patched part may have come in.
+        with own_fields(model), weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         is_main = kwargs.get("is_main_process", args[0] if args else True)
         if self.should_save_on_this_rank(is_main):  # type: ignore[attr-defined]
@@ -215,37 +247,129 @@ def linear_attention_class(cls: type) -> type:
     return type(cls.__name__, (LinearAttentionModelMixin, cls), {**attributes, ORIGINAL_CLASS: cls})
 
 
-def install(model: PreTrainedModel, config: LinearAttentionConfig, positions: PositionChange | None = None) -> None:
-    """Make a model a patched one: its positions, its layers, then its class. An error leaves it as it was."""
+def install(
+    model: PreTrainedModel,
+    config: LinearAttentionConfig,
+    positions: PositionChange | None = None,
+    wholes: Sequence[PreTrainedModel] = (),
+) -> Sequence[PreTrainedModel]:
+    """Make a model a patched one, with the `wholes` that it is a part of, which are returned (by default: found).
+
+    Each model in which a layer is patched then is a patched model: it saves, reports and generates as one. An error
+    leaves all as it was.
+    """
+    wholes = wholes or outermost_models(model)
     longest, positions = longest_input(model), positions or PositionChange()
-    planned = plan_layers(model, config)
+    planned = plan_layers(model, config, wholes[0])
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
-    tensor_plan = plan_heads(model, planned, mechanisms)
-    classes = auto_map(model)
+    tensor_plan = plan_heads(wholes[0], planned, mechanisms)
     # From here on there are only assignments, which cannot fail half-way.
-    own_configs(model)
+    own_configs(*wholes)
     positions.apply(model, record=True)
-    install_layers(model, planned, mechanisms)
-    vars(model.config).pop(WEIGHTS_FIELD, None)
-    if classes:
-        model.config.auto_map = classes
-    model.__class__ = linear_attention_class(type(model))  # type: ignore[arg-type]
-    model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared_parameters(model)}
+    install_layers(wholes, planned, mechanisms)
+    for whole in wholes:
+        update_classes(whole)
     if tensor_plan is not None:
-        model._tp_plan = tensor_plan
+        wholes[0]._tp_plan = tensor_plan
+    follow_parts()
+    return wholes
 
 
-def uninstall_class(model: PreTrainedModel) -> None:
-    """Give a model its original class and tied weights again, and take our code out of its config."""
+def uninstall(model: PreTrainedModel) -> None:
+    """Take linear attention out of a model, and out of the models around it what belongs to that."""
+    wholes = outermost_models(model)
+    remove_layers(model, wholes)
+    for whole in wholes:
+        update_classes(whole)
+
+
+def update_classes(whole: PreTrainedModel) -> None:
+    """Give a model and every model inside of it the class and the config that belong to what is patched in them."""
+    for model in reversed([part for part in whole.modules() if isinstance(part, PreTrainedModel)]):
+        if is_patched(model):
+            become_patched(model)
+            vars(model.config).update(config_fields(model))
+        elif hasattr(type(model), ORIGINAL_CLASS):
+            become_exact(model)
+
+
+def become_patched(model: PreTrainedModel) -> None:
+    """Give a model its patched class."""
+    model.__class__ = linear_attention_class(type(model))  # type: ignore[arg-type]
+    model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **shared_parameters(model)}
+
+
+def name_patched(whole: nn.Module) -> None:
+    """Let no patched model inside of a module have the name of the exact checkpoint that it was made from."""
+    for model in whole.modules():
+        if hasattr(type(model), ORIGINAL_CLASS):
+            model.name_or_path = model.name_or_path + PATCHED_NAME  # type: ignore[operator]
+
+
+def follow_parts() -> None:
+    """From now on, let a model become a patched one when a patched model is put into it."""
+    if not _following:
+        _following.append(register_module_module_registration_hook(_part_added))
+
+
+_following: list[Any] = []
+
+
+def _part_added(parent: nn.Module, name: str, part: Any) -> None:
+    if isinstance(part, nn.Module) and is_patched(part):
+        for model in models_around(parent):
+            if not hasattr(type(model), ORIGINAL_CLASS):
+                become_patched(model)
+                name_patched(model)
+
+
+def become_exact(model: PreTrainedModel) -> None:
+    """Give a model its original class and tied weights again, and take our fields out of its config."""
     model.all_tied_weights_keys = {
         name: source for name, source in model.all_tied_weights_keys.items() if f".{SUBMODULE}." not in f".{name}"
     }
     if plan := getattr(model, "_tp_plan", None):
         model._tp_plan = {name: style for name, style in plan.items() if not name.endswith(f".{SUBMODULE}")}
-    if getattr(model.config, "auto_map", None) and CODE_MODULE in str(model.config.auto_map):
+    if CODE_MODULE in str(getattr(model.config, "auto_map", None)):
         del model.config.auto_map
+    for name in (CONFIG_FIELD, IMPLEMENTATION_FIELD):
+        vars(model.config).pop(name, None)
     model.name_or_path = model.name_or_path  # without PATCHED_NAME
     model.__class__ = base_class(type(model))
+
+
+def config_fields(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the config of a patched model says of it."""
+    layers = {str(index): layer for index, layer in installed_layers(model).items()}
+    fields = {CONFIG_FIELD: LinearAttentionConfig(None, layers).to_dict(), IMPLEMENTATION_FIELD: IMPLEMENTATION}
+    classes = auto_map(model)
+    return {**fields, "auto_map": classes} if classes else fields
+
+
+@contextmanager
+def own_fields(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager inside of which the config says what belongs to this model.
+
+    Models inside of one another may share their config, which then says what belongs to the outermost one.
+    """
+    present, own = vars(model.config), config_fields(model)
+    before = {name: present[name] for name in own if name in present}
+    present.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            present.pop(name)
+        present.update(before)
+
+
+def remove_refusals(config: Any) -> None:
+    """Take the texts of `REFUSALS` out of a config, which otherwise lets no model be built."""
+    if getattr(config, FUSION_FIELD, None) in ({}, REFUSALS[FUSION_FIELD]):
+        delattr(config, FUSION_FIELD)
+    vars(config).pop(WEIGHTS_FIELD, None)
+    if config._experts_implementation == REFUSAL:
+        config._experts_implementation = None
 
 
 def auto_map(model: PreTrainedModel) -> dict[str, str]:
@@ -270,7 +394,7 @@ def complete_checkpoint(folder: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if CONFIG_FIELD in config:
         atomic_write(folder / CODE_FILE, CODE)
-        atomic_write(path, json.dumps({**config, WEIGHTS_FIELD: REFUSAL}, indent=2, sort_keys=True) + "\n")
+        atomic_write(path, json.dumps({**config, **REFUSALS}, indent=2, sort_keys=True) + "\n")
 
 
 def check_index(folder: Path) -> None:

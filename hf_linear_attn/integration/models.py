@@ -1,6 +1,7 @@
 """Models as Transformers builds them: their configs, their original class, and errors while their weights are saved."""
 
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,10 +59,26 @@ def model_around(name: str, modules: Mapping[str, nn.Module]) -> str:
     return next((parent for parent in parent_names(name) if isinstance(modules[parent], PreTrainedModel)), "")
 
 
-def own_configs(model: nn.Module) -> None:
-    """Give the model copies of its configs, because another model may share them."""
+def models_around(module: nn.Module) -> list[PreTrainedModel]:
+    """Return every model that a module is a part of, itself among them if it is one, in no order.
+
+    A module does not know its parents, so this asks the garbage collector for all models that there are.
+    """
+    models = [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel)]
+    return [model for model in models if any(part is module for part in model.modules())]
+
+
+def outermost_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models that a model is a part of and that are no parts themselves; itself where it stands alone."""
+    around = models_around(model)
+    inner = {id(part) for other in around for part in other.modules() if part is not other}
+    return [other for other in around if id(other) not in inner]
+
+
+def own_configs(*models: nn.Module) -> None:
+    """Give models copies of their configs, shared among them as before, because yet another model may share them."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
+    for module in {id(module): module for model in models for module in model.modules()}.values():
         for name, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig):
                 setattr(module, name, copy.deepcopy(value, memo))

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..utils.formatting import near_matches
 from .context import SUBMODULE, attention_modules
 from .discovery import longest_input
-from .models import all_configs, base_class, check_model, model_around, own_configs
+from .models import all_configs, base_class, check_model, model_around, outermost_models, own_configs
 
 #: Field of a config whose positions `patch_model` has extended: the limit that `unpatch_model` restores.
 EXTENDED_FROM = "linear_attention_extended_from"
@@ -73,7 +73,7 @@ def extend_positions(
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise TypeError(f"tokenizer must be a tokenizer of Transformers, got {type(tokenizer).__name__}.")
     change = plan_extension(model, max_length, how)
-    own_configs(model)
+    own_configs(*outermost_models(model))
     change.apply(model)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
@@ -197,7 +197,22 @@ def plan_extension(model: PreTrainedModel, max_length: int, how: str = "tile") -
             f"max_length={max_length} is less than the {limit} tokens that this {type(model).__name__} takes already. "
             "Positions are only extended; to shorten inputs, truncate them in the tokenizer."
         )
-    return _resize({table: max_length for table in tables if table.limit < max_length}, METHODS[how])
+    extended = [table for table in tables if table.limit < max_length]
+    _check_part(model, extended)
+    return _resize(dict.fromkeys(extended, max_length), METHODS[how])
+
+
+def _check_part(model: PreTrainedModel, extended: Iterable[PositionTable]) -> None:
+    """Raise where a model is a part of one that has other tables of the same config, which has one limit for both."""
+    own, limits = {id(module) for module in model.modules()}, {(id(one.owner.config), one.field) for one in extended}
+    for whole in outermost_models(model):
+        for table in find_tables(whole):
+            if id(table.module) not in own and (id(table.owner.config), table.field) in limits:
+                raise NotImplementedError(
+                    f"The positions of this {base_class(type(model)).__name__} cannot be extended alone: the "
+                    f"{base_class(type(whole)).__name__} around it has others ({table.name}) of the same "
+                    f"{table.field} in its config. Extend those of the whole model: extend_positions(model, …)."
+                )
 
 
 def plan_restoration(model: PreTrainedModel) -> PositionChange:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..utils.files import atomic_write
 from .cache import LinearStateLayer, state_layer
 from .context import CONFIG_FIELD, SUBMODULE, attention_modules
+from .model_class import config_fields
 from .models import base_class, check_patched
 
 FORMAT = "hf_linear_attn state 1"
@@ -122,7 +123,7 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
     buffers = ((name, tensor) for name, tensor in model.named_buffers() if f".{SUBMODULE}." in name)
     return {
         "class": base_class(type(model)).__name__,
-        "linear attention": getattr(model.config, CONFIG_FIELD),
+        "linear attention": config_fields(model)[CONFIG_FIELD],
         "weights": {
             name: _checksum(tensor)
             for name, tensor in chain(model.named_parameters(), buffers)

@@ -13,11 +13,12 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GPT2Tokenizer, PreTrainedModel
 
-from ..checkpoints import load_pretrained, read_config, read_tokenizer
+from ..checkpoints import _model_class, load_pretrained, read_config, read_tokenizer
 from ..config import LinearAttentionConfig
 from ..data.task_data import AUTO_CLASSES, DEFAULT_MAX_LENGTH, TaskData
 from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input, self_attention
+from ..integration.model_class import linear_attention_class
 from ..integration.positions import extend_positions, position_limit
 from ..patching import CONFIG_FIELD, patch_model
 from ..utils.extras import require_packages
@@ -58,7 +59,8 @@ def longest_row(config: TrainingRunConfig, tokenizer: Any = None) -> tuple[int, 
     if config.max_length is not None:
         return config.max_length, "max_length"
     with torch.device("meta"):
-        skeleton = AutoModel.from_config(_model_config(config, {}))
+        model_config = _model_config(config, {})
+        skeleton: Any = linear_attention_class(_model_class(str(config.model), model_config, AutoModel))(model_config)
     limits = [position_limit(skeleton) or longest_input(skeleton), getattr(tokenizer, "model_max_length", None)]
     limit = min(value for value in (*limits, DEFAULT_MAX_LENGTH + 1) if value is not None)
     if limit > DEFAULT_MAX_LENGTH:
