@@ -43,14 +43,8 @@ def exported(model, inputs):
         return torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, SHAPES))
 
 
-@pytest.mark.parametrize(("name", "family"), [("hedgehog", SMALL_BERT), ("window", SMALL_BERT), ("favor+", SMALL_GPT2)])
-def test_one_graph_serves_every_batch_and_length(name, family):
-    check_free_sizes(name, family)
-
-
-@pytest.mark.slow
-@every_pair((SMALL_BERT, SMALL_GPT2))
-def test_every_mechanism_serves_free_sizes_or_refuses(name, family):
+@every_pair((SMALL_BERT, SMALL_GPT2), quick=[("hedgehog", SMALL_BERT), ("favor+", SMALL_GPT2)])
+def test_one_graph_serves_every_batch_and_length_or_is_refused(name, family):
     if not family.causal or name not in FIXED_LENGTH:
         check_free_sizes(name, family)
         return
