@@ -187,7 +187,10 @@ def test_the_command_line(tmp_path, capsys):
     assert main(["patch", str(source), str(tmp_path / "planned"), "--plan", str(plan), "--max-length", "70"]) == 0
     assert hla.load_pretrained(str(tmp_path / "planned")).config.max_position_embeddings == 70
     capsys.readouterr()
-    for length, code, message in (("10", 1, "max_length=10 would change nothing"), ("0", 2, "a whole number of at least 1, got 0")):
+    for length, code, message in (
+        ("10", 1, "max_length=10 would change nothing"),
+        ("0", 2, "a whole number of at least 1, got 0"),
+    ):
         target = tmp_path / f"wrong{length}"
         assert main(["patch", str(source), str(target), "--attention", "hedgehog", "--max-length", length]) == code
         assert message in capsys.readouterr().err
