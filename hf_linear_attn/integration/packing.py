@@ -22,6 +22,7 @@ from .cache import FILLED_CACHE, self_attention_cache
 from .context import ModelRun, forward_context
 from .discovery import AttentionLayer
 from .models import model_around, parent_names
+from .positions import check_positions, find_tables
 
 #: The argument with the boundaries: `[n + 1]`, the first token of each document and the end.
 BOUNDARIES = "cu_seq_lens_q"
@@ -82,6 +83,8 @@ class ModelContext:
     causal: bool
     #: A part that mixes tokens without attention (see `token_mixer`), or "".
     token_mixer: str
+    #: The names of its learned tables of positions.
+    position_tables: tuple[str, ...]
 
 
 def token_mixer(model: nn.Module, attention: Sequence[str]) -> str:
@@ -131,7 +134,8 @@ def add_model_hooks(model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
         passes_on = all(source_guards.passes_keyword_arguments_on(cls) for cls in calls)
         names, kwargs = source_guards.argument_names(type(parent))
         mixer = token_mixer(parent, inside)
-        setattr(parent, MODEL_CONTEXT, ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer))
+        tables = tuple(table.name for table in find_tables(parent) if table.owner is parent)
+        setattr(parent, MODEL_CONTEXT, ModelContext(names, kwargs is not None, passes_on, layer.causal, mixer, tables))
         parent.register_forward_pre_hook(before_model, with_kwargs=True)
         parent.register_forward_hook(after_model, always_call=True)
 
@@ -156,13 +160,13 @@ def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     context: ModelContext = getattr(module, MODEL_CONTEXT)
     positional = dict(zip(context.arguments, args, strict=False))
     inputs = {**positional, **kwargs}
-    if module.training:
-        _check_checkpointing(module, inputs)
+    tokens = _tokens(inputs)
+    if not compiling:
+        _check_cache_and_length(module, context, inputs, tokens)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is None and not (context.causal and compiling):
         # (While compiling, a decoder is handed the full mask that Transformers then makes of its positions.)
         boundaries = _boundaries_from_positions(module, context, inputs)
-    tokens = _tokens(inputs)
     if boundaries is None or tokens is None:
         return None
     _check_packed_inputs(module, context, inputs)
@@ -193,16 +197,20 @@ def _end_run(module: nn.Module, output: Any) -> None:
         raise NotImplementedError(BOUNDARIES_LOST.format(type(module).__name__))
 
 
-def _check_checkpointing(module: nn.Module, inputs: dict[str, Any]) -> None:
-    """Raise where gradient checkpointing would take the tokens of a cache away from the layers."""
-    cache = self_attention_cache(inputs.values())
-    tokens = 0 if cache is None else int(cache.get_seq_length())
-    if tokens and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+def _check_cache_and_length(
+    module: nn.Module, context: ModelContext, inputs: dict[str, Any], tokens: Tensor | None
+) -> None:
+    """Raise where gradient checkpointing would keep a cache from the layers, or positions end before the input."""
+    cache = self_attention_cache(inputs.values()) if module.training or context.position_tables else None
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    if seen and module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
         raise ValueError(
             f"Gradient checkpointing keeps the cache from the layers of {type(module).__name__}, and with it the "
-            f"{tokens} tokens that it holds (PEFT's prefix tuning makes such a cache). Call "
+            f"{seen} tokens that it holds (PEFT's prefix tuning makes such a cache). Call "
             "model.gradient_checkpointing_disable(), or pass no cache."
         )
+    if tokens is not None and context.position_tables:
+        check_positions(module, context.position_tables, inputs, seen + tokens.shape[1])
 
 
 def _check_packed_inputs(module: nn.Module, context: ModelContext, inputs: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ and without memory for its parameters: buffers are taken from there, and other p
 """
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,39 @@ def length_limit(model: PreTrainedModel) -> int | None:
     options = [module.get_submodule(SUBMODULE).options for module in attention_modules(model)]
     limits = [position_limit(model) or longest_input(model), *(getattr(one, "max_length", None) for one in options)]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_positions(model: nn.Module, tables: Sequence[str], inputs: Mapping[str, Any], total: int) -> None:
+    """Raise a ValueError where a call would read beyond a learned table of positions.
+
+    Args:
+        model: The model that runs.
+        tables: The names of its tables.
+        inputs: The arguments of its `forward`, by name.
+        total: The tokens of the input, with those of its cache.
+    """
+    for name in tables:
+        table: Any = model.get_submodule(name)
+        limit = table.num_embeddings - _reserved(table)
+        if total > limit and _reads_beyond(table, limit, inputs):
+            kind = base_class(type(model)).__name__
+            raise ValueError(
+                f"This {kind} has positions for {limit} tokens, and the input has {total}. Shorten it (in the "
+                f"tokenizer: truncation=True, max_length={limit}), or extend the positions: "
+                f"patch_model(model, …, max_length={total}), or extend_positions(model, {total}) where it is patched."
+            )
+
+
+def _reads_beyond(table: nn.Embedding, limit: int, inputs: Mapping[str, Any]) -> bool:
+    """Return whether an input of more than `limit` tokens reads beyond a table: its padding may have no positions."""
+    positions, ids, mask = (inputs.get(name) for name in ("position_ids", "input_ids", "attention_mask"))
+    if positions is not None:
+        return int(positions.max()) >= (limit if _offset(table) else table.num_embeddings)
+    if _offset(table) and "attention_mask" in inspect.signature(table.forward).parameters:  # OPT counts real tokens
+        return mask is None or mask.dim() != 2 or int(mask.sum(dim=1).max()) > limit
+    if table.padding_idx is not None and ids is not None:  # so does RoBERTa
+        return int((ids != table.padding_idx).sum(dim=1).max()) > limit
+    return True
 
 
 def check_max_length(max_length: object) -> int:

@@ -170,8 +170,8 @@ def test_prefix_tuning_is_refused_in_every_mode(family, padded):
     if family.causal:
         with pytest.raises(ValueError, match="PEFT's prefix tuning"):
             model.generate(**inputs, max_new_tokens=2)
-    with model.disable_adapter():
-        assert bool(torch.isfinite(logits(model, ids)).all())
+        with model.disable_adapter():
+            assert bool(torch.isfinite(logits(model, ids)).all())
 
 
 def test_gradient_checkpointing_with_an_adapter_gives_the_same_gradients():
