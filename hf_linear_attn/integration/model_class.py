@@ -45,6 +45,7 @@ from .models import (
     weight_write_errors,
 )
 from .positions import PositionChange
+from .sentence_cards import write_sentence_cards
 from .tensor_parallel import plan_heads
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
@@ -77,7 +78,12 @@ REFUSALS = {FUSION_FIELD: {REFUSAL: True}, EXPERTS_FIELD: REFUSAL}
 WEIGHTS_FIELD = "transformers_weights"
 
 #: What `patch_model` adds to the name that PEFT saves as that of an adapter's base model, which is no plain checkpoint.
-PATCHED_NAME = " patched by hf_linear_attn"
+#: An error of Transformers that looks for such a checkpoint repeats it.
+PATCHED_NAME = (
+    " patched by hf_linear_attn: this base of an adapter was patched in memory, and the adapter does not hold it. Load "
+    "the base from where it was saved with hf_linear_attn.load_pretrained(path), or patch it again in the same way, "
+    "and call PeftModel.from_pretrained(base, adapter)"
+)
 
 
 class MismatchedSizesError(ValueError, RuntimeError):
@@ -155,6 +161,7 @@ class LinearAttentionModelMixin:
         become_patched(model)  # A patched part may have come in.
         with own_fields(model), weight_write_errors(save_directory):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        write_sentence_cards(model)
         is_main = kwargs.get("is_main_process", args[0] if args else True)
         if self.should_save_on_this_rank(is_main):  # type: ignore[attr-defined]
             complete_checkpoint(Path(save_directory))

@@ -100,8 +100,20 @@ def test_an_adapter_does_not_name_the_exact_checkpoint_as_its_base(load, exact_c
     model = hla.patch_model(AutoModelForCausalLM.from_pretrained(exact_checkpoint), "elu")
     assert model.name_or_path == exact_checkpoint
     adapted(model, LLAMA, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
-    with pytest.raises(OSError, match="exact patched by hf_linear_attn"):
+    with pytest.raises(
+        OSError, match=r"exact patched by hf_linear_attn.*call PeftModel\.from_pretrained\(base, adapter"
+    ):
         load.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("load", [AutoPeftModelForCausalLM, AutoModelForCausalLM], ids=lambda cls: cls.__name__)
+def test_an_adapter_of_a_base_without_a_checkpoint_says_what_is_missing(load, tmp_path):
+    model = LLAMA.build()
+    hla.patch_model(model.model, "elu")  # The whole is no plain model then.
+    assert model.name_or_path == ""
+    adapted(model, LLAMA, task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"was patched in memory.*call PeftModel\.from_pretrained\(base, adapter"):
+        load.from_pretrained(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")

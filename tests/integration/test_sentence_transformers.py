@@ -63,6 +63,21 @@ def test_loading_without_trust_does_not_run_softmax_instead(kwargs, encoder, tmp
         sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu", model_kwargs=kwargs)
 
 
+def test_the_card_of_the_exact_model_does_not_stay(encoder, tmp_path):
+    exact = (
+        "---\nlicense: mit\ntags:\n- sentences\n---\n\n# Exact\n\n    model = SentenceTransformer('someone/exact')\n"
+    )
+    encoder._model_card_text = exact
+    encoder.save_pretrained(str(tmp_path / "exact"))
+    assert "someone/exact" in (tmp_path / "exact" / "README.md").read_text()
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "exact"), device="cpu")
+    patch(again, "elu").save_pretrained(str(tmp_path / "patched"))
+    card = (tmp_path / "patched" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\ntags:\n- sentences\n---\n")
+    assert "someone/exact" not in card
+    assert "trust_remote_code=True)" in card
+
+
 def test_longer_positions_come_with_the_line_that_uses_them(encoder, caplog):
     limit = encoder[0].auto_model.config.max_position_embeddings
     hla.patch_model(encoder[0].auto_model, "hedgehog", max_length=4 * limit)
