@@ -630,7 +630,7 @@ def mechanisms_table() -> str:
 
 
 def report_summary(folder: str) -> str:
-    """The summary of a committed report of `evaluate` or of the demo, and its plot of quality against speed."""
+    """The summary of a committed report of `evaluate`, and its plot of quality against speed."""
     text = (RESULTS / folder / "report.md").read_text(encoding="utf-8").partition("\n## ")[0]
     summary = text.removeprefix("# Linear attention in ").strip()
     link = f"recipes/results/{folder}"
@@ -723,7 +723,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "transfer-cost": lambda: transfer_cost_table(Results.read("transfer-cost.json")),
     "architectures": architectures_summary,
     "conversion": conversion_table,
-    "demo": lambda: report_summary("demo-minilm").partition("\n\n")[2],
     "evaluate": lambda: report_summary("evaluate-minilm").partition("\n\n")[2],
     "glue": glue_table,
     "glue-exact-heads": lambda: glue_table("glue-exact-heads.json"),
