@@ -12,7 +12,7 @@ from .config import DEFAULT_ATTENTION, LinearAttentionConfig
 from .integration.context import CONFIG_FIELD as CONFIG_FIELD
 from .integration.context import SUBMODULE, in_memory, is_patched
 from .integration.discovery import self_attention
-from .integration.layers import installed_layers
+from .integration.install import installed_layers
 from .integration.model_class import install, name_patched, uninstall
 from .integration.models import base_class, check_model, check_patched
 from .integration.positions import (

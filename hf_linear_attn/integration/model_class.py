@@ -35,7 +35,7 @@ from .context import (
     layer_context,
 )
 from .discovery import longest_input
-from .layers import build_mechanisms, install_layers, installed_layers, plan_layers, remove_layers
+from .install import build_mechanisms, choose_layers, install_layers, installed_layers, remove_layers
 from .models import (
     ORIGINAL_CLASS,
     base_class,
@@ -46,7 +46,7 @@ from .models import (
 )
 from .positions import PositionChange
 from .sentence_cards import write_sentence_cards
-from .tensor_parallel import plan_heads
+from .tensor_parallel import tensor_parallel_plan
 
 #: Name of the small module that is written beside the weights, and that `auto_map` points at.
 CODE_FILE = "modeling_hf_linear_attn.py"
@@ -267,9 +267,9 @@ def install(
     """
     wholes = wholes or outermost_models(model)
     longest, positions = longest_input(model), positions or PositionChange()
-    planned = plan_layers(model, config, wholes[0])
+    planned = choose_layers(model, config, wholes[0])
     mechanisms = build_mechanisms(model, planned, longest and longest + positions.added)
-    tensor_plan = plan_heads(wholes[0], planned, mechanisms)
+    tensor_plan = tensor_parallel_plan(wholes[0], planned, mechanisms)
     # From here on there are only assignments, which cannot fail half-way.
     own_configs(*wholes)
     positions.apply(model, record=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
 from .context import OWN_HEADS, SUBMODULE
-from .layers import Plan
+from .install import Plan
 
 #: Name of our style in the plans of tensor parallelism.
 STYLE = "linear_attention_heads"
@@ -58,7 +58,9 @@ def shard_heads(mechanism: LinearAttention, mesh: Any) -> None:
     setattr(mechanism, OWN_HEADS, True)
 
 
-def plan_heads(model: PreTrainedModel, planned: Plan, mechanisms: dict[int, LinearAttention]) -> dict[str, str] | None:
+def tensor_parallel_plan(
+    model: PreTrainedModel, planned: Plan, mechanisms: dict[int, LinearAttention]
+) -> dict[str, str] | None:
     """Return the model's plan of tensor parallelism with these layers; where it is split already, shard mechanisms.
 
     A layer is entered if its projections are split by columns, so that its attention sees some of the heads. None where

@@ -39,7 +39,7 @@ Plan = dict[int, tuple[AttentionLayer, LayerConfig]]
 """The layers to patch and their mechanisms, by index among the self-attention layers of the whole model."""
 
 
-def plan_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: PreTrainedModel) -> Plan:
+def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: PreTrainedModel) -> Plan:
     """Choose the layers to patch and check that they can be; nothing is built or changed yet.
 
     The config names layers of `model`, which may be a part of a `whole`; the plan is that of the whole, in which the
