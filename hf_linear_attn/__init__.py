@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .registry import register_attention as register_attention
     from .registry import register_feature_map as register_feature_map
     from .study.evaluate import evaluate as evaluate
+    from .study.plan import plan as plan
     from .study.results import Evaluation as Evaluation
     from .training.distillation import DistillationConfig as DistillationConfig
     from .training.distillation import DistillationTrainer as DistillationTrainer
@@ -59,6 +60,7 @@ _NAMES = {
     "measure.fidelity": ("Fidelity", "measure_fidelity"),
     "training.head_search": ("ExactHeads", "find_exact_heads", "find_retrieval_heads"),
     "measure.recall": ("Recall", "measure_recall"),
+    "study.plan": ("plan",),
     "study.results": ("Evaluation",),
     "integration.context": ("is_patched",),
     "integration.exact": ("AttentionCall", "exact_attention", "observe_attention"),

@@ -113,8 +113,8 @@ hf-linear-attn evaluate gpt2 --data.dataset mine.txt --attention elu gla --resum
 Every record is on disk at once. Ctrl-C stops; the same command with --resume continues.""",
     ),
     "plan": Verb(
-        "plan:PlanConfig",
-        "plan:plan_command",
+        "study.settings:PlanConfig",
+        "study.plan:run_plan",
         "find which layers to convert under a budget of quality or speed",
         ("model",),
         """\
@@ -123,7 +123,7 @@ hf-linear-attn plan gpt2 --budget "1.5x at 4096" --attention window --options.wi
 hf-linear-attn plan ./bert-sst2 --budget "0.5 points" --data.task sst2 --save_model out
 hf-linear-attn patch gpt2 out --plan plan/plan.json
 
-The exit code is 0 if the budget is met, and 1 if it is not.""",
+The exit code is 0 if the budget is met, 1 if it is not, and 3 if the data cannot judge it.""",
     ),
     "demo": Verb(
         "demo:DemoConfig",

@@ -74,17 +74,17 @@ def run_demo(config: DemoConfig | None = None, *, console: Any = None) -> Any:
         raise
 
 
-def _examples(evaluator: Any) -> Mapping[str, Any]:
+def _examples(exact: Any, converted: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tables for a person to read, of the exact model and of the default mechanism."""
     from .data.text import standard_library_documents
-    from .study.evaluator import EXACT_LABEL
     from .study.examples import examples
+    from .study.variants import EXACT_LABEL
 
-    models = {EXACT_LABEL: evaluator.exact.model}
-    if evaluator.converted:
-        label = DEFAULT_ATTENTION if DEFAULT_ATTENTION in evaluator.converted else next(iter(evaluator.converted))
-        models[label] = evaluator.converted[label]()
-    return examples(evaluator.exact, models, standard_library_documents())
+    models = {EXACT_LABEL: exact.model}
+    if converted:
+        label = DEFAULT_ATTENTION if DEFAULT_ATTENTION in converted else next(iter(converted))
+        models[label] = converted[label]()
+    return examples(exact, models, standard_library_documents())
 
 
 def resolve_model(source: str | None) -> tuple[str, str]:

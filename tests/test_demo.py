@@ -15,7 +15,6 @@ from hf_linear_attn import Evaluation
 from hf_linear_attn.cli import parse_verb
 from hf_linear_attn.demo import DemoConfig, resolve_model, run_demo
 from hf_linear_attn.study.evaluate import run_evaluate
-from hf_linear_attn.study.evaluator import Evaluator
 from hf_linear_attn.study.examples import examples
 from hf_linear_attn.study.loading import is_decoder
 from hf_linear_attn.study.settings import EvaluateConfig, resolve_settings, with_options
@@ -161,13 +160,13 @@ def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         run_demo(DemoConfig(model="smollm2"))
 
 
-def test_examples_are_at_the_end_of_screen_and_report(folder: Path, tmp_path: Path) -> None:
-    def tables(evaluator: Evaluator) -> dict[str, pandas.DataFrame]:
-        models = {"exact": evaluator.exact.model, "hedgehog": evaluator.converted["hedgehog"]()}
-        return examples(evaluator.exact, models, [sample_text()[start:] for start in range(0, 900, 300)])
+def test_examples_come_first_on_screen_and_in_the_report(folder: Path, tmp_path: Path) -> None:
+    def tables(exact: Any, converted: Any) -> dict[str, pandas.DataFrame]:
+        models = {"exact": exact.model, "hedgehog": converted["hedgehog"]()}
+        return examples(exact, models, [sample_text()[start:] for start in range(0, 900, 300)])
 
     stream = io.StringIO()
-    for kind, word in (("bert", "A search"), ("gpt2", "A text continued")):
+    for kind, word in (("bert", "A search in whole documents"), ("gpt2", "A text continued")):
         options = {"model": str(folder / kind), "dataset": str(folder / "text.txt"), "output": str(tmp_path / kind)}
         small = {"attention": ("hedgehog",), "steps": 1, "lengths": (16,), "sequence_length": 32, "quick": True}
         config = with_options(EvaluateConfig(), {**options, **small})

@@ -38,6 +38,7 @@ PUBLIC = [
     "observe_attention",
     "patch_model",
     "patch_report",
+    "plan",
     "register_attention",
     "register_backend",
     "register_feature_map",

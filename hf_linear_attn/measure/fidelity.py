@@ -1,9 +1,12 @@
 """How near a patched model is to exact attention, without labels."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +17,10 @@ from ..integration.discovery import self_attention
 from ..integration.exact import AttentionCall, observe_attention
 from ..patching import patch_report
 from ..utils.models import Batch, evaluation_mode, model_inputs
+from .values import Values, value
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class LayerFidelity:
     output_error: list[float]  # `‖o - ô‖ / ‖o‖`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fidelity:
     """How near a patched model is to exact attention on some text."""
 
@@ -45,6 +52,40 @@ class Fidelity:
     def output_error(self) -> float:
         """Mean over heads and layers."""
         return fmean(value for layer in self.layers for value in layer.output_error)
+
+    def values(self) -> Values:
+        """Return the means, and the values of each head, as rows of a tidy table."""
+        rows = [
+            value("kl", self.kl, unit="nats"),
+            value("output_error", self.output_error),
+            value("final_cosine", self.final_cosine),
+            value("tokens", self.tokens),
+        ]
+        for layer in self.layers:
+            for head, error in enumerate(layer.output_error):
+                rows.append(value("output_error", error, layer=layer.index, head=head))
+                if layer.kl is not None:
+                    rows.append(value("kl", layer.kl[head], unit="nats", layer=layer.index, head=head))
+        return rows
+
+    def table(self) -> pandas.DataFrame:
+        """Return a row for each layer and one for all of them: means over heads."""
+        import pandas
+
+        rows = {
+            f"{layer.index} {layer.name}": (layer.attention, layer.kl and fmean(layer.kl), fmean(layer.output_error))
+            for layer in self.layers
+        }
+        rows["mean"] = ("", self.kl, self.output_error)
+        frame = pandas.DataFrame.from_dict(rows, orient="index", columns=["attention", "KL, nats", "output error"])
+        return frame.rename_axis("layer")
+
+    def __repr__(self) -> str:
+        text = self.table().to_string(float_format="{:.3f}".format, na_rep="–")
+        return f"{text}\ncosine of the final hidden states: {self.final_cosine:.3f}, over {self.tokens:,} tokens"
+
+    def _repr_html_(self) -> str:
+        return self.table().to_html(float_format="{:.3f}".format, na_rep="–")
 
 
 @torch.no_grad()

@@ -66,4 +66,4 @@ def possible_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[li
         possible = [length for length in lengths if length <= limit] or [limit]
         return possible, f"The model takes {limit:,} positions; longer inputs were not timed."
     beyond = "start again from zero" if has_position_table(model) else "continue"
-    return list(lengths), f"Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."
+    return list(lengths), f"† Beyond the model's {limit:,} positions they {beyond}; no quality was measured there."

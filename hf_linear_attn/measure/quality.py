@@ -1,8 +1,8 @@
 """Quality of a model: perplexity, scores of labelled tasks, sentence embeddings, fidelity."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from ..data.metrics import HUB_PREFIX, METRICS, compute_metrics
 from ..data.text import padded_batches
 from ..utils.models import Batch, evaluation_mode, mean_pooling, model_inputs
 from ..utils.progress import OnBatch, report_batches, report_nothing
-from .fidelity import measure_fidelity
-from .values import Values, value
+from .values import Metric, Values, value
 
 #: Resamples of the bootstrap (Efron 1979) behind the standard error of a score.
 BOOTSTRAP_SAMPLES = 200
+
+NATS = "nats per token"
 
 #: The context is divided into this many parts, for the loss by position.
 POSITION_BINS = 8
@@ -88,20 +89,6 @@ def assess(
     scale = floor_divergence or math.inf
     large = divergence is not None and divergence > LARGE_DIVERGENCE * scale
     return Assessment(valid, gain < 0, valid and gain < -gap, gain > 0 and large)
-
-
-@dataclass
-class QualityMetric:
-    """A metric of a model as a whole: `metric(model)` returns the values of a record."""
-
-    measurement: str  # its name in the records
-    measure: Callable[[PreTrainedModel, OnBatch], Values]
-    score: Score | None = None  # the value that counts; None for a metric that is only informative
-    settings: Mapping[str, Any] = field(default_factory=dict)  # all that the values depend on besides the model
-
-    def __call__(self, model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
-        """Measure a model."""
-        return self.measure(model, on_batch)
 
 
 @dataclass(frozen=True)
@@ -227,29 +214,28 @@ def perplexity_metric(
     context: int,
     stride: int,
     batch_size: int,
-    data: str = "",
     exact: PreTrainedModel | None = None,
-) -> QualityMetric:
-    """Return the perplexity over strided windows, as `measure_perplexity` measures it. `data` is a hash of them."""
+) -> Metric:
+    """Return the metric of `measure_perplexity`: the perplexity over strided windows, and the loss by position."""
     known: dict[int, Tensor] = {}
+    windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
-        windows: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch_size}
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         result = measure_perplexity(model, documents, **windows, exact=exact, known=known, on_batch=on_batch)
-        values = [
+        divergence = [] if result.divergence is None else [value("divergence", result.divergence, unit=NATS)]
+        return [
             value("perplexity", result.perplexity, stderr=result.perplexity * result.stderr),
-            value("loss", result.loss, unit="nats per token", stderr=result.stderr),
+            value("loss", result.loss, unit=NATS, stderr=result.stderr),
             value("tokens", result.tokens),
             value("longest_input", result.longest_window, unit="tokens"),
+            *(
+                value("loss_at", loss, position=index * context // POSITION_BINS)
+                for index, loss in enumerate(result.by_position)
+            ),
+            *divergence,
         ]
-        for index, loss in enumerate(result.by_position):
-            values.append(value("loss_at", loss, position=index * context // POSITION_BINS))
-        if result.divergence is not None:
-            values.append(value("divergence", result.divergence, unit="nats per token"))
-        return values
 
-    settings = {"data": data, "tokens": sum(map(len, documents)), "context": context, "stride": stride}
-    return QualityMetric("perplexity", measure, PERPLEXITY, settings)
+    return measure
 
 
 def classification_metric(
@@ -258,10 +244,8 @@ def classification_metric(
     metrics: Sequence[str],
     *,
     regression: bool,
-    task: str = "",
-    settings: Mapping[str, Any] | None = None,
-) -> QualityMetric:
-    """Return the metrics of a labelled task, and how far the answers move from the exact model's.
+) -> Metric:
+    """Return the metric of a labelled task: its scores, and how far the answers move from the exact model's.
 
     `divergence`: of classes the mean KL of their probabilities in nats; of scores the mean squared difference, relative
     to the variance of the exact scores. Of several validation sets (MNLI) each has a suffix, by which `batches` names
@@ -275,7 +259,7 @@ def classification_metric(
             return float((reference - own).double().square().mean() / variance)
         return kl_divergence(reference.log_softmax(dim=-1), own.log_softmax(dim=-1)) / len(own)
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         values: Values = []
         for suffix, part in batches.items():
             reference = exact_logits[suffix]()
@@ -296,9 +280,7 @@ def classification_metric(
         rows, longest = sum(rows for rows, _ in shapes), max(length for _, length in shapes)
         return [*values, value("rows", rows), value("longest_input", longest, unit="tokens")]
 
-    higher = METRICS.get(metrics[0]).higher_is_better if metrics[0] in METRICS else True
-    score = Score("task", "score", f"{task} {metrics[0]}".strip(), higher, task=task)
-    return QualityMetric("task", measure, score, {**(settings or {}), "metrics": list(metrics)})
+    return measure
 
 
 @torch.no_grad()
@@ -336,13 +318,11 @@ def nearest_neighbors(embeddings: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-2.0).argmax(dim=-1)
 
 
-def embedding_metric(
-    exact: PreTrainedModel, batches: Sequence[Batch], settings: Mapping[str, Any] | None = None
-) -> QualityMetric:
+def embedding_metric(exact: PreTrainedModel, batches: Sequence[Batch]) -> Metric:
     """Return the metric that compares mean-pooled embeddings of passages with those of the exact model."""
     exact_embeddings = cache(partial(sentence_embeddings, exact, batches))
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         reference = exact_embeddings()
         own = reference if model is exact else sentence_embeddings(model, batches, on_batch)
         cosine = float(cosine_similarity(reference, own, dim=-1).mean())
@@ -355,25 +335,34 @@ def embedding_metric(
             value("longest_input", longest, unit="tokens"),
         ]
 
-    return QualityMetric("sentence_embeddings", measure, SENTENCE_EMBEDDINGS, dict(settings or {}))
+    return measure
 
 
-def fidelity_metric(batches: Sequence[Batch], settings: Mapping[str, Any]) -> QualityMetric:
-    """Return how near each head of a patched model comes to its own exact attention, without labels."""
+def sentence_pair_metric(
+    rows: Sequence[Sequence[int]], references: Sequence[float], *, batch_size: int, pad: int = 0
+) -> Metric:
+    """Return the metric that ranks pairs by the cosine of their mean-pooled embeddings: Spearman and Pearson.
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
-        result = measure_fidelity(model, report_batches(batches, on_batch))
-        values = [
-            value("kl", result.kl, unit="nats"),
-            value("output_error", result.output_error),
-            value("final_cosine", result.final_cosine),
-            value("tokens", result.tokens),
+    Args:
+        rows: Token ids of the first sentences, and then of the second ones.
+        references: How similar the sentences of each pair are.
+        batch_size: Sentences of one forward pass.
+        pad: The token of padding.
+    """
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # similar lengths need less padding
+    batches = padded_batches([rows[index] for index in order], batch_size, pad)
+    expected = np.array(references, dtype=float)
+
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
+        embeddings = sentence_embeddings(model, batches, on_batch)[torch.tensor(order).argsort()]
+        first, second = embeddings.chunk(2)
+        similarity = cosine_similarity(first, second, dim=-1).double().numpy()
+        scores = compute_metrics(["spearmanr", "pearson"], similarity, expected)
+        return [
+            value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, expected)),
+            value("pearson", scores["pearson"]),
+            value("pairs", len(expected)),
+            value("longest_input", max(map(len, rows)), unit="tokens"),
         ]
-        for layer in result.layers:
-            for head, error in enumerate(layer.output_error):
-                values.append(value("output_error", error, layer=layer.index, head=head))
-                if layer.kl is not None:
-                    values.append(value("kl", layer.kl[head], unit="nats", layer=layer.index, head=head))
-        return values
 
-    return QualityMetric("fidelity", measure, None, settings)
+    return measure

@@ -20,8 +20,8 @@ from ..data.recall_prompts import KEY, NAMES, TASKS, Prompt, PromptMaker, check_
 from ..data.text import pad_token, padded_batches
 from ..utils.models import evaluation_mode
 from ..utils.progress import OnBatch, report_nothing
-from .quality import QualityMetric, Score, sentence_embeddings
-from .values import Values, value
+from .quality import Score, sentence_embeddings
+from .values import Metric, Values, value
 
 if TYPE_CHECKING:
     import pandas
@@ -35,7 +35,7 @@ RECALL = Score("recall", "recall", "recall", digits=2)
 RETRIEVAL = "retrieval"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recall:
     """What a model recalled.
 
@@ -50,6 +50,13 @@ class Recall:
     def summary(self, value: str = "correct") -> pandas.DataFrame:
         """Return the share of correct answers (or of their tokens: `share`): a row per task, a column per length."""
         return self.table.pivot_table(index="task", columns="length", values=value, aggfunc="mean", sort=False)
+
+    def __repr__(self) -> str:
+        text = self.summary().to_string(float_format="{:.2f}".format, na_rep="–")
+        return f"share of correct answers, by task and length in tokens\n{text}"
+
+    def _repr_html_(self) -> str:
+        return self.summary().to_html(float_format="{:.2f}".format, na_rep="–")
 
 
 def measure_recall(
@@ -124,7 +131,12 @@ def measure_recall(
     return Recall(pd.DataFrame(rows))
 
 
-def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> QualityMetric:
+def recall_trials(model: PreTrainedModel) -> int:
+    """Return how many prompts of each task, length and depth `recall_metric` takes; of encoders, documents."""
+    return RECALL_PROMPTS if model.can_generate() else RECALL_DOCUMENTS
+
+
+def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int], *, seed: int = 0) -> Metric:
     """Return the metric of `measure_recall`: the share of correct answers, and that of each task, length and depth.
 
     Its `divergence` is the share of the answers' tokens that the exact model has right beyond those of the model.
@@ -134,13 +146,12 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
     """
     check_positions(exact, max(lengths) + KEY)
     maker = PromptMaker(tokenizer, exact.config.vocab_size)
-    decoder = exact.can_generate()
-    trials = RECALL_PROMPTS if decoder else RECALL_DOCUMENTS
+    decoder, trials = exact.can_generate(), recall_trials(exact)
     for make_prompt in TASKS.values() if decoder else (TASKS["pass_key"],):
         make_prompt(maker, random.Random(seed), min(lengths), 0.5)
     exact_share: list[float] = []  # of the answers' tokens
 
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
+    def measure(model: PreTrainedModel, on_batch: OnBatch = report_nothing) -> Values:
         options: dict[str, Any] = {"lengths": lengths, "trials": trials, "seed": seed, "on_batch": on_batch}
         table = measure_recall(model, tokenizer, **options).table
         if model is exact or not exact_share:
@@ -158,7 +169,7 @@ def recall_metric(exact: PreTrainedModel, tokenizer: Any, lengths: Sequence[int]
             values.append(value("recall_at", cell, prompt=task, tokens=length, depth=depth))
         return values
 
-    return QualityMetric("recall", measure, RECALL, {"lengths": list(lengths), "trials": trials, "seed": seed})
+    return measure
 
 
 def _generate(model: Any, prompts: Sequence[Prompt], batch_size: int, pad: int) -> Iterator[list[int]]:

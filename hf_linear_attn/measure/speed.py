@@ -1,7 +1,7 @@
 """Speed, memory and operations of models side by side: forward, prefill, forward and backward, decoding."""
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -17,17 +17,8 @@ from ..utils.formatting import format_bytes, format_flops, format_rate, format_s
 from ..utils.models import accepted
 from ..utils.timing import Timing, time_interleaved
 from .inputs import position_inputs, synthetic_inputs
-from .memory import count_flops, free_memory, peak_memory
+from .memory import count_flops, peak_memory
 from .values import Values, value
-
-#: The name of a model whose attention is switched off, in tables and plots.
-WITHOUT_ATTENTION = "without attention"
-
-#: Seconds that one length may take in any case: without long inputs there is little to see.
-LONGEST_WAIT = 60.0
-
-#: The share of the free memory that a measurement may be expected to need.
-MEMORY_SHARE = 0.8
 
 #: How the values of a metric are shown.
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -38,6 +29,9 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "cache_bytes": format_bytes,
     "flops": format_flops,
 }
+
+#: In place of a speedup whose spread is wider than its effect.
+NOT_MEASURABLE = "not measurable"
 
 #: Tokens of one forward pass while a cache is filled.
 PREFILL_CHUNK = 1024
@@ -163,32 +157,3 @@ def measure_decoding(
         name: [*timing_values(timing, batch_size), value("cache_bytes", sizes[name], unit="bytes")]
         for name, timing in timings.items()
     }
-
-
-def reason_to_skip(
-    rows: Mapping[str, Any],
-    growth: float,
-    seconds: float,
-    device: torch.device,
-    quadratic: Collection[tuple[str, str]] = (),
-) -> str | None:
-    """Return why a measurement of `growth` times as many tokens would need too much memory or time; None: it would not.
-
-    Args:
-        rows: The known measurement of each model. A new one takes a warm-up and three rounds of all models, the memory
-            of the model that needs most, and the caches of all.
-        growth: By how much time and memory grow.
-        seconds: The time that is meant for one length. 15 times as much is too long, but not below `LONGEST_WAIT`.
-        device: Whose free memory counts.
-        quadratic: Models with the metric that grows with the square.
-    """
-
-    def expected(metric: str) -> list[float]:
-        factors = {name: growth ** (2 if (name, metric) in quadratic else 1) for name in rows}
-        return [(record.value(metric) or 0.0) * factors[name] for name, record in rows.items()]
-
-    needed, free = max(expected("peak_memory"), default=0.0) + sum(expected("cache_bytes")), free_memory(device)
-    if free is not None and needed > MEMORY_SHARE * free:
-        return f"it would need about {format_bytes(needed)}, and {format_bytes(free)} are free"
-    duration = 4 * sum(expected("seconds"))
-    return f"it would take about {duration:.0f} s" if duration > max(15 * seconds, LONGEST_WAIT) else None

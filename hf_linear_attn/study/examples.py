@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel
 
 from ..data.text import encode_text, packed_rows, pad_token, padded_batches, token_passages
 from ..integration.discovery import longest_input
+from ..integration.positions import extend_positions, has_position_table
 from ..measure.quality import sentence_embeddings
 from ..utils.formatting import format_seconds
+from ..utils.models import shared_copy
 from ..utils.timing import time_interleaved
 from .loading import ExactModel
 
@@ -31,8 +34,11 @@ QUERIES = (
 )
 PROMPT = "The lighthouse stood at the end of the island, and every evening the keeper"
 
-#: Documents to search in, tokens of each that are read, hits that are shown; tokens that a decoder adds.
-DOCUMENTS, PASSAGE, HITS, CONTINUATION = 120, 128, 3, 40
+#: Documents to search in, tokens of each that are read at most, hits that are shown; tokens that a decoder adds.
+DOCUMENTS, WHOLE, HITS, CONTINUATION = 60, 2048, 3, 40
+
+#: Tokens of the long document, for which learned positions are extended.
+LONG = 8192
 
 Models = Mapping[str, PreTrainedModel]
 
@@ -41,10 +47,21 @@ def examples(exact: ExactModel, models: Models, documents: Sequence[str]) -> dic
     """Return tables of examples by their titles, of the exact model and converted ones; documents are searched in."""
     if exact.kind == "decoder":
         return {f"A text continued: “{PROMPT} …”": continued_text(models, exact.tokenizer)}
+    longer = {label: extended(model, LONG) for label, model in models.items()}
     return {
-        "A search: the first hits of each model": search(models, exact.tokenizer, documents),
-        "A long document": long_document(models, exact.tokenizer, documents),
+        "A long document": long_document(longer, exact.tokenizer, documents),
+        f"A search in whole documents of up to {WHOLE:,} tokens: the first hits": search(
+            longer, exact.tokenizer, documents
+        ),
     }
+
+
+def extended(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Return a copy, with shared weights, that takes inputs of this length; its further positions repeat the first."""
+    limit = longest_input(model)
+    if limit is None or limit >= length or not has_position_table(model):
+        return model
+    return extend_positions(shared_copy(model), length)
 
 
 def search(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
@@ -53,38 +70,40 @@ def search(models: Models, tokenizer: object, documents: Sequence[str]) -> panda
 
     documents = sorted(documents, key=len, reverse=True)[:DOCUMENTS]
     titles = [document.strip().splitlines()[0][:60] for document in documents]
-    length = min(PASSAGE, longest_input(next(iter(models.values()))) or PASSAGE)
-    passages, queries = (
-        padded_batches([token_passages(tokenizer, [text], length)[0] for text in texts], 16, pad_token(tokenizer))
+    whole, queries = (
+        padded_batches([token_passages(tokenizer, [text], WHOLE)[0] for text in texts], 4, pad_token(tokenizer))
         for texts in (documents, QUERIES)
     )
     ranks = range(1, min(HITS, len(titles)) + 1)
     index = pandas.Index([f"{query} ({rank})" for query in QUERIES for rank in ranks], name="query (rank)")
     table = pandas.DataFrame(index=index)
     for label, model in models.items():
-        documents_embedded, queries_embedded = (
-            normalize(sentence_embeddings(model, batches), dim=-1) for batches in (passages, queries)
-        )
+        start = time.perf_counter()
+        documents_embedded = normalize(sentence_embeddings(model, whole), dim=-1)
+        seconds = format_seconds(time.perf_counter() - start)
+        queries_embedded = normalize(sentence_embeddings(model, queries), dim=-1)
         hits = (queries_embedded @ documents_embedded.T).topk(len(ranks), dim=-1).indices.tolist()
-        table[label] = [titles[hit] for row in hits for hit in row]
+        table[f"{label} ({len(titles)} documents read in {seconds})"] = [titles[hit] for row in hits for hit in row]
     return table
 
 
 def long_document(models: Models, tokenizer: object, documents: Sequence[str]) -> pandas.DataFrame:
-    """Return how alike the models embed the longest input that the exact one takes, and the time each needs."""
+    """Return how alike the models embed a long document, and the time that each needs."""
     import pandas
 
     first = next(iter(models.values()))
-    length = min(longest_input(first) or 2048, 2048)
+    length = min(longest_input(first) or LONG, LONG)
     batch = padded_batches(packed_rows(tokenizer, ["\n\n".join(documents)], length)[:1], 1, 0)
     calls = {label: partial(sentence_embeddings, model, batch) for label, model in models.items()}
     embeddings = {label: normalize(call(), dim=-1) for label, call in calls.items()}
     baseline = next(iter(models))
-    timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device)
+    timings = time_interleaved(calls, baseline=baseline, seconds=0.5, device=first.device, min_rounds=3)
     cosines = [f"{float((embedding * embeddings[baseline]).sum()):.3f}" for embedding in embeddings.values()]
     times = [format_seconds(timings[label].median) for label in embeddings]
+    speedups = [f"{timings[label].speedup:.2f}×" for label in embeddings]
     tokens = pandas.Index(embeddings, name=f"{batch[0]['input_ids'].shape[1]:,} tokens")
-    return pandas.DataFrame({"cosine with the exact embedding": cosines, "time": times}, index=tokens)
+    columns = {"time": times, "times as fast": speedups, "cosine with the exact embedding": cosines}
+    return pandas.DataFrame(columns, index=tokens)
 
 
 @torch.no_grad()

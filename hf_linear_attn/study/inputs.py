@@ -1,36 +1,62 @@
-"""The data of an evaluation, cut into batches: a text, a labelled task, sentence pairs."""
+"""The data of a study: a text, a labelled task or sentence pairs, and what is measured on them."""
+
+from __future__ import annotations
 
 import hashlib
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
-from transformers import PreTrainedModel
 
 from ..data.config import DataConfig
-from ..data.metrics import compute_metrics
+from ..data.metrics import METRICS
 from ..data.task_data import load_task_data
 from ..data.tasks import load_task
-from ..data.text import Text, encode_text, evenly_spread, packed_rows, pad_token, padded_batches, rows_text, text_rows
-from ..measure.quality import SENTENCE_PAIRS, QualityMetric, bootstrap_stderr, sentence_embeddings
-from ..measure.values import Values, value
-from ..utils.progress import OnBatch
+from ..data.text import (
+    Text,
+    cut_text,
+    encode_text,
+    evenly_spread,
+    packed_rows,
+    pad_token,
+    padded_batches,
+    rows_text,
+    text_rows,
+)
+from ..measure.quality import (
+    PERPLEXITY,
+    SENTENCE_EMBEDDINGS,
+    SENTENCE_PAIRS,
+    Score,
+    classification_metric,
+    embedding_metric,
+    perplexity_metric,
+    sentence_pair_metric,
+)
+from ..measure.recall import RECALL, recall_metric, recall_trials
+from ..measure.values import Metric
+from .loading import ExactModel
+from .records import Conditions
 from .settings import Settings
 
 Batch = dict[str, Tensor]
-Rows = Sequence[Mapping[str, Any]]
+
+Measurement = tuple[Conditions, Metric]
+"""What is measured of each variant of a model; the conditions lack what the variant adds (see `Variant.of`)."""
+
+#: Where an evaluation measures; a plan has two parts instead, to choose on and to verify with.
+HELD_OUT = ("held_out",)
+
+SCORES = {score.measurement: score for score in (PERPLEXITY, SENTENCE_EMBEDDINGS, SENTENCE_PAIRS, RECALL)}
 
 
 @dataclass(frozen=True)
-class EvaluationInputs:
-    """Batches of one text or task for one model."""
+class Inputs:
+    """Batches of one text or task for one model, and what is measured on the held-out part."""
 
     train: list[Batch]  # for attention transfer
     validation: list[Batch]  # choose the best step of a transfer, and are not trained on
@@ -38,46 +64,60 @@ class EvaluationInputs:
     tokens: list[int]  # that inputs for timing are made from
     hash: str  # identifies the data
     facts: dict[str, Any]  # what reports say about the data: source, sizes, measured lengths of the inputs
-    test: list[Batch] = field(default_factory=list)  # used for nothing but the reported values
-    documents: list[list[int]] = field(default_factory=list)  # held out, as token ids, for the perplexity
-    labeled: dict[str, list[Batch]] = field(default_factory=dict)  # by suffix of a validation set or name of a part
-    metrics: tuple[str, ...] = ()  # of labelled data; the first decides
-    regression: bool = False  # whether labels are scores
+    measurements: tuple[Measurement, ...]  # one for each part of the held-out data
 
 
-def text_inputs(text: Text, tokenizer: Any, settings: Settings, *, causal: bool) -> EvaluationInputs:
-    """Cut a text into batches of rows (see `text_rows`).
+def score_of(conditions: Conditions) -> Score | None:
+    """Return the score of a measurement; None for one that is only informative."""
+    if conditions.measurement != "task":
+        return SCORES.get(conditions.measurement)
+    metric = conditions.settings["metrics"][0]
+    higher = METRICS.get(metric).higher_is_better if metric in METRICS else True
+    return Score("task", "score", f"{conditions.task} {metric}".strip(), higher, task=conditions.task)
+
+
+def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
+    """Cut a text into batches of rows (see `text_rows`); measured are the perplexity or the embeddings of each part.
 
     Raises:
-        ValueError: It is too short for a batch of training and one of measuring.
+        ValueError: It is too short.
     """
+    tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", settings.sequence_length
     counts = ((text.train, settings.train_sequences), (text.held_out, settings.test_sequences))
     train, test = (
-        [{"input_ids": ids} for ids in text_rows(tokenizer, part, settings.sequence_length, count, causal=causal)]
+        [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
         for part, count in counts
     )
 
-    def batches(rows: Rows) -> list[Batch]:
+    def batches(rows: Sequence[Mapping[str, Any]]) -> list[Batch]:
         return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
 
-    inputs = _inputs(train, test, batches, settings, text.source, text.sha256)
-    documents = len(text.train) + len(text.held_out)
-    inputs.facts["rows"] = rows_text(documents, settings.sequence_length, causal=causal)
-    running = packed_rows(tokenizer, text.held_out, settings.perplexity_tokens)[:1] if causal else []
-    return replace(inputs, test=batches(test), documents=running)
+    inputs = _split(train, test, batches, settings, text.source, text.sha256)
+    inputs.facts["rows"] = rows_text(len(text.train) + len(text.held_out), length, causal=causal)
+    split = [text.held_out] if len(parts) == 1 else split_halves(text.held_out)
+    measurements = []
+    for name, documents in zip(parts, split, strict=True):
+        windows = {"context": settings.context, "stride": settings.stride} if causal else {}
+        if causal:
+            rows = packed_rows(tokenizer, documents, settings.perplexity_tokens)[:1]
+            metric = perplexity_metric(rows, **windows, batch_size=settings.batch_size, exact=exact.model)
+        else:
+            rows = text_rows(tokenizer, documents, length, settings.test_sequences, causal=False)
+            metric = embedding_metric(exact.model, padded_batches(rows, settings.batch_size, pad_token(tokenizer)))
+        facts = row_facts(map(len, rows))
+        if facts["tokens"] < 2:
+            raise ValueError(f"{text.source!r} gives nothing for the {name}. Give a longer text.")
+        inputs.facts.setdefault(name, facts)
+        conditions = {"data": inputs.hash, "part": name, **facts, **windows}
+        measurement = "perplexity" if causal else "sentence_embeddings"
+        measurements.append((exact.conditions(measurement, settings=conditions), metric))
+    return replace(inputs, measurements=tuple(measurements))
 
 
-def task_inputs(
-    data: DataConfig, tokenizer: Any, config: Any, settings: Settings, *, parts: Sequence[str] = ()
-) -> EvaluationInputs:
+def task_inputs(exact: ExactModel, data: DataConfig, settings: Settings, parts: Sequence[str] = HELD_OUT) -> Inputs:
     """Encode labelled data: train rows for the transfer (without labels), validation rows to measure on.
 
-    Args:
-        data: A task, or labelled files.
-        tokenizer: The model's tokenizer.
-        config: The model's config, whose labels must be those of the data.
-        settings: Lengths and sizes.
-        parts: Names of equal parts that the validation rows are dealt out to, in place of the validation sets.
+    With several parts the validation rows are dealt out to them; with one, each validation set is measured by itself.
 
     Raises:
         ValueError: The model was trained with other labels, or there are too few rows.
@@ -85,30 +125,43 @@ def task_inputs(
     """
     count = settings.train_sequences + settings.validation_sequences
     limited = replace(data, max_length=settings.sequence_length, max_train_samples=data.max_train_samples or count)
-    task = load_task_data("classification", tokenizer, limited, settings.seed)
-    task.check_labels(config, "The model")
+    task = load_task_data("classification", exact.tokenizer, limited, settings.seed)
+    task.check_labels(exact.model.config, "The model")
     train = list(task.train)
     labeled = {f"_{name}" if name else "": list(part) for name, part in task.validation.items()}
     rows = [row for part in labeled.values() for row in part]
 
-    def batches(rows: Rows, *, labels: bool = False) -> list[Batch]:
+    def batches(rows: Sequence[Mapping[str, Any]], *, labels: bool = False) -> list[Batch]:
         rows = [{key: item for key, item in row.items() if labels or key != "labels"} for row in rows]
         size = settings.batch_size
         return [dict(task.collator(rows[start : start + size])) for start in range(0, len(rows), size)]
 
     source = f"task {data.task}" if data.dataset is None else Path(data.dataset).name
     digest = hashlib.sha256(repr([(row["input_ids"], row["labels"]) for row in [*train, *rows]]).encode()).hexdigest()
-    inputs = _inputs(train, rows, batches, settings, f"the validation data of {source}", digest)
-    if parts:
-        labeled = {name: rows[start :: len(parts)] for start, name in enumerate(parts)}
-        inputs.facts.update({name: row_lengths(part) for name, part in labeled.items()})
-    labeled_batches = {suffix: batches(part, labels=True) for suffix, part in labeled.items()}
-    return replace(inputs, labeled=labeled_batches, metrics=task.metric_names, regression=task.labels is None)
+    inputs = _split(train, rows, batches, settings, f"the validation data of {source}", digest)
+    measurements = []
+    for number, name in enumerate(parts):
+        sets = labeled if len(parts) == 1 else {"": rows[number :: len(parts)]}
+        inputs.facts[name] = row_facts(len(row["input_ids"]) for part in sets.values() for row in part)
+        labeled_batches = {suffix: batches(part, labels=True) for suffix, part in sets.items()}
+        metric = classification_metric(exact.model, labeled_batches, task.metric_names, regression=task.labels is None)
+        conditions = exact.conditions(
+            "task",
+            task=data.task or Path(str(data.dataset)).name,
+            settings={"data": digest, "part": name, **inputs.facts[name], "metrics": list(task.metric_names)},
+        )
+        measurements.append((conditions, metric))
+    return replace(inputs, measurements=tuple(measurements))
 
 
-def _inputs(
-    train: list[Any], test: Rows, batches: Callable[[Rows], list[Batch]], settings: Settings, source: str, digest: str
-) -> EvaluationInputs:
+def _split(
+    train: list[Any],
+    test: Sequence[Mapping[str, Any]],
+    batches: Callable[[Sequence[Mapping[str, Any]]], list[Batch]],
+    settings: Settings,
+    source: str,
+    digest: str,
+) -> Inputs:
     """Split the training rows, draw those for the fidelity, and describe all of them."""
     if len(train) < 4 or len(test) < 2:
         counts = f"{len(train)} inputs to train on and {len(test)} to measure on"
@@ -117,24 +170,28 @@ def _inputs(
     count = max(1, min(settings.validation_sequences, len(train) // 4))
     parts = {"train": train[count:], "held_out": test}
     parts["fidelity"] = evenly_spread(test, settings.fidelity_sequences)
-    return EvaluationInputs(
+    lengths = {name: row_facts(len(row["input_ids"]) for row in rows) for name, rows in parts.items()}
+    return Inputs(
         train=batches(train[count:]),
         validation=batches(train[:count]),
         fidelity=batches(parts["fidelity"]),
         tokens=[token for row in test[:256] for token in row["input_ids"]],
         hash=digest,
-        facts={
-            "source": source,
-            "rows": "one row for each example",
-            **{name: row_lengths(rows) for name, rows in parts.items()},
-        },
+        facts={"source": source, "rows": "one row for each example", **lengths},
+        measurements=(),
     )
 
 
-def sentence_pair_metric(folder: str, tokenizer: Any, settings: Settings, max_rows: int | None) -> QualityMetric:
-    """Return how well the cosine of mean-pooled embeddings ranks the validation pairs of STS-B: Spearman and Pearson.
+def recall_measurement(exact: ExactModel, lengths: Sequence[int], seed: int) -> Measurement:
+    """Return the recall at lengths. Raises a ValueError as `recall_metric`, before anything is measured."""
+    settings = {"lengths": list(lengths), "trials": recall_trials(exact.model), "seed": seed}
+    return exact.conditions("recall", settings=settings), recall_metric(
+        exact.model, exact.tokenizer, lengths, seed=seed
+    )
 
-    At most `max_rows` pairs are taken, evenly spread.
+
+def sentence_pairs(exact: ExactModel, folder: str, settings: Settings, max_rows: int | None) -> Measurement:
+    """Return how well embeddings rank the validation pairs of STS-B, at most `max_rows` of them, evenly spread.
 
     Raises:
         ValueError, OSError, ImportError: As `load_task`.
@@ -142,37 +199,30 @@ def sentence_pair_metric(folder: str, tokenizer: Any, settings: Settings, max_ro
     rows = list(load_task("stsb", folder=folder)["validation"])
     rows = rows if max_rows is None else evenly_spread(rows, max_rows)
     texts = [row[column] for column in ("sentence1", "sentence2") for row in rows]
-    length = settings.sequence_length
+    tokenizer, length = exact.tokenizer, settings.sequence_length
     ids = [encode_text(tokenizer, text, add_special_tokens=True) for text in texts]
     ids = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in ids]
-    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))  # Similar lengths need less padding.
-    batches = padded_batches([ids[index] for index in order], max(settings.batch_size, 16), pad_token(tokenizer))
-    references = np.array([float(row["label"]) for row in rows])
-
-    def measure(model: PreTrainedModel, on_batch: OnBatch) -> Values:
-        embeddings = sentence_embeddings(model, batches, on_batch)[torch.tensor(order).argsort()]
-        first, second = embeddings.chunk(2)
-        similarity = cosine_similarity(first, second, dim=-1).double().numpy()
-        scores = compute_metrics(["spearmanr", "pearson"], similarity, references)
-        return [
-            value("spearmanr", scores["spearmanr"], stderr=bootstrap_stderr("spearmanr", similarity, references)),
-            value("pearson", scores["pearson"]),
-            value("pairs", len(rows)),
-            value("longest_input", max(map(len, ids)), unit="tokens"),
-        ]
-
+    options: dict[str, Any] = {"batch_size": max(settings.batch_size, 16), "pad": pad_token(tokenizer)}
+    metric = sentence_pair_metric(ids, [float(row["label"]) for row in rows], **options)
     digest = hashlib.sha256(repr([(row["sentence1"], row["sentence2"], row["label"]) for row in rows]).encode())
-    return QualityMetric("sts", measure, SENTENCE_PAIRS, {"data": digest.hexdigest(), "pairs": len(rows)})
+    return exact.conditions("sts", settings={"data": digest.hexdigest(), "pairs": len(rows)}), metric
 
 
-def row_lengths(rows: Rows) -> dict[str, int]:
+def split_halves(documents: Sequence[str]) -> list[Sequence[str]]:
+    """Split into every second document and the others; a single document into its first and second half."""
+    if len(documents) > 1:
+        return [documents[::2], documents[1::2]]
+    return [[half] for half in cut_text(documents[0], 0.5)]
+
+
+def row_facts(lengths: Any) -> dict[str, int]:
     """Return the number of rows, their tokens, and the median and largest length: what the inputs really were."""
-    lengths = [len(row["input_ids"]) for row in rows]
+    lengths = list(lengths)
     median = round(statistics.median(lengths)) if lengths else 0
     return {"sequences": len(lengths), "tokens": sum(lengths), "median": median, "longest": max(lengths, default=0)}
 
 
 def inputs_text(facts: Mapping[str, int]) -> str:
-    """Return what `row_lengths` says as text."""
+    """Return what `row_facts` says as text."""
     lengths = f"median {facts['median']:,}, longest {facts['longest']:,}"
     return f"{facts['sequences']:,} inputs of {facts['tokens']:,} tokens ({lengths})"

@@ -17,15 +17,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..checkpoints import load_pretrained, read_config
 from ..data.files import TEXT_FORMATS, file_suffix
-from ..integration.discovery import attention_shape, self_attention
+from ..integration.discovery import attention_shape, longest_input, self_attention
+from ..measure.inputs import timing_options
 from ..mechanisms.softmax import EXACT
 from ..ops.backends import get_backend
 from ..ops.native.backend import unavailable_reason
-from ..patching import CONFIG_FIELD, is_patched
+from ..patching import CONFIG_FIELD, is_patched, patch_model
 from ..registry import ATTENTIONS, AttentionEntry
 from ..utils.environment import environment
 from ..utils.gguf import dequantized, split_source
-from ..utils.models import loading_errors, quiet_transformers
+from ..utils.models import loading_errors, quiet_transformers, shared_copy
 from .records import Conditions
 from .settings import PYTHON_DOCUMENTATION
 
@@ -68,10 +69,10 @@ class ExactModel:
         model: Any = copy.deepcopy(self.model)
         return replace(self, model=model.to(getattr(torch, str(dtype))), device={**self.device, "dtype": dtype})
 
-    def conditions(self, attention: str, measurement: str, **parts: Any) -> Conditions:
-        """Return the conditions of a measurement of this model with a mechanism."""
+    def conditions(self, measurement: str, **parts: Any) -> Conditions:
+        """Return the conditions of a measurement of this model, on its device."""
         surroundings = {"device": self.device, "versions": self.versions}
-        return Conditions(self.name, self.fingerprint, attention, measurement, **{**surroundings, **parts})
+        return Conditions(self.name, self.fingerprint, measurement=measurement, **{**surroundings, **parts})
 
     def facts(self) -> dict[str, Any]:
         """Return what a report says about the model."""
@@ -85,12 +86,21 @@ class ExactModel:
             "parameters": self.model.num_parameters(),
             "dtype": dtype_name(self.model),
             "attention": self.implementation,
+            "positions": longest_input(self.model),
         }
 
 
 def dtype_name(model: PreTrainedModel) -> str:
     """Return the name of the model's precision, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
+
+
+def check_fits(model: PreTrainedModel, name: str, purpose: str, **options: Any) -> PreTrainedModel:
+    """Return a patched copy with shared weights; a ValueError that names the purpose if the mechanism does not fit."""
+    try:
+        return patch_model(shared_copy(model), name, **options)
+    except NotImplementedError as error:
+        raise ValueError(f"{name!r} cannot be {purpose} on this model: {error}") from error
 
 
 def check_mechanism(name: str) -> None:
@@ -216,6 +226,14 @@ class CheckpointGroup:
             for index, layer in self.layers.items()
         }
         return json.dumps(layers, sort_keys=True, default=str)
+
+    def sized(self, *longest: Any) -> CheckpointGroup:
+        """Return the group as it is timed with inputs up to a length (the last arguments of `timing_options`)."""
+        layers = {
+            index: {**layer, "options": timing_options(ATTENTIONS.get(layer["attention"]), layer["options"], *longest)}
+            for index, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
 
     def load(self, folder: str, kind: str, device: torch.device) -> PreTrainedModel:
         """Read the weights of one of the checkpoints."""

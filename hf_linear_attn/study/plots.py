@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..measure.speed import DECODING, FORWARD, WITHOUT_ATTENTION
+from ..measure.speed import DECODING, FORWARD
 from ..utils.extras import require_packages
 from ..utils.formatting import fixed, format_bytes, format_seconds
-from .evaluator import EXACT_LABEL
+from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     import pandas

@@ -6,13 +6,14 @@ import base64
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..measure.speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING
+from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, PREFILL, TRAINING
 from ..utils.extras import require_packages
 from ..utils.files import atomic_write
 from ..utils.formatting import format_seconds
-from .evaluator import EXACT_LABEL
+from ..utils.timing import is_measurable
 from .inputs import inputs_text
 from .plots import CAPTIONS, draw_plots
+from .variants import EXACT_LABEL
 
 if TYPE_CHECKING:
     import pandas
@@ -30,8 +31,9 @@ TITLES = {
 }
 
 NOTE = (
-    "“a → b”: as patched → after attention transfer; ±: standard deviation over seeds or checkpoints. Speeds are times "
-    "as fast as the exact model in the same run (below 1: slower), whose row has times. “Without attention” each token "
+    "±: standard deviation over seeds or checkpoints; “a → b”: as patched → after attention transfer. Speeds are times "
+    "as fast as the exact model in the same rounds (below 1: slower), whose row has times; “not measurable”: they "
+    "vary more from round to round than they differ. “Without attention” each token "
     "attends to itself only: the floor of the quality and the ceiling of the speed. “Kept” and “change” compare with "
     "the exact model, or a converted checkpoint with the equally trained exact one where there is one, and are given "
     "only where the exact model is clearly better than the floor."
@@ -85,20 +87,23 @@ def page_template(name: str) -> Any:
 
 def render_markdown(evaluation: Evaluation) -> str:
     """Return the summary, the conclusions, the tables and how it was measured as Markdown."""
-    frames = {**evaluation.examples(), **speed_tables(evaluation)}
+    frames = {"Quality": evaluation.quality_table(), **speed_tables(evaluation)}
     tables = [f"## {title}\n\n{frame.to_markdown()}" for title, frame in frames.items()]
     parts = [
         f"# Linear attention in {evaluation.info['model']['name']}",
         lead(evaluation),
+        *(f"## {title}\n\n{frame.to_markdown()}" for title, frame in evaluation.examples().items()),
+        evaluation.headline(),
         evaluation.summary().to_markdown(),
         "\n".join(f"- {one.label}: {one.sentence}" for one in evaluation.conclusions()),
         *evaluation.warnings(),
         *tables,
+        evaluation.positions_note(),
         "## How it was measured",
         NOTE,
         "\n".join(f"- {name}: {text}" for name, text in method(evaluation).items()),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def lead(evaluation: Evaluation) -> str:
@@ -116,12 +121,14 @@ def speed_tables(evaluation: Evaluation) -> dict[str, pandas.DataFrame]:
     rows = evaluation.table[evaluation.table["measurement"].isin(list(TITLES))]
     rows = rows[(rows["batch_size"] > 1) == (rows["metric"] == "tokens_per_second")].dropna(subset="value")
     compared = rows["speedup"].notna() & (rows["label"] != EXACT_LABEL)
-    speedups = rows["speedup"].map(" ({:.2f}×)".format).where(compared, "")
+    known = [is_measurable(row.speedup_p20, row.speedup_p80) for row in rows.itertuples()]
+    speedups = rows["speedup"].map(" ({:.2f}×)".format).where(known, f" ({NOT_MEASURABLE})").where(compared, "")
     rows = rows.assign(text=[FORMATS[row.metric](row.value) for row in rows.itertuples()] + speedups)
     tables = {}
     for (measurement, metric, size), part in rows.groupby(["measurement", "metric", "batch_size"], sort=False):
         frame = part.pivot_table("text", "label", "length", aggfunc="last").reindex(evaluation.labels).dropna(how="all")
-        frame = frame.rename(columns="{:,.0f}".format).rename_axis(index="tokens", columns=None).fillna("–")
+        frame.columns = [evaluation.length_title(int(length)) for length in frame.columns]
+        frame = frame.rename_axis(index="tokens").fillna("–")
         tables[f"{TITLES[measurement]}: {metric.replace('_', ' ')}, batch {size:.0f}"] = frame
     return tables
 

@@ -12,13 +12,13 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ..measure.quality import Assessment, Score, assess
-from ..measure.speed import DECODING, FORMATS, FORWARD, PREFILL, TRAINING, WITHOUT_ATTENTION
+from ..measure.speed import DECODING, FORMATS, FORWARD, NOT_MEASURABLE, TRAINING
 from ..utils.environment import json_safe
 from ..utils.files import atomic_write, write_json
 from ..utils.formatting import fixed
-from ..utils.timing import Crossover, crossover
-from .evaluator import EXACT_LABEL, lengths_to_show
+from ..utils.timing import EQUAL, FASTER, Crossover, crossover, is_measurable
 from .records import RECORDS_FILE, Records
+from .variants import EXACT_LABEL, WITHOUT_ATTENTION
 
 if TYPE_CHECKING:
     import pandas
@@ -29,13 +29,13 @@ EVALUATION_FILE, TABLE_FILE = "evaluation.json", "records.csv"
 #: Shares of the exact model's score from which a mechanism counts as keeping it, and as losing a little.
 KEEPS, LOSES_LITTLE = 0.98, 0.9
 
-#: Speedups that count as faster, and as equal.
-FASTER, EQUAL = 1.05, 0.95
-
 #: Quality on inputs shorter than this share of the user's length says little about that length.
 SHORT_SHARE = 0.5
 
-#: Columns of the summary that say how near a mechanism is to its own exact attention.
+#: So many scores have a column of their own in the summary; of further ones it has only what is kept of them.
+WHOLE_SCORES = 2
+
+#: Columns that say how near a mechanism is to its own exact attention.
 FIDELITY = (
     Score("fidelity", "kl", "KL, nats", higher_is_better=False, digits=2),
     Score("fidelity", "output_error", "output error", higher_is_better=False, digits=2),
@@ -110,7 +110,7 @@ class Conclusion:
     worthwhile: bool | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Evaluation:
     """What an evaluation measured.
 
@@ -122,7 +122,7 @@ class Evaluation:
 
     table: pandas.DataFrame
     info: dict[str, Any] = field(default_factory=dict)
-    records: Records | None = field(default=None, repr=False)
+    records: Records | None = None
 
     @property
     def scores(self) -> list[Score]:
@@ -195,15 +195,17 @@ class Evaluation:
         lengths, own = self.lengths(measurement, batch_size), self.info["settings"]["length"]
         return min(lengths, key=lambda length: abs(length - (own or lengths[-1])), default=0)
 
-    @cached_property
-    def throughput_batch_size(self) -> int:
-        """The largest number of sequences that were timed at once."""
-        sizes = self.table.loc[self.table["measurement"].isin((FORWARD, DECODING)), "batch_size"]
-        return int(sizes.max()) if len(sizes) else 1
-
     def speedup(self, label: str, length: int, measurement: str = FORWARD) -> float | None:
         """Return the time of the exact model divided by this one's; both were timed side by side."""
         return self.value(measurement, "seconds", column="speedup", label=label, length=length, batch_size=1)
+
+    def measurable(self, label: str, length: int, measurement: str = FORWARD) -> bool:
+        """Return whether the spread of a speedup is narrower than its effect (see `utils.timing.is_measurable`)."""
+        ends = [
+            self.value(measurement, "seconds", column=column, label=label, length=length, batch_size=1)
+            for column in ("speedup_p20", "speedup_p80")
+        ]
+        return ends[0] is None or ends[1] is None or is_measurable(ends[0], ends[1])
 
     def crossover(self, label: str) -> Crossover | None:
         """Return the length from which a mechanism is faster than the exact model."""
@@ -216,6 +218,8 @@ class Evaluation:
         if metric == "speedup":
             column, metric = ("value" if label == EXACT_LABEL else "speedup"), "seconds"
         columns: dict[str, Any] = {"label": label, "length": length, "batch_size": batch_size}
+        if column == "speedup" and not self.measurable(label, length, measurement):
+            return NOT_MEASURABLE
         return _text(self.value(measurement, metric, column=column, **columns), FORMATS.get(column, FORMATS[metric]))
 
     def compare(self, label: str, score: Score) -> Comparison | None:
@@ -274,9 +278,10 @@ class Evaluation:
 
     def _conclusion(self, label: str) -> Conclusion:
         speedup = None if self.length is None else self.speedup(label, self.length)
-        parts = [] if speedup is None else [f"{_speed_text(speedup)} at {self.length:,} tokens"]
+        measurable = self.length is None or self.measurable(label, self.length)
+        parts = [] if speedup is None else [f"{_speed_text(speedup, measurable)} at {self.length:,} tokens"]
         comparisons = [one for score in self.scores if (one := self.compare(label, score)) is not None]
-        worthwhile = _worthwhile(speedup, comparisons[0] if comparisons else None)
+        worthwhile = _worthwhile(speedup if measurable else None, comparisons[0] if comparisons else None)
         if worthwhile is not False and self._quality_of_short_inputs():
             worthwhile = None
         return Conclusion(label, f"{', '.join(parts + [one.text() for one in comparisons])}.", worthwhile)
@@ -304,44 +309,65 @@ class Evaluation:
             lines.append(f"Times are those of {timed}; quality was measured in {own}.")
         return [*lines, *self.info["notes"]]
 
+    def headline(self) -> str:
+        """Return in one sentence from which length linear attention pays here; an empty text if nothing was timed."""
+        parts, lengths = [], self.lengths(FORWARD)
+        for label in self.mechanisms:
+            change = self.crossover(label)
+            if change is not None:
+                start = "is not faster up to" if change.relation == ">" else f"is faster from {change} tokens on,"
+                factor = self._cell(label, FORWARD, "speedup", lengths[-1])
+                parts.append(f"{label} {start} {factor} at {self.length_title(lengths[-1])} tokens")
+        return f"Linear attention pays on long inputs: {'; '.join(parts)}." if parts else ""
+
+    def length_title(self, length: int) -> str:
+        """Return a length as text, with a mark beyond the model's positions, which a note explains."""
+        limit = self.info["model"].get("positions")
+        return f"{length:,}" + (" †" if limit is not None and length > limit else "")
+
+    def positions_note(self) -> str:
+        """Return the line that belongs to everything beyond the model's positions; empty where there is nothing."""
+        return next((note for note in self.info["notes"] if note.startswith("†")), "")
+
     def summary(self) -> pandas.DataFrame:
         """Return the table that a report starts with: one row per mechanism, values as text.
 
-        `a → b` is before and after attention transfer; `±` the standard deviation over seeds. Speeds are times as fast
-        as the exact model, whose row has times.
+        `±` is the standard deviation over seeds. Speeds are times as fast as the exact model, whose row has times.
         """
-        import pandas
+        return _frame({label: self._summary_row(label) for label in self.labels})
 
-        rows = {label: self._summary_row(label) for label in self.labels}
-        frame = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("attention")
-        return frame.loc[:, (frame != "–").any()]
+    def quality_table(self) -> pandas.DataFrame:
+        """Return all scores of the mechanisms, `a → b` before and after attention transfer, and their fidelity."""
+        return _frame({label: self._quality_row(label) for label in self.mechanisms})
 
-    def _summary_row(self, label: str) -> dict[str, str]:
+    def _quality_row(self, label: str) -> dict[str, str]:
         row: dict[str, str] = {}
         for score in (*self.scores, *FIDELITY):
             before, after = self.quality(score, label, before=True), self.quality(score, label)
             start = "" if before is None else f"{fixed(before.mean, score.digits)} → "
             row[score.title] = "–" if after is None else f"{start}{after.text(score.digits)}"
-            compared = None if label == EXACT_LABEL or score in FIDELITY else self.compare(label, score)
+        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}".format)
+        return row
+
+    def _summary_row(self, label: str) -> dict[str, str]:
+        row: dict[str, str] = {}
+        for number, score in enumerate(self.scores):
+            own = self.quality(score, label)
+            if number < WHOLE_SCORES:
+                row[score.title] = "–" if own is None else own.text(score.digits)
+            compared = None if label == EXACT_LABEL else self.compare(label, score)
             row[f"{score.title} {'kept' if score.higher_is_better else 'change'}"] = compared.kept if compared else "–"
         mean = self.mean_share(label) if label in self.mechanisms else None
         row["mean over tasks"] = _text(mean, "{:.1%}".format)
-        row["learned parameters"] = _text(self.value("parameters", "learned_parameters", label=label), "{:,.0f}".format)
-        return {**row, **self._speed_row(label)}
-
-    def _speed_row(self, label: str) -> dict[str, str]:
-        size, own = self.throughput_batch_size, self.length
-        row = {
-            f"at {length:,}": self._cell(label, FORWARD, "speedup", length)
-            for length in lengths_to_show(self.lengths(FORWARD), own)
-        }
         row["faster from"] = _text(self.crossover(label) if label in self.mechanisms else None, str)
-        shown = [("memory", FORWARD, "peak_memory", 1)]
-        shown += [(f"tokens/s, {size} ×,", FORWARD, "tokens_per_second", size)] if size > 1 else []
-        shown += [(measurement, measurement, "speedup", 1) for measurement in (TRAINING, PREFILL, DECODING)]
-        for title, measurement, metric, batch_size in [*shown, ("cache", DECODING, "cache_bytes", 1)]:
-            length = self._nearest(measurement, batch_size)
-            row[f"{title} at {length:,}"] = self._cell(label, measurement, metric, length, batch_size)
+        shown = [(name, name, "speedup") for name in (FORWARD, TRAINING, DECODING)]
+        for title, measurement, metric in (
+            *shown,
+            ("memory", FORWARD, "peak_memory"),
+            ("cache", DECODING, "cache_bytes"),
+        ):
+            length = self._nearest(measurement, 1)
+            row[f"{title} at {self.length_title(length)}"] = self._cell(label, measurement, metric, length)
         return row
 
     def report(self, folder: str | Path) -> Path:
@@ -376,11 +402,24 @@ class Evaluation:
         records = Records(path / RECORDS_FILE)
         return cls(records.to_frame(info["records"]), info, records)
 
+    def __repr__(self) -> str:
+        lines = [self.summary().to_string(), *(f"{one.label}: {one.sentence}" for one in self.conclusions())]
+        return "\n".join([*lines, *self.warnings()])
+
     def _repr_html_(self) -> str:
         return self.summary().to_html()
 
 
-def _speed_text(speedup: float) -> str:
+def _frame(rows: dict[str, dict[str, str]]) -> pandas.DataFrame:
+    import pandas
+
+    frame = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("attention")
+    return frame.loc[:, (frame != "–").any()]
+
+
+def _speed_text(speedup: float, measurable: bool) -> str:
+    if not measurable:
+        return "its speed is not measurable on this machine now"
     if speedup >= FASTER:
         return f"{speedup:.1f}× faster" if speedup >= 1.15 else f"{speedup:.2f}× faster"
     return "as fast as exact attention" if speedup >= EQUAL else f"slower ({speedup:.2f}×)"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from ..config import DEFAULT_ATTENTION
+from ..data.config import DataConfig, TimingConfig
 from ..data.files import Documents
 from ..utils.options import OptionError, check_exclusive, check_options, option
 
@@ -96,7 +98,10 @@ class SpeedConfig:
     """
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths to time, in tokens (default: 128 to 8192; quick: 128 to 2048)", least=16, common=True
+        None,
+        "lengths to time, in tokens (default: 128 to `length`, else to 8192; quick: to 2048)",
+        least=16,
+        common=True,
     )
     batch_size: int | None = option(
         None, "sequences at once where throughput is timed, as far as memory allows; 1: none (default: 8)", least=1
@@ -222,6 +227,49 @@ def _check_not_empty(config: Any) -> None:
 
 
 @dataclass(frozen=True)
+class PlanTimingConfig(TimingConfig):
+    """At which lengths the planned layers are timed."""
+
+    lengths: tuple[int, ...] | None = option(
+        None, "lengths to time, in tokens (default: 1024 and 4096; quick: 1024)", least=16, common=True
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Options of `plan`: what is searched, and how thoroughly. None stands for what suits the model and `quick`."""
+
+    model: str = option(help="a local folder, a Hub repository, FOLDER/NAME.gguf, or smollm2", common=True)
+    budget: str = option(
+        help="'1% perplexity', '0.05 nats', '0.5 points', '0.02 cosine', '90% recall at 2048', '2x at 4096' or "
+        "'25% cache at 8192'",
+        common=True,
+    )
+    output: str = option("plan", "folder for the plan and its report", common=True)
+    attention: str = option(DEFAULT_ATTENTION, "the mechanism", common=True)
+    options: dict[str, Any] = option(factory=dict, help="options of the mechanism, such as --options.window_size 64")
+    data: DataConfig = option(factory=DataConfig)
+    steps: int | None = option(
+        None, "steps of attention transfer, 0: none (default: 200; quick: 25)", least=0, common=True
+    )
+    search: Literal["layers", "heads"] = option("layers", "what becomes linear: layers or heads", common=True)
+    speed: PlanTimingConfig = option(factory=PlanTimingConfig)
+    save_model: str | None = option(
+        None, "folder for a checkpoint with the planned layers and what they learned", common=True
+    )
+    resume: bool = option(False, "continue, or use the measurements in the output folder", common=True)
+    overwrite: bool = option(False, "replace earlier results in the output folder and in save_model", common=True)
+    quick: bool = option(False, "less of everything, for a first look", common=True)
+    threads: int | None = option(None, "CPU threads (default: as torch has it)", least=1)
+    device: str = option("cpu", "torch device: cpu, cuda, …", common=True)
+    seed: int = option(0, "seed of random features and of the order of sequences", least=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_exclusive(self, "resume", "overwrite")
+
+
+@dataclass(frozen=True)
 class Settings:
     """How much is measured on a model: the options with all defaults filled in."""
 
@@ -266,7 +314,8 @@ def resolve_settings(config: EvaluateConfig, kind: str, limit: int | None, dtype
     own = config.length or min(limit or 2048, 2048)
     usual = (128, 512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
     shortest = (limit,) if limit is not None and 16 <= limit < 128 else ()
-    lengths = config.speed.lengths or (*shortest, *usual)
+    within = [length for length in usual if config.length is None or length <= config.length]
+    lengths = config.speed.lengths or (*shortest, *within)
     context = config.context or min(length, limit or length)
     batch_size = max(1, min(32, 1024 // length))  # the same number of tokens in a step, whatever the length
     return Settings(

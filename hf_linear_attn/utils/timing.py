@@ -13,8 +13,12 @@ import torch
 #: A call shorter than this is repeated within one sample, so that the clock and the call's overhead do not show.
 MIN_SAMPLE_SECONDS = 0.004
 
-MIN_ROUNDS = 3
+#: Fewer paired rounds do not show how much the ratio of two times varies.
+MIN_ROUNDS = 7
 MAX_ROUNDS = 25
+
+#: Two times whose ratio lies between these are equal.
+EQUAL, FASTER = 0.95, 1.05
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Timing:
     """Seconds per call: the median and the 20th and 80th percentile over `rounds` rounds.
 
     `speedup` is the time of the baseline divided by this one's: the median of the ratios of each round (1 for the
-    baseline itself). Both are timed in every round, so that a slower moment of the machine affects both.
+    baseline itself). Both are timed in every round, so that a slower moment of the machine affects both. Its interval
+    covers the ratio of the medians, too.
     """
 
     median: float
@@ -32,6 +37,19 @@ class Timing:
     speedup: float
     speedup_p20: float
     speedup_p80: float
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the speedup is known well enough to be stated (see `is_measurable`)."""
+        return is_measurable(self.speedup_p20, self.speedup_p80)
+
+
+def is_measurable(low: float, high: float) -> bool:
+    """Return whether a speedup between `low` and `high` says which of two is faster, or that they are equal.
+
+    It does not where the spread is wider than the effect: the machine is too busy, or the call too short.
+    """
+    return low > 1 or high < 1 or (low >= EQUAL and high <= FASTER)
 
 
 def time_interleaved(
@@ -111,7 +129,9 @@ def summarize_samples(seconds: Sequence[float], baseline: Sequence[float]) -> Ti
     shares = (0.5, 0.2, 0.8)
     median, p20, p80 = np.quantile(seconds, shares).tolist()
     speedup, speedup_p20, speedup_p80 = np.quantile(np.divide(baseline, seconds), shares).tolist()
-    return Timing(median, p20, p80, len(seconds), speedup, speedup_p20, speedup_p80)
+    of_medians = float(np.median(baseline)) / median  # a reader divides the times beside the speedup
+    low, high = min(speedup_p20, of_medians), max(speedup_p80, of_medians)
+    return Timing(median, p20, p80, len(seconds), speedup, low, high)
 
 
 def device_clock(device: torch.device | None) -> Callable[[], float]:

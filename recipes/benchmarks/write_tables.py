@@ -26,7 +26,7 @@ import pandas as pd
 from hf_linear_attn import list_attentions
 from hf_linear_attn.cli import directions
 from hf_linear_attn.registry import ATTENTIONS
-from hf_linear_attn.study.layer_search import LayerSearchResult
+from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover
 
@@ -642,7 +642,7 @@ def plan_table(name: str) -> str:
     """Table, first finding and plot of a committed plan."""
     data = read_json(RESULTS / name / "plan-report.json")
     settings = data["settings"]
-    result = LayerSearchResult.from_dict({**data["result"], "budget": settings["budget"]})
+    result = PlanResult.from_dict({**data["result"], "budget": settings["budget"]})
     flags = ["--search heads"] if settings.get("search") == "heads" else []
     flags += [f"--attention {result.attention}"]
     flags += [f"--options.{option} {value}" for option, value in settings["options"].items()]

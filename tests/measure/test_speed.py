@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from transformers import DynamicCache
 import hf_linear_attn as hla
 from hf_linear_attn.integration.ablation import without_attention
 from hf_linear_attn.integration.context import attention_modules
-from hf_linear_attn.measure import speed
 from hf_linear_attn.measure.inputs import accepts_longer_inputs, position_inputs, synthetic_inputs, timing_options
-from hf_linear_attn.measure.speed import WITHOUT_ATTENTION, fill_cache, measure_decoding, measure_passes
+from hf_linear_attn.measure.speed import fill_cache, measure_decoding, measure_passes
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes
+from hf_linear_attn.study.variants import WITHOUT_ATTENTION
 from hf_linear_attn.utils.models import shared_copy
 from tests.cases import every_mechanism
 from tests.small import patch_small
@@ -173,31 +172,3 @@ def test_decoding() -> None:
     assert short["elu"] == long["elu"]
     assert long["exact"] == short["exact"] * 2 * MAX_LENGTH // 10
     assert sizes(2 * MAX_LENGTH, 3) == {name: 3 * size for name, size in long.items()}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What a measurement would take
-
-
-def measured(seconds: float, memory: float | None = None, cache: float | None = None) -> Any:
-    return SimpleNamespace(value={"seconds": seconds, "peak_memory": memory, "cache_bytes": cache}.get)
-
-
-def test_a_measurement_without_enough_memory_or_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At twice the length: 4 (2 · 4 + 1 · 2) s, and 2² · 100 bytes of the larger model, or two caches of 2 · 75."""
-    rows: dict[str, Any] = {"exact": measured(2.0, 100), "elu": measured(1.0)}
-    caches: dict[str, Any] = {name: measured(0.0, cache=75) for name in rows}
-    device = torch.device("cpu")
-
-    def reason(rows: dict[str, Any], free: int | None, seconds: float = 10.0) -> str | None:
-        monkeypatch.setattr(speed, "free_memory", lambda device: free)
-        quadratic = [("exact", "seconds"), ("exact", "peak_memory")]
-        return speed.reason_to_skip(rows, 2, seconds, device, () if rows is caches else quadratic)
-
-    assert reason(rows, 501) is None
-    assert reason(rows, 499) == "it would need about 400 B, and 499 B are free"
-    assert (reason(caches, 376), reason(caches, 374)) == (None, "it would need about 300 B, and 374 B are free")
-    assert reason(rows, None, 0.0) is None
-    monkeypatch.setattr(speed, "LONGEST_WAIT", 1.0)
-    assert reason(rows, None, 1.0) == "it would take about 40 s"
-    assert reason(rows, None, 3.0) is None

@@ -14,9 +14,9 @@ from transformers import AutoModel, GPT2LMHeadModel
 
 import hf_linear_attn as hla
 from hf_linear_attn import evaluate
+from hf_linear_attn.data.text import packed_rows, padded_batches, read_text, text_rows
 from hf_linear_attn.measure.fidelity import measure_fidelity
 from hf_linear_attn.measure.quality import SENTENCE_EMBEDDINGS, measure_perplexity, sentence_embeddings
-from hf_linear_attn.study.evaluator import _SpeedSweep
 from hf_linear_attn.study.inputs import text_inputs
 from hf_linear_attn.study.loading import CheckpointGroup, ExactModel
 from hf_linear_attn.study.records import RECORDS_FILE, Records
@@ -26,9 +26,11 @@ from hf_linear_attn.study.settings import (
     QUICK_ATTENTIONS,
     EvaluateConfig,
     EvaluationData,
+    Settings,
     SpeedConfig,
     with_options,
 )
+from hf_linear_attn.study.variants import timed_variants
 from tests.tiny_models import GPT2, MAX_LENGTH, tiny_model
 from tests.tiny_text import sample_text, tiny_tokenizer
 
@@ -119,19 +121,17 @@ def test_the_table_has_everything_that_was_measured(decoder: tuple[Evaluation, s
 
 
 def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Evaluation, str, Path]) -> None:
-    from hf_linear_attn.data.text import read_text
-    from hf_linear_attn.study.settings import Settings
-
     evaluation = decoder[0]
-    inputs = text_inputs(
-        read_text(str(folder / "text.txt")), tiny_tokenizer(), Settings(**evaluation.info["settings"]), causal=True
-    )
+    settings = Settings(**evaluation.info["settings"])
+    text, tokenizer = read_text(str(folder / "text.txt")), tiny_tokenizer()
+    documents = packed_rows(tokenizer, text.held_out, settings.perplexity_tokens)[:1]
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
-    exact = measure_perplexity(model, inputs.documents, context=32, stride=16)
+    inputs = text_inputs(ExactModel.of(model, tokenizer, "decoder", "gpt2"), text, settings)
+    exact = measure_perplexity(model, documents, context=32, stride=16)
     assert evaluation.value("perplexity", "loss", label="exact") == pytest.approx(exact.loss, rel=1e-5)
-    assert evaluation.value("perplexity", "tokens", label="exact") == sum(len(one) - 1 for one in inputs.documents)
+    assert evaluation.value("perplexity", "tokens", label="exact") == sum(len(one) - 1 for one in documents)
     hla.patch_model(model, "elu")
-    linear = measure_perplexity(model, inputs.documents, context=32, stride=16)
+    linear = measure_perplexity(model, documents, context=32, stride=16)
     assert evaluation.value("perplexity", "loss", label="elu") == pytest.approx(linear.loss, rel=1e-5)
     fidelity = measure_fidelity(model, inputs.fidelity)
     rows = evaluation.select("fidelity", "output_error", label="elu")
@@ -164,16 +164,17 @@ def test_in_memory_with_a_loaded_model_which_stays_as_it_is() -> None:
 
 
 def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) -> None:
-    from hf_linear_attn.data.text import read_text
-    from hf_linear_attn.study.settings import Settings
-
     text = str(folder / "text.txt")
     options = {"attention": ["elu"]}
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
-    inputs = text_inputs(read_text(text), tiny_tokenizer(), Settings(**evaluation.info["settings"]), causal=False)
+    settings, tokenizer = Settings(**evaluation.info["settings"]), tiny_tokenizer()
+    rows = text_rows(
+        tokenizer, read_text(text).held_out, settings.sequence_length, settings.test_sequences, causal=False
+    )
+    batches = padded_batches(rows, 8, tokenizer.pad_token_id)
     model = AutoModel.from_pretrained(folder / "bert").eval()
-    exact = sentence_embeddings(model, inputs.test)
-    linear = sentence_embeddings(hla.patch_model(model, "elu"), inputs.test)
+    exact = sentence_embeddings(model, batches)
+    linear = sentence_embeddings(hla.patch_model(model, "elu"), batches)
     cosine = torch.nn.functional.cosine_similarity(exact, linear).mean()
     assert evaluation.quality(SENTENCE_EMBEDDINGS, "elu").mean == pytest.approx(float(cosine), rel=1e-4)
 
@@ -193,10 +194,12 @@ def test_an_appended_run_measures_only_what_is_missing(folder: Path, tmp_path: P
     assert same.summary().equals(first.summary())
     more, _ = run(folder / "gpt2", **{**options, "attention": ("elu", "efficient")})
     assert more.labels == ["exact", "elu", "efficient", "without attention"]
-    assert more.summary().loc["elu"].equals(first.summary().loc["elu"])
+    assert more.quality_table().loc["elu"].equals(first.quality_table().loc["elu"])
     records = Records(output / RECORDS_FILE)
-    repeated = {one.label for one in records if len([other for other in records if other.id == one.id]) > 1}
-    assert repeated == {"exact", "without attention"}  # timed again beside the new one
+    assert len({one.id for one in records}) == len(records)
+    timed = [one for one in records if one.conditions["measurement"] == "forward"]
+    rows = [{row["label"] for row in one.values} for one in timed]
+    assert rows == [{"exact", *names, "without attention"} for names in (["elu"], ["elu", "efficient"])]
     alone, _ = run(folder / "gpt2", **{**options, "attention": ("efficient",)})
     assert alone.labels == ["exact", "efficient", "without attention"]  # the report shows what the run was asked for
 
@@ -213,14 +216,14 @@ def test_an_interrupted_run_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.evaluator.measure_passes", interrupt)
+        patch.setattr("hf_linear_attn.study.timings.measure_passes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(folder / "gpt2", **options)
     saved = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved
     with pytest.raises(ValueError, match=r"earlier result: continue it \(--resume\), replace it \(--overwrite\)"):
         run(folder / "gpt2", **options)
-    monkeypatch.setattr("hf_linear_attn.study.evaluator.transfer_attention", interrupt)
+    monkeypatch.setattr("hf_linear_attn.study.variants.transfer_attention", interrupt)
     run(folder / "gpt2", **options, resume=True)
     after = {one.id: one.values for one in Records(output / RECORDS_FILE)}
     assert saved.items() <= after.items()
@@ -231,7 +234,7 @@ def test_throughput_takes_no_more_memory_than_there_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where several sequences do not fit, the report says so and the rest is measured."""
-    monkeypatch.setattr("hf_linear_attn.measure.speed.free_memory", lambda device: 1000)
+    monkeypatch.setattr("hf_linear_attn.study.timings.free_memory", lambda device: 1000)
     options = {"attention": ("elu",), "batch_size": 8}
     evaluation, _ = run(folder / "gpt2", dataset=str(folder / "text.txt"), output=str(tmp_path / "out"), **options)
     notes = " ".join(evaluation.info["notes"])
@@ -487,8 +490,7 @@ def test_checkpoints_are_timed_with_their_exact_heads() -> None:
     exact = ExactModel.of(GPT2.build(), None, "decoder", "gpt2")
     plan = {"default": {"attention": "window", "window_size": 4}, "1": {"exact_heads": [2]}}
     layers = hla.patch_model(GPT2.build(), plan).config.linear_attention["layers"]
-    settings = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
+    settings: Any = SimpleNamespace(lengths=(16,), attentions=(), seed=0)
     groups = [CheckpointGroup("window", layers, {}, "window (converted)")]
-    sweep = _SpeedSweep(SimpleNamespace(settings=settings, inputs=SimpleNamespace(tokens=[1]), groups=groups), exact)
-    timed = sweep.models["window (converted)"][2]()
+    timed = timed_variants(exact, settings, groups)[1].load()
     assert [layer.exact_heads for layer in hla.patch_report(timed).layers] == [(), (2,)]

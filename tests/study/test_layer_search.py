@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -13,16 +13,13 @@ import torch
 
 import hf_linear_attn as hla
 from hf_linear_attn.measure import quality as quality_metrics
-from hf_linear_attn.measure.quality import PERPLEXITY, measure_perplexity, perplexity_metric
-from hf_linear_attn.study.layer_search import (
-    DAMAGE_UNITS,
-    Budget,
-    LayerSearch,
-    LayerSearchResult,
-    format_divergence,
-    plan_of,
-)
-from hf_linear_attn.study.records import Conditions, Records
+from hf_linear_attn.measure.quality import measure_perplexity, perplexity_metric
+from hf_linear_attn.study.budget import DAMAGE_UNITS, Budget
+from hf_linear_attn.study.layer_search import LayerSearch
+from hf_linear_attn.study.plan_result import PlanResult, format_divergence, plan_of
+from hf_linear_attn.study.records import Conditions
+from hf_linear_attn.study.study import open_study
+from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.training.head_search import ExactHeads
 from hf_linear_attn.utils.models import shared_copy
 
@@ -141,16 +138,12 @@ class StubMetric:
         divergences: The divergence, where it is not the loss above that of the exact model.
     """
 
-    score = PERPLEXITY
-    measurement = "perplexity"
-    settings: ClassVar[dict[str, Any]] = {}
-
     def __init__(self, losses: dict[str, float], divergences: dict[str, float] | None = None) -> None:
         self.losses, self.divergences = losses, divergences or {}
         self.calls = 0
         self.layers = ""
 
-    def __call__(self, model: Any) -> list[dict[str, Any]]:
+    def __call__(self, model: Any, on_batch: Any = None) -> list[dict[str, Any]]:
         self.calls += 1
         loss = self.losses[self.layers]
         divergence = self.divergences.get(self.layers, loss - self.losses["exact"])
@@ -169,14 +162,13 @@ def models() -> tuple[Any, Any]:
 
 
 def search_layers(exact: Any, linear: Any, choice: Any, verification: Any, *, budget: str, **more: Any) -> Any:
-    """The result of a search, in memory unless `records` are given."""
-    metrics = {"choice": choice, "verification": verification}
-    if "records" not in more:
-        more["records"] = Records()
-        more["records"].start_run("test", {}, {})
-    conditions = more.pop("conditions", Conditions("gpt2", "", "", ""))
-    parsed = Budget.parse(budget)
-    return LayerSearch(exact, linear, linear, metrics, parsed, conditions=conditions, **more).run()
+    """The result of a search, in memory unless a `folder` is given."""
+    fingerprint, folder = more.pop("fingerprint", ""), more.pop("folder", None)
+    conditions = Conditions("gpt2", fingerprint, measurement="perplexity")
+    measurements = {"choice": (conditions, choice), "verification": (conditions, verification)}
+    variant = Variant("elu", "elu", lambda: linear)
+    with open_study(folder, "test", {}, resume=True) as study:
+        return LayerSearch(study, exact, linear, linear, measurements, Budget.parse(budget), variant, **more).run()
 
 
 @pytest.fixture
@@ -185,19 +177,19 @@ def search(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(
         budget: str, losses: dict[str, float] = LOSSES, verification: dict[str, float] | None = None, **more: Any
-    ) -> LayerSearchResult:
+    ) -> PlanResult:
         divergences = more.pop("divergences", None)
         metrics = StubMetric(losses, divergences), StubMetric(verification or losses, divergences)
-        original = LayerSearch.measure
+        original = LayerSearch.values
 
-        def measure(self: Any, data: str, layers: str, model: Any) -> Any:
-            self.metrics[data].layers = layers
-            return original(self, data, layers, model)
+        def values(self: Any, data: str, layers: str, load: Any) -> Any:
+            self.measurements[data][1].layers = layers
+            return original(self, data, layers, load)
 
-        monkeypatch.setattr(LayerSearch, "measure", measure)
+        monkeypatch.setattr(LayerSearch, "values", values)
         result = search_layers(*models, *metrics, budget=budget, **more)
         run.calls = [metric.calls for metric in metrics]  # type: ignore[attr-defined]
-        monkeypatch.setattr(LayerSearch, "measure", original)
+        monkeypatch.setattr(LayerSearch, "values", original)
         return result
 
     return run
@@ -222,7 +214,7 @@ def test_tables_and_json(search: Any) -> None:
     assert list(result.table["chosen"]) == [False, False, True, False]
     assert result.table["speedup_at_16"][0] == 1.0
     assert [row["index"] for row in result.single_layers] == [0, 1, 2]
-    assert LayerSearchResult.from_dict(result.to_dict()) == replace(result, curve=result.to_dict()["curve"])
+    assert PlanResult.from_dict(result.to_dict()) == replace(result, curve=result.to_dict()["curve"])
     table = result.formatted_table()
     assert list(table.columns) == ["adds layer", "KL, nats", "perplexity", "damage", "speed at 16"]
     assert list(table.index) == ["0 of 3", "1 of 3", "2 of 3 ★", "3 of 3"]
@@ -244,10 +236,17 @@ def test_a_choice_that_other_data_do_not_confirm(search: Any) -> None:
 def test_a_metric_without_information_never_meets_a_budget(search: Any) -> None:
     result = search("1000 nats", {**LOSSES, "none": 0.9})
     assert (result.informative, result.met) == (False, False)
-    assert result.summary()[0] == "The budget '1000 nats' cannot be judged on this data."
+    assert result.summary()[0] == "The budget '1000 nats' cannot be judged on these data, so there is no plan."
     assert "clearly better there than the model without attention (perplexity 2.72 against 2.46" in result.summary()[1]
     fast = search("1000x at 16", {**LOSSES, "none": 0.9}, seconds=0.001)
     assert any("says nothing about attention" in sentence for sentence in fast.summary())
+    # Nothing is planned, and no row is marked; a budget of speed can be judged.
+    assert (result.plan, result.exit_code) == (None, 3)
+    assert not result.table["chosen"].any()
+    assert not any("★" in name for name in result.formatted_table().index)
+    assert "The score says nothing about attention" in result.summary()[1]
+    assert fast.plan is not None
+    assert fast.exit_code == 1
     # The floor must lie clearly on the other side, on the data of the verification too.
     assert not search("1000 nats", {**LOSSES, "none": 1.01}).met
     assert not search("1000 nats", verification={**LOSSES, "none": 0.9}).met
@@ -259,6 +258,17 @@ def test_a_mechanism_that_computes_exact_attention_is_named_with_the_length_of_t
     assert any("exact attention on these inputs of at most 30 tokens" in sentence for sentence in sentences)
     sentences = search("0.2 nats", lengths=(64,), seconds=0.001).summary()
     assert "Quality is that of inputs of at most 30 tokens; longer ones were only timed." in sentences
+
+
+def test_a_speed_that_varies_more_than_it_differs_is_not_stated(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes(models: Any, *arguments: Any, **options: Any) -> Any:
+        speedup = {"metric": "seconds", "value": 1.0, "speedup": 1.1, "speedup_p20": 0.8, "speedup_p80": 1.6}
+        return {name: [speedup] for name in models}
+
+    monkeypatch.setattr("hf_linear_attn.study.layer_search.measure_passes", passes)
+    result = search("0.2 nats", lengths=(16,))
+    assert set(result.formatted_table()["speed at 16"][1:]) == {"not measurable"}
+    assert [row["unsure"] for row in result.curve] == [[], ["16"], ["16"], ["16"]]
 
 
 @pytest.mark.parametrize(
@@ -296,21 +306,12 @@ def test_a_budget_of_speed_out_of_reach(search: Any) -> None:
 
 
 def test_a_stopped_search_is_resumed(search: Any, tmp_path: Path) -> None:
-    conditions = Conditions("gpt2", "abc", "elu", "")
-
-    def records(**more: Any) -> Records:
-        made = Records(tmp_path / "records.jsonl", **more)
-        made.start_run("test", {}, {})
-        return made
-
-    first = search("0.2 nats", records=records(), conditions=conditions)
+    first = search("0.2 nats", folder=tmp_path)
     assert search.calls == [2 + 5, 3]  # three layers, two and three of them; the verification
-    again = search("0.01 nats", records=records(), conditions=conditions)
+    again = search("0.01 nats", folder=tmp_path)
     assert search.calls[0] == 0
     assert again.curve == first.curve
-    search("0.2 nats", records=records(), conditions=replace(conditions, fingerprint="other"))
-    assert search.calls[0] > 0
-    search("0.2 nats", records=records(remeasure=True), conditions=conditions)
+    search("0.2 nats", folder=tmp_path, fingerprint="other")
     assert search.calls[0] > 0
 
 
@@ -358,5 +359,5 @@ def test_heads_within_a_budget_of_the_cache(models: tuple[Any, Any]) -> None:
     assert result.chosen == next(row for row in result.curve[1:] if row["cache"]["64"] <= 0.9)
     assert f"{result.chosen['cache']['64']:.1%} of the cache; " in result.summary()[0]
     assert f"by {result.chosen['count']} of 12 key-value heads as elu: " in result.summary()[0]
-    assert LayerSearchResult.from_dict(result.to_dict()).plan == result.plan
+    assert PlanResult.from_dict(result.to_dict()).plan == result.plan
     assert not search_layers(exact, linear, metric, metric, budget="1% cache at 64", heads=heads).met

@@ -18,17 +18,18 @@ from rich.console import Console
 from transformers import AutoTokenizer, BertForSequenceClassification, GPT2LMHeadModel
 
 import hf_linear_attn as hla
-from hf_linear_attn import plan
 from hf_linear_attn.cli import main, parse_verb
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.data.text import hold_out
-from hf_linear_attn.measure.quality import Assessment, QualityMetric, assess
-from hf_linear_attn.plan import PlanConfig, PlanTimingConfig
-from hf_linear_attn.study import layer_search
-from hf_linear_attn.study.layer_search import LayerSearchResult
-from hf_linear_attn.study.plan import plan_layers, split_halves
+from hf_linear_attn.measure.quality import Assessment, assess
+from hf_linear_attn.study import layer_search, settings
+from hf_linear_attn.study.inputs import split_halves
+from hf_linear_attn.study.plan import plan
+from hf_linear_attn.study.plan_result import PlanResult
 from hf_linear_attn.study.records import RECORDS_FILE, Records
+from hf_linear_attn.study.settings import PlanConfig, PlanTimingConfig
+from hf_linear_attn.study.variants import Variant
 from hf_linear_attn.utils.progress import ConsoleProgress
 
 from ..inputs import token_ids
@@ -85,8 +86,8 @@ def config_of(folder: Path, model: str, output: Path, **changes: Any) -> PlanCon
     return PlanConfig(str(folder / model), output=str(output), data=DataConfig(**data), **{**settings, **changes})
 
 
-def run(folder: Path, model: str, output: Path, /, **changes: Any) -> LayerSearchResult:
-    return plan_layers(config_of(folder, model, output, **changes), console=Console(file=io.StringIO(), width=100))
+def run(folder: Path, model: str, output: Path, /, **changes: Any) -> PlanResult:
+    return plan(config_of(folder, model, output, **changes), console=Console(file=io.StringIO(), width=100))
 
 
 def report_of(output: Path) -> dict[str, Any]:
@@ -94,14 +95,14 @@ def report_of(output: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerSearchResult]:
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlanResult]:
     output = tmp_path_factory.mktemp("runs") / "gpt2"
     with pytest.MonkeyPatch.context() as patch:
         always_informative(patch)
         return output, run(folder, "gpt2", output, save_model=str(output.parent / "model"))
 
 
-def test_files(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
+def test_files(finished: tuple[Path, PlanResult], folder: Path) -> None:
     output, result = finished
     assert {path.name for path in output.iterdir()} == FILES
     report = report_of(output)
@@ -117,7 +118,7 @@ def test_files(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
     assert set(result.curve[1]["speedup"]) == {"32"}
 
 
-def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, LayerSearchResult], folder: Path) -> None:
+def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, PlanResult], folder: Path) -> None:
     from safetensors.torch import load_file
 
     output, _ = finished
@@ -131,34 +132,35 @@ def test_plan_and_checkpoint_are_the_measured_model(finished: tuple[Path, LayerS
         assert torch.equal(saved(ids).logits, model(ids).logits)
 
 
-def without_times(result: LayerSearchResult) -> dict[str, Any]:
+def without_times(result: PlanResult) -> dict[str, Any]:
     values = result.to_dict()
     rows = [*values["curve"], values["chosen"], values["verified"]]
     for row in rows:
         row.pop("speedup")
+        row.pop("unsure", None)
     return values
 
 
 def test_a_stopped_run_is_resumed(
-    finished: tuple[Path, LayerSearchResult], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, PlanResult], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = QualityMetric.__call__, []
+    original, calls = Variant._measured, []
 
-    def stop(self: Any, model: Any) -> Any:
-        calls.append(model)
+    def stop(self: Any, *arguments: Any) -> Any:
+        calls.append(self)
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return original(self, model)
+        return original(self, *arguments)
 
-    monkeypatch.setattr(QualityMetric, "__call__", stop)
+    monkeypatch.setattr(Variant, "_measured", stop)
     with pytest.raises(KeyboardInterrupt):
         run(folder, "gpt2", tmp_path)
     measurements = [record.conditions["measurement"] for record in Records(tmp_path / RECORDS_FILE)]
     assert measurements.count("perplexity") == 5
     assert not (tmp_path / "plan.json").exists()
-    monkeypatch.setattr(QualityMetric, "__call__", original)
+    monkeypatch.setattr(Variant, "_measured", original)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_linear_attn.study.evaluator.transfer_attention", lambda *_, **__: pytest.fail("trained"))
+        patch.setattr("hf_linear_attn.study.variants.transfer_attention", lambda *_, **__: pytest.fail("trained"))
         result = run(folder, "gpt2", tmp_path, resume=True)
     assert report_of(tmp_path)["resumed"]
     assert without_times(result) == without_times(finished[1])
@@ -180,8 +182,8 @@ def test_another_budget_uses_the_same_measurements(
 ) -> None:
     first = run(folder, "gpt2", tmp_path)
     calls = []
-    original = QualityMetric.__call__
-    monkeypatch.setattr(QualityMetric, "__call__", lambda self, model: calls.append(1) or original(self, model))
+    original = Variant._measured
+    monkeypatch.setattr(Variant, "_measured", lambda self, *parts: calls.append(1) or original(self, *parts))
     limit = max(first.curve[1]["damage"], 0.0) + 1e-9
     second = run(folder, "gpt2", tmp_path, resume=True, budget=f"{limit:.12f}% perplexity")
     assert second.within_budget
@@ -291,22 +293,27 @@ def test_the_screen_shows_the_rows_the_stages_and_the_files(
 ) -> None:
     stream, stages = io.StringIO(), []
     monkeypatch.setattr(ConsoleProgress, "status", lambda self, *stage: stages.append(stage))
-    plan_layers(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
+    plan(config_of(folder, "gpt2", tmp_path, steps=6), console=Console(file=stream, width=200))
     screen = stream.getvalue()
     assert re.search(
         r"Data: text.txt: running text, packed into rows of 32 tokens; "
         r"\d+ inputs of [\d,]+ tokens \(median 32, longest 32\) for the transfer",
         screen,
     )
-    totals = (("attention transfer, loss", 6), ("models with linear layers", 5), ("speedup at 32 tokens", 3))
+    totals = (
+        ("attention transfer, loss", 6),
+        ("models with one linear layer", 3),
+        ("models with linear layers", 3),
+        ("speedup at 32 tokens", 3),
+    )
     for stage, total in totals:
         assert [done for name, done, every in stages if stage in name and every == total], stage
     assert f"Plan: {tmp_path / 'plan.json'}, with report.html" in screen
 
 
 def test_halves_share_nothing() -> None:
-    assert split_halves(["a", "b", "c"]) == (["a", "c"], ["b"])
-    assert split_halves(["one two three four five"]) == (["one two three"], ["four five"])
+    assert split_halves(["a", "b", "c"]) == [["a", "c"], ["b"]]
+    assert split_halves(["one two three four five"]) == [["one two three"], ["four five"]]
 
 
 @pytest.mark.parametrize(
@@ -370,6 +377,32 @@ def test_exit_codes_and_the_plan_patches(folder: Path, tmp_path: Path, capsys: p
     assert "of 3 self-attention layers are linear" in capsys.readouterr().out
 
 
+def test_nothing_is_planned_where_the_data_cannot_judge(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of random weights predicts no better with attention than without."""
+    monkeypatch.setattr(layer_search, "assess", assess)
+    (tmp_path / "plan").mkdir()
+    save = ["--save_model", str(tmp_path / "model")]
+    assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", *save)) == 3
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "cannot be judged on these data, so there is no plan." in screen
+    assert "No plan was written." in screen
+    assert "★" not in screen
+    assert {path.name for path in (tmp_path / "plan").iterdir()} == FILES - {"plan.json"}
+    page = (tmp_path / "plan" / "report.html").read_text(encoding="utf-8")
+    assert "★" not in page
+    assert "The plan</h2>" not in page
+    assert report_of(tmp_path / "plan")["result"]["plan"] is None
+    assert not (tmp_path / "model").exists()
+    # A budget of speed can be judged. Its plan says that quality cannot; another budget takes it away again.
+    assert main(arguments(folder, tmp_path / "plan", "1.0001x at 32", "--resume")) in (0, 1)
+    assert "says nothing about attention" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "plan" / "plan.json").is_file()
+    assert main(arguments(folder, tmp_path / "plan", "1000000% perplexity", "--resume")) == 3
+    assert not (tmp_path / "plan" / "plan.json").exists()
+
+
 def test_a_budget_of_recall_measures_recall(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of random weights recalls nothing: no share of that can be kept."""
     assert main(arguments(folder, tmp_path / "plan", "90% recall at 64")) == 1
@@ -413,7 +446,7 @@ def test_flags() -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    code = "import sys; from hf_linear_attn import plan; print('torch' in sys.modules)"
+    code = "import sys; from hf_linear_attn.study import settings; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert plan.PlanConfig.__doc__
+    assert settings.PlanConfig.__doc__

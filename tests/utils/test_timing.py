@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hf_linear_attn.utils.timing import crossover, summarize_samples, time_interleaved
+from hf_linear_attn.utils.timing import MIN_ROUNDS, crossover, is_measurable, summarize_samples, time_interleaved
 
 
 def test_speedup_is_the_median_of_paired_ratios() -> None:
@@ -15,6 +15,22 @@ def test_speedup_is_the_median_of_paired_ratios() -> None:
     assert timing.speedup == timing.speedup_p20 == timing.speedup_p80 == 2.0
     assert timing.median == 1.0
     assert timing.rounds == 3
+
+
+def test_the_interval_covers_the_ratio_of_the_medians() -> None:
+    """Who divides the two times of a table finds a ratio within the interval beside it."""
+    timing = summarize_samples([1.0, 2.0, 4.0], baseline=[3.0, 1.0, 4.0])
+    assert timing.speedup == 1.0
+    assert timing.speedup_p20 <= 3.0 / 2.0 <= timing.speedup_p80
+    assert not timing.measurable
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(1.2, 3.0, True), (0.5, 0.9, True), (0.97, 1.04, True), (0.8, 1.3, False), (0.99, 1.2, False)],
+)
+def test_a_spread_wider_than_the_effect_says_nothing(low: float, high: float, expected: bool) -> None:
+    assert is_measurable(low, high) is expected
 
 
 def test_crossover_is_exact_on_power_laws() -> None:
@@ -51,5 +67,6 @@ def test_every_function_runs_in_every_round_in_rotating_order() -> None:
 
 
 def test_rounds_are_limited() -> None:
+    assert time_interleaved({"a": lambda: None}, baseline="a", seconds=0.0)["a"].rounds == MIN_ROUNDS >= 7
     timings = time_interleaved({"a": lambda: None}, baseline="a", seconds=1e9, max_rounds=4)
     assert timings["a"].rounds == 4

@@ -1,0 +1,172 @@
+"""The variants of a model that a study compares: exact, without attention, with a mechanism, converted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..integration.ablation import without_attention
+from ..integration.context import SUBMODULE
+from ..integration.discovery import longest_input
+from ..measure.inputs import timing_options
+from ..measure.values import Metric, Values, value
+from ..mechanisms.softmax import EXACT
+from ..patching import patch_model
+from ..registry import ATTENTIONS
+from ..training.transfer import transfer_attention
+from ..utils.models import shared_copy
+from ..utils.progress import OnBatch, report_nothing
+from .inputs import Inputs, Measurement
+from .loading import CheckpointGroup, ExactModel, seed_options
+from .records import Conditions, Record
+from .settings import Settings
+from .study import Learned, Study
+
+#: Labels of the two references, and the mechanism's name of a model without attention.
+EXACT_LABEL, WITHOUT_ATTENTION, NO_ATTENTION = "exact", "without attention", "none"
+
+#: Of the settings, what an attention transfer depends on.
+TRANSFER_SETTINGS = ("steps", "batch_size", "evaluations", "sequence_length", "train_sequences", "validation_sequences")
+
+Loader = Callable[[], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One variant of a model, with what its measurements depend on besides the exact model."""
+
+    label: str  # the row of tables that it belongs to
+    attention: str  # the mechanism
+    load: Loader
+    state: str = ""  # what was done to the mechanism (`results.STATES`)
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, conditions: Conditions) -> Conditions:
+        """Return the conditions of a measurement of this variant."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "state", "seed", "options")}
+        return replace(conditions, **own, settings={**conditions.settings, **self.settings})
+
+    def measure(self, study: Study, measurements: Iterable[Measurement], status: str = "") -> dict[str, Record]:
+        """Measure what the study does not know yet; return the records by the name of the measurement.
+
+        With a status, the rows that are done are reported as its progress.
+        """
+        records = {}
+        for conditions, metric in measurements:
+            stage = f"{status}: {conditions.measurement.replace('_', ' ')}"
+            watch = partial(study.status, stage) if status else report_nothing
+            function = partial(self._measured, metric, watch)
+            records[conditions.measurement] = study.measure(self.of(conditions), function, label=self.label)
+        return records
+
+    def _measured(self, metric: Metric, on_batch: OnBatch) -> Values:
+        return metric(self.load(), on_batch)
+
+
+def references(model: PreTrainedModel) -> list[Variant]:
+    """Return the exact model and the model without attention."""
+    floor = cache(lambda: without_attention(model))
+    return [
+        Variant(EXACT_LABEL, EXACT, lambda: model, "exact"),
+        Variant(WITHOUT_ATTENTION, NO_ATTENTION, floor, "without attention"),
+    ]
+
+
+def mechanism_stages(
+    study: Study, exact: ExactModel, inputs: Inputs, settings: Settings, name: str, seed: int
+) -> Iterator[Variant]:
+    """Yield a mechanism as patched and, if it learns, after attention transfer; nothing if a seed changes nothing."""
+    entry = ATTENTIONS.get(name)
+    trains, options = entry.learned and settings.steps > 0, seed_options(entry, seed)
+    if not trains and not options and seed != settings.seeds[0]:
+        return
+    patched = cache(lambda: patch_model(shared_copy(exact.model), name, **options))
+    first = Variant(name, name, patched, "untrained", seed if trains or options else None, options)
+    yield first
+    if not trains:
+        return
+    transfer = {key: getattr(settings, key) for key in TRANSFER_SETTINGS}
+    transfer |= {"data": inputs.hash, "order": settings.seed}
+    after = replace(first, state="transferred", settings={"transfer": transfer})
+    conditions = after.of(exact.conditions("attention_transfer"))
+    trained = cache(lambda: transferred(study, patched(), inputs, settings, conditions, label=name))
+    if study.records.known(conditions, name) is None:
+        trained()
+    yield replace(after, load=trained)
+
+
+def checkpoints(exact: ExactModel, group: CheckpointGroup) -> list[Variant]:
+    """Return the checkpoints of a group, which have its label."""
+    return [
+        Variant(
+            group.label,
+            group.attention,
+            cache(partial(group.load, folder, exact.kind, exact.model.device)),
+            group.state,
+            settings={"checkpoint": fingerprint},
+        )
+        for folder, fingerprint in group.folders.items()
+    ]
+
+
+def transferred(
+    study: Study, model: PreTrainedModel, inputs: Inputs, settings: Settings, conditions: Conditions, *, label: str
+) -> PreTrainedModel:
+    """Return the patched model with its learned parameters trained: the stored ones, or those of a transfer now."""
+
+    def train() -> tuple[Values, Learned]:
+        batches, seed = list(inputs.train), conditions.seed or 0
+        if seed != settings.seed:  # seeds must differ in something where nothing else is random
+            random.Random(seed).shuffle(batches)
+        torch.manual_seed(seed)
+        result = transfer_attention(
+            model,
+            batches,
+            steps=settings.steps,
+            validation=inputs.validation,
+            evaluate_every=max(settings.steps // settings.evaluations, 1),
+            progress=lambda step, total, loss: study.status(
+                f"{label}: attention transfer, loss {loss:.3f}", step, total
+            ),
+        )
+        values = [
+            value("steps", result.steps),
+            value("tokens", result.tokens),
+            value("best_step", result.best_step),
+            value("transfer_seconds", result.seconds, unit="s"),
+            *(value("loss", loss, step=step) for step, loss in enumerate(result.losses, start=1)),
+            *(value("held_out_loss", loss, step=step) for step, loss in result.evaluations),
+        ]
+        return values, {name: one for name, one in model.state_dict().items() if f".{SUBMODULE}." in f".{name}"}
+
+    model.load_state_dict(study.learned(conditions, train, label=label), strict=False)
+    return model
+
+
+def timed_variants(exact: ExactModel, settings: Settings, groups: Sequence[CheckpointGroup]) -> list[Variant]:
+    """Return what is timed side by side. Time depends on what is patched and not on weights: none are loaded.
+
+    A mechanism that is built for a largest length is built for the longest one that is timed.
+    """
+    model, limit, length = exact.model, longest_input(exact.model), max(settings.lengths)
+    first, last = references(model)
+    variants = [replace(first, options={"implementation": exact.implementation})]
+    for name in settings.attentions:
+        entry = ATTENTIONS.get(name)
+        options = timing_options(entry, seed_options(entry, settings.seed), limit, length)
+        identity = {key: item for key, item in options.items() if key != "seed"}
+        patched = cache(partial(patch_model, shared_copy(model), name, **options))
+        variants.append(Variant(name, name, patched, options=identity))
+    for group in filter(lambda group: group.layers, groups):
+        sized = group.sized(limit, length)
+        patched = cache(partial(patch_model, shared_copy(model), {"default": EXACT, **sized.layers}))
+        variants.append(Variant(group.label, group.attention, patched, options={"layers": sized.identity}))
+    return [*variants, last]
