@@ -331,3 +331,18 @@ def test_the_mixture_by_itself_can_be_trained_after_a_state(more):
         actual.append(torch.autograd.grad(out.square().sum(), [mechanism.log_mix, mechanism.mix_weight]))
     for native, reference in zip(*actual, strict=True):
         assert_near(native, reference)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)], ids=str)
+@torch.no_grad()
+def test_the_rest_of_a_batch_changes_a_row_by_rounding_only(dtype, limit, causal):
+    """The limits that the page on deployment states."""
+    for rows, length, real in ((2, 300, 300), (16, 700, 700), (3, 700, 290)):
+        mechanism = build((rows, 4, 2, length), 64, "hedgehog", head_dim=64, value_dim=64, causal=causal)
+        tensors = [x.detach().to(dtype) for x in inputs((rows, 4, 2, length), 64, 64)]
+        mask = torch.ones(rows, length, dtype=torch.bool)
+        mask[0, real:] = False
+        together = attend("native", mechanism, tensors, causal, mask)[0][:1, :, :real].double()
+        alone = attend("native", mechanism, [x[:1, :, :real] for x in tensors], causal)[0].double()
+        assert float((together - alone).abs().max() / alone.abs().max()) <= limit
