@@ -1,5 +1,6 @@
 """Putting linear attention into a model and taking it out again: planned, built, and only then assigned."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,6 +14,7 @@ from ..mechanisms.base import LinearAttention
 from ..mechanisms.head_mixture import HeadMixture
 from ..mechanisms.softmax import EXACT
 from ..registry import ATTENTIONS, build_options
+from . import source_guards
 from .attention import before_attention
 from .context import (
     IMPLEMENTATION,
@@ -30,7 +32,10 @@ from .discovery import (
     foreign_attention,
     self_attention,
 )
+from .models import model_around
 from .packing import MODEL_CONTEXT, add_model_hooks, remove_hooks
+
+logger = logging.getLogger(__name__)
 
 #: Beginnings of the names of attention implementations whose server lays out the tokens of all requests as one row.
 SERVERS = ("paged|", "vllm", "sglang", "tgi")
@@ -93,7 +98,22 @@ def choose_layers(model: PreTrainedModel, config: LinearAttentionConfig, whole: 
             "attention interface, from masks that it shares with the layers to patch. It would need to call "
             "ALL_ATTENTION_FUNCTIONS."
         )
+    _warn_of_flags(whole, [layer for layer, _ in planned.values()])
     return planned
+
+
+def _warn_of_flags(whole: PreTrainedModel, layers: Sequence[AttentionLayer]) -> None:
+    """Warn where only the flags of a decoder's layers say that they are bidirectional: no checkpoint holds these."""
+    modules = dict(whole.named_modules())
+    for layer in layers:
+        around = modules[model_around(layer.name, modules)]
+        flagged = declared_direction(layer.module) == (False, True) and not layer.causal
+        if flagged and source_guards.makes_causal_masks_only(type(around)):
+            logger.warning(
+                f"{layer.name} is bidirectional by its flag is_causal=False, which is not saved: a model that is "
+                "loaded again is causal. Set config.is_causal = False before patching, which is saved."
+            )
+            return
 
 
 def build_mechanisms(model: PreTrainedModel, planned: Plan, max_length: int | None) -> dict[int, LinearAttention]:

@@ -13,7 +13,7 @@ from hf_linear_attn.integration.context import attention_modules
 from tests.comparing import Snapshot, assert_close, logits
 from tests.inputs import padding_mask, token_ids
 from tests.small import patch_small
-from tests.tiny_models import BERT, DECODERS, LLAMA, saved_and_loaded
+from tests.tiny_models import BERT, DECODERS, LLAMA, saved_and_loaded, tiny_model
 
 EACH_DECODER = pytest.mark.parametrize("family", DECODERS, ids=str)
 SAID_BY = pytest.mark.parametrize("said_by", ["flag", "config"])
@@ -107,6 +107,19 @@ def test_a_call_in_the_other_direction_is_refused():
     model = hla.patch_model(LLAMA.build(), "window")
     with pytest.raises(ValueError, match=r"was causal when .* the argument is_causal False"):
         model(token_ids(), is_causal=False)
+
+
+@EACH_DECODER
+@SAID_BY
+def test_flags_that_no_checkpoint_holds_are_named(family, said_by, caplog):
+    hla.patch_model(make_bidirectional(family.build(), said_by), "window")
+    assert ("Set config.is_causal = False before patching, which is saved." in caplog.text) == (said_by == "flag")
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "gpt2", "llama", "bart", "opt"])
+def test_models_as_they_are_give_no_warning(architecture, caplog):
+    hla.patch_model(tiny_model(architecture), "window")
+    assert "is_causal" not in caplog.text
 
 
 @EACH_DECODER
