@@ -75,7 +75,7 @@ def read_stream(
     else:
         period = period or limit or longest_input(model)
         if period is None:
-            raise ValueError(f"The config of {name} tells no longest input. Give a period.")
+            raise ValueError(f"The config of {name} does not say how long an input may be. Pass period=.")
         if period < 1 or period > (limit or period):
             raise ValueError(f"period must lie in 1 to {limit or 'the longest input'}, got {period!r}.")
         if not takes_positions:

@@ -23,7 +23,7 @@ from .softmax import softmax_attention
 CAUSAL_SATURATION = 8
 
 #: Sinks of decoders, and of encoders at either end. Exact weights for them, and nothing else, bring SmolLM2-135M with a
-#: window of 64 from perplexity 92 to 39 (1 sink: 39.5), and MiniLM's embeddings from a cosine of .88 to .954.
+#: window of 64 from perplexity 92 to 39 (1 sink: 39.5), and MiniLM's embeddings from a cosine of 0.88 to 0.954.
 CAUSAL_SINKS, BIDIRECTIONAL_SINKS = 4, 1
 
 #: Bound of what a query adds to the log mixing weight, either way: a factor of 22,000, and no overflow for any query.
@@ -134,7 +134,7 @@ class WindowAttention(HybridAttention):
     This follows LoLCATs (Zhang et al. 2024, arXiv:2410.10254): `c_i` is the largest exact logit of the row. There g is
     one number a head; here `g_i = b + √τ u·q_i` (within `MIX_BOUND` of b), b and u `[d]` learned per head, u = 0 at
     the start: only the query can tell whether what it looks for is near or far. (all-MiniLM-L6-v2 on STS-B, w = 8,
-    after 300 steps of transfer: correlation .61 with b only, .71 with u; the exact model has .80.)
+    after 300 steps of transfer: correlation 0.61 with b only, 0.71 with u; the exact model has 0.80.)
 
     Sinks (Xiao et al. 2023, arXiv:2309.17453) count as inside of every window: the first `sink_tokens` tokens of a row
     in decoders; in encoders as many at either end, and these see every key exactly themselves. Pretrained models give

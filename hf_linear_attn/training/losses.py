@@ -18,7 +18,7 @@ SAMPLED_QUERIES, SHORT_ROW = 64, 512
 
 #: Length of the runs of neighbouring causal queries that are drawn; bidirectional ones are drawn in one run. Each run
 #: computes the features of all its keys again: with runs of 8 a step of all-MiniLM-L6-v2 took twice the time and came
-#: as near to exact attention (cosine .985 after 60).
+#: as near to exact attention (cosine 0.985 after 60).
 RUN_LENGTH = 32
 
 #: Largest number of attention weights `[rows, H, queries, S]` in memory at a time. Each block is differentiated before
