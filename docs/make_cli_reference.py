@@ -30,7 +30,8 @@ INTRODUCTION = f"""# Command line
 - A mapping takes one flag for each key: `--options.window_size 32`.
 - A list takes several values, or one with commas: `--layers 0,1,-1`. `null` is no value.
 - `--traceback` shows the traceback of an error. Without it an expected error is one line.
-- Exit codes: 0 is success, 1 an expected error or a budget that is not kept, 2 wrong usage, 130 an interruption.
+- Exit codes: 0 is success, 1 an expected error or a budget that is not met, 2 wrong usage, 3 data that
+  cannot measure a budget of quality, 130 an interruption.
 """
 
 #: Verbs whose options others share.
