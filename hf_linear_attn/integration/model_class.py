@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -323,7 +324,10 @@ _following: list[Any] = []
 
 
 def _part_added(parent: nn.Module, name: str, part: Any) -> None:
-    if isinstance(part, nn.Module) and is_patched(part):
+    # Some models slice their list of layers in every forward pass, which registers layers, but no model.
+    if torch.compiler.is_compiling() or not isinstance(part, nn.Module):
+        return
+    if any(hasattr(type(module), ORIGINAL_CLASS) for module in part.modules()):
         for model in models_around(parent):
             if not hasattr(type(model), ORIGINAL_CLASS):
                 become_patched(model)
