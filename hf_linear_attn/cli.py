@@ -77,7 +77,7 @@ A model that generates becomes two graphs: one for the prompt, one for each toke
     ),
     "convert": Verb(
         "training.options:ConvertConfig",
-        "training.convert:convert",
+        "study.convert:convert",
         "convert a fine-tuned model: attention transfer, distillation, a measured checkpoint with a card",
         ("model",),
         """\
@@ -89,7 +89,7 @@ accelerate launch -m hf_linear_attn convert --config recipe.yaml""",
     ),
     "finetune": Verb(
         "training.options:FinetuneConfig",
-        "training.convert:finetune",
+        "study.convert:finetune",
         "train a model, with exact or with linear attention, on a task",
         ("model",),
         """\

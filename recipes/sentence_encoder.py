@@ -44,9 +44,9 @@ from hf_linear_attn.data.text import (
     text_rows,
 )
 from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
+from hf_linear_attn.study.card import public_options
+from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
-from hf_linear_attn.training.card import public_options
-from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import UsageError, parse_config

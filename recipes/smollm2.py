@@ -51,10 +51,10 @@ from hf_linear_attn.demo import SMOLLM2, resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
 from hf_linear_attn.measure.speed import measure_decoding
 from hf_linear_attn.mechanisms.window import WindowOptions
+from hf_linear_attn.study.card import public_options
+from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.study.plots import STYLE, new_figure, png, recall_maps
-from hf_linear_attn.training.card import public_options
-from hf_linear_attn.training.convert import convert
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import UsageError, parse_config

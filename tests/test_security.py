@@ -20,7 +20,7 @@ from transformers import AutoModelForMaskedLM
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
-from hf_linear_attn.training.convert import convert
+from hf_linear_attn.study.convert import convert
 from tests.faults.checks import CreatesFileWhenUnpickled
 from tests.small import patched
 from tests.tiny_models import BERT

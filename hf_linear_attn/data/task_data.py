@@ -124,8 +124,8 @@ class TaskData:
     def own_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the task's metrics of what `FinetuningTrainer.evaluate` returns, without the prefix `eval_`.
 
-        Those of a language model are its loss over all predicted tokens, and the perplexity; of embeddings, their mean
-        cosine to those of the exact model.
+        Those of a language model are its loss over all predicted tokens with its standard error, and the perplexity; of
+        embeddings, their mean cosine to those of the exact model.
         """
         values = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         own = {name: value for name, value in values.items() if name.endswith(self.metric_names or ("loss",))}
@@ -133,6 +133,7 @@ class TaskData:
             return {name.replace("loss", "cosine"): 1 - loss for name, loss in own.items()} | own
         if not self.metric_names:
             own |= {f"{name[:-4]}perplexity": math.exp(min(loss, 700.0)) for name, loss in own.items()}
+            own |= {name: value for name, value in values.items() if name.endswith("loss_stderr")}
         return own
 
 

@@ -34,11 +34,13 @@ class Study:
         folder: Where everything is stored as soon as it is known. None: in memory.
         records: The records, those of earlier runs too.
         progress: Told what is being done.
+        writes: Whether trained parameters are written to the folder: by the first of several processes only.
     """
 
     folder: Path | None = None
     records: Records = field(default_factory=Records)
     progress: Progress = field(default_factory=Progress)
+    writes: bool = True
     _learned: dict[str, Learned] = field(default_factory=dict, repr=False)
 
     def measure(self, conditions: Conditions, function: Callable[[], Values], *, label: str = "") -> Record:
@@ -69,9 +71,9 @@ class Study:
             return load_file(path)
         values, parameters = train()
         parameters = {name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}
-        if path is not None:  # the parameters first: a record without them would claim what is not there
+        if path is not None and self.writes:  # first: a record without them would claim what is not there
             atomic_write(path, save(parameters))
-        else:
+        elif path is None:
             self._learned[conditions.id] = parameters
         self.records.add(conditions, values, label=label)
         return parameters

@@ -134,7 +134,7 @@ class FinetuningTrainer(ResumableTrainer):
             predictions = self._predictions(outputs, inputs)
             rows = losses.row_losses(predictions, labels, self._loss_shifts_labels, self._task_loss)
             by_row, counts = self.accelerator.gather_for_metrics(rows)
-            self._evaluation_totals.append(torch.stack([by_row.double().sum(), counts.sum().double()]).cpu())
+            self._evaluation_totals.append(torch.stack([by_row.double(), counts.double()]).cpu())
         loss = torch.stack([weights[name] * part.float() for name, part in parts.items()]).sum()
         if num_items_in_batch is None:
             total: Any = losses.count_targets(labels, self._loss_shifts_labels).sum()
@@ -193,18 +193,21 @@ class FinetuningTrainer(ResumableTrainer):
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate as the Trainer does, with the loss averaged over all targets, and each row counted once.
+        """Evaluate as the Trainer does, with the loss averaged over all targets, its error, and each row counted once.
 
         The Trainer averages the means of batches, of which the last may be smaller or padded with rows of others.
         """
         self._evaluation_totals = []
         output = super().evaluation_loop(*args, **kwargs)
         if self._evaluation_totals:
-            loss, count = torch.stack(self._evaluation_totals).sum(0).tolist()
-            if not count:
+            by_row, counts = torch.cat(self._evaluation_totals, dim=1)
+            if not counts.any():
                 raise ValueError("The validation data has no token to predict.")
             assert output.metrics is not None
-            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / count
+            loss, prefix = by_row.sum() / counts.sum(), kwargs.get("metric_key_prefix", "eval")
+            # Of a ratio of sums over rows, of which the last digit may be chance where there are few.
+            stderr = (by_row - loss * counts).square().sum().sqrt() / counts.sum()
+            output.metrics.update({f"{prefix}_loss": float(loss), f"{prefix}_loss_stderr": float(stderr)})
         return output
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:

@@ -103,6 +103,24 @@ def load_model(config: TrainingRunConfig, data: TaskData, path: str | None = Non
     return _checked(model, data, config), missing
 
 
+def check_head(config: TrainingRunConfig) -> None:
+    """Raise a ValueError if the config of a checkpoint says that it has no head for classification.
+
+    Its weights say so, too, but labels, and so all data, must be known before they are loaded.
+    """
+    if config.model is None or config.from_config or config.model_type is not None:
+        return
+    classes = read_config(str(config.model), config.revision).architectures or []
+    if classes and not any(name.endswith("ForSequenceClassification") for name in classes):
+        raise missing_head(config, f"it is a {classes[0]}")
+
+
+def missing_head(config: TrainingRunConfig, reason: str) -> ValueError:
+    """Return the error for a checkpoint without a head for its task."""
+    remedy = "Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3."
+    return ValueError(f"{config.model!r} has no head for this task ({reason}). {remedy}")
+
+
 def _check_pooling(path: Path) -> None:
     """Raise a ValueError if sentence-transformers computes the embeddings of a checkpoint by anything but the mean."""
     if path.is_file():

@@ -151,7 +151,6 @@ class TrainingRunConfig:
     save_steps: int = option(500, "steps between checkpoints; 0: only when interrupted", least=0)
     save_total_limit: int = option(2, "number of checkpoints of a stage to keep; a finished run keeps none", least=1)
     report_to: tuple[str, ...] = option(("tensorboard",), "the Trainer's trackers besides log.jsonl, if installed")
-    control: bool = option(False, "the softmax control: the same stages and steps with exact attention")
     speed: TimingConfig = option(factory=lambda: TimingConfig((512, 2048)))
     hub_model_id: str | None = option(None, "repository on the Hub to push the result to")
     hub_private_repo: bool = option(False, "make that repository private")
@@ -180,8 +179,6 @@ class FinetuneConfig(TrainingRunConfig):
             raise OptionError("train.num_train_epochs", "is 0 without train.max_steps: there is nothing to train.")
         if self.task_type == "embedding":
             raise OptionError("task_type", "embedding learns from the exact model: use convert.")
-        if self.control and (self.attention or self.plan):
-            raise OptionError("control", "trains the exact model: leave attention and plan out.")
 
 
 @dataclass(frozen=True)
@@ -190,6 +187,9 @@ class ConvertConfig(TrainingRunConfig):
 
     exact_share: float = option(
         0.0, "share of the key-value heads that stay exact (see `find_exact_heads`)", least=0, below=1, common=True
+    )
+    control: bool = option(
+        False, "also train the teacher as long, with exact attention: what is lost to training and what to attention"
     )
     teacher: TeacherConfig = option(factory=TeacherConfig)
     transfer: TransferConfig = option(factory=TransferConfig)

@@ -4,8 +4,8 @@ The model runs with exact attention, so every layer sees the hidden states of th
 gives the losses of all layers. The exact and the linear form share q, k and v: no second model is in memory.
 """
 
-import io
 import itertools
+import json
 import math
 import time
 import warnings
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -328,32 +330,39 @@ class _Run:
     def _save(self, checkpoint: Path) -> None:
         self.state.epoch, self.state.index = self.stream.epoch, self.stream.index
         if self.is_main_process:
-            content = io.BytesIO()
-            values = {
-                "conditions": self.conditions,
-                "state": asdict(self.state),
-                "optimizer": self.optimizer.state_dict(),
-                "learned": [parameter.detach() for parameter in self.parameters],
-                "best": self.best,
+            moments = self.optimizer.state_dict()["state"]
+            tensors = {
+                f"optimizer.{index}.{name}": value for index in moments for name, value in moments[index].items()
             }
-            torch.save(values, content)
-            atomic_write(checkpoint, content.getvalue())
+            for kind, parameters in (("learned", self.parameters), ("best", self.best)):
+                tensors |= {f"{kind}.{index}": value.detach() for index, value in enumerate(parameters)}
+            texts = {"conditions": json.dumps(self.conditions), "state": json.dumps(asdict(self.state))}
+            contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
+            atomic_write(checkpoint, save(contiguous, metadata=texts))
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
 
     def _load(self, checkpoint: Path) -> None:
-        values = torch.load(checkpoint, map_location=self.parameters[0].device, weights_only=True)
-        before = values["conditions"]
+        with safe_open(checkpoint, "pt", device=str(self.parameters[0].device)) as file:
+            texts = {name: json.loads(text) for name, text in file.metadata().items()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        before = texts["conditions"]
         changed = [name for name, value in self.conditions.items() if before.get(name) != value]
         if changed:
             changes = "; ".join(f"{name} was {before.get(name)!r}, now {self.conditions[name]!r}" for name in changed)
             remedy = "Use the same options, or another file."
             raise ValueError(f"checkpoint {str(checkpoint)!r} is of a run with other options ({changes}). {remedy}")
-        vars(self.state).update(values["state"])
-        self.optimizer.load_state_dict(values["optimizer"])
-        for parameter, value in zip(self.parameters, values["learned"], strict=True):
-            parameter.data.copy_(value)
-        self.best = values["best"]
+        vars(self.state).update(texts["state"])
+        self.state.evaluations = [(step, score) for step, score in self.state.evaluations]  # JSON has no tuples
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            kind, index, *rest = name.split(".")
+            if kind == "optimizer":
+                moments.setdefault(int(index), {})[rest[0]] = value
+            elif kind == "learned":
+                self.parameters[int(index)].data.copy_(value)
+        self.best = [tensors[f"best.{index}"] for index in range(len(self.parameters)) if "best.0" in tensors]
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.stream.seek(self.state.epoch, self.state.index)
 
 

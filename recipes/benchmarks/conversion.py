@@ -19,9 +19,9 @@ from hf_linear_attn.data.task_data import load_splits
 from hf_linear_attn.data.text import packed_rows
 from hf_linear_attn.demo import resolve_model
 from hf_linear_attn.measure.quality import measure_perplexity
+from hf_linear_attn.study import convert as training
 from hf_linear_attn.study.loading import is_decoder
 from hf_linear_attn.study.settings import PYTHON_DOCUMENTATION, EvaluateConfig, EvaluationData
-from hf_linear_attn.training import convert as training
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig, StageConfig, TrainingRunConfig
 
 from . import workloads

@@ -10,7 +10,7 @@ import pytest
 
 from hf_linear_attn.data.sources import load_source
 from hf_linear_attn.data.tasks import load_task
-from hf_linear_attn.training.convert import convert
+from hf_linear_attn.study.convert import convert
 from tests.faults.checks import Observed, error_message
 from tests.training.tiny_runs import convert_config, save_encoder, save_task
 

@@ -14,7 +14,7 @@ import pytest
 
 import hf_linear_attn as hla
 from hf_linear_attn.cli import main
-from hf_linear_attn.training.convert import convert
+from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from tests.comparing import logits
 from tests.faults.checks import Observed, error_message, file_hashes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_linear_attn.cli import main
-from hf_linear_attn.training.runs import Run
+from hf_linear_attn.study.stages import Run
 
 
 def keep_checkpoints() -> None:

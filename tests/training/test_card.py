@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.patching import patch_report
-from hf_linear_attn.training.card import comparison_with_teacher, model_card, results_table, speed_table
+from hf_linear_attn.study.card import comparison, model_card, results_table, speed_table, with_error
 from hf_linear_attn.training.options import ConvertConfig, FinetuneConfig
 from tests.small import patched
 from tests.tiny_models import BERT
@@ -33,11 +34,15 @@ def layers():
     return [asdict(layer) for layer in patch_report(patched("hedgehog", BERT)).layers]
 
 
+def timing(median, ratio, low, high):
+    return {"median": median, "speedup": ratio, "speedup_p20": low, "speedup_p80": high}
+
+
 SPEED = {
     "lengths": [512, 2048],
     "rows": {
-        "teacher": [{"median": 0.1, "speedup": 1.0}, {"median": 0.9, "speedup": 1.0}],
-        "student": [{"median": 0.2, "speedup": 0.5}, {"median": 0.3, "speedup": 3.01}],
+        "teacher": [timing(0.1, 1.0, 1.0, 1.0), timing(0.9, 1.0, 1.0, 1.0)],
+        "student": [timing(0.2, 0.5, 0.45, 0.55), timing(0.3, 3.01, 2.9, 3.2)],
     },
 }
 STATE = {
@@ -54,10 +59,10 @@ STATE = {
     ("metric", "higher", "teacher", "student", "expected"),
     [
         ("accuracy", True, 0.8, 0.72, "This is 90.0 % of the teacher's accuracy."),
-        ("accuracy", True, 0.8, 0.88, "The accuracy is better than the teacher's, 0.8800 against 0.8000."),
+        ("accuracy", True, 0.8, 0.88, "The accuracy is better than the teacher's, 0.88 ± 0.04 against 0.80 ± 0.05."),
         ("matthews_correlation", True, 0.5, -0.1, "This is -20.0 % of the teacher's matthews_correlation."),
         ("perplexity", False, 20.0, 25.0, "This is 80.0 % of the teacher's perplexity."),
-        ("perplexity", False, 20.0, 16.0, "The perplexity is better than the teacher's, 16.0000 against 20.0000."),
+        ("perplexity", False, 20.0, 16.0, "The perplexity is better than the teacher's, 16.00 against 20.00."),
         # A share of nothing, or of less than nothing, says nothing.
         ("matthews_correlation", True, 0.0, 0.3, ""),
         ("matthews_correlation", True, -0.1, 0.3, ""),
@@ -68,42 +73,42 @@ STATE = {
 )
 def test_the_student_beside_its_teacher(metric, higher, teacher, student, expected):
     state = {"teacher": {metric: teacher}, "transferred": {metric: student}}
-    assert comparison_with_teacher(facts(metric, higher), state) == expected
+    assert comparison(facts(metric, higher), state) == expected
     state["distilled"] = state.pop("transferred")
-    control = "The teacher was not trained in the last stage; `--control` trains the exact model as long."
-    assert comparison_with_teacher(facts(metric, higher), state) == (expected and f"{expected} {control}")
+    control = "The teacher was not trained in the last stage; `--control` trains it as long."
+    assert comparison(facts(metric, higher), state) == (expected and f"{expected} {control}")
 
 
 @pytest.mark.parametrize(("teacher", "valid"), [(0.55, False), (0.62, False), (0.64, True)])
 def test_a_teacher_at_the_level_of_the_most_frequent_answer(teacher, valid):
     """67 rows have a standard error of 0.061: 0.5 + 2 * 0.061 = 0.622."""
     state = {"teacher": {"accuracy": teacher}, "distilled": {"accuracy": 0.66}}
-    sentence = comparison_with_teacher({**facts(), "most_frequent_answer": 0.5}, state)
+    sentence = comparison({**facts(), "most_frequent_answer": 0.5}, state)
     assert ("has not learned the task" in sentence) is not valid
     assert ("better than the teacher's" in sentence) is valid
 
 
 def test_the_last_stage_with_metrics_is_compared():
     teacher, stage = {"accuracy": 0.8}, {"accuracy": 0.6}
-    assert "75.0 %" in comparison_with_teacher(facts(), {"teacher": teacher, "transferred": stage})
-    assert "90.0 %" in comparison_with_teacher(facts(), {**STATE})
+    assert "75.0 %" in comparison(facts(), {"teacher": teacher, "transferred": stage})
+    assert "90.0 %" in comparison(facts(), {**STATE})
     for state in ({}, {"teacher": teacher}, {"distilled": stage}, {"teacher": teacher, "patched": stage}):
-        assert comparison_with_teacher(facts(), state) == ""
-    assert comparison_with_teacher(facts(), {"teacher": teacher, "distilled": {"f1": 0.5}}) == ""
-    assert comparison_with_teacher(facts(), {"teacher": {"f1": 0.5}, "distilled": stage}) == ""
+        assert comparison(facts(), state) == ""
+    assert comparison(facts(), {"teacher": teacher, "distilled": {"f1": 0.5}}) == ""
+    assert comparison(facts(), {"teacher": {"f1": 0.5}, "distilled": stage}) == ""
 
 
 def test_table_of_results():
     assert results_table(facts(), STATE) == [
         "| | accuracy | f1 |",
         "| --- | ---: | ---: |",
-        "| exact attention (the teacher) | 0.8000 | 0.7000 |",
-        "| patched, nothing trained | 0.5000 | 0.1000 |",
-        "| after attention transfer | 0.6000 | 0.3000 |",
-        "| after distillation | 0.7200 | 0.6000 |",
+        "| exact attention (the teacher) | 0.80 ± 0.05 | 0.70 |",
+        "| patched, nothing trained | 0.50 ± 0.06 | 0.10 |",
+        "| after attention transfer | 0.60 ± 0.06 | 0.30 |",
+        "| after distillation | 0.72 ± 0.05 | 0.60 |",
         "",
         "This is 90.0 % of the teacher's accuracy. The teacher was not trained in the last stage; `--control` trains "
-        "the exact model as long.",
+        "it as long.",
     ]
 
 
@@ -112,19 +117,27 @@ def test_table_with_missing_metrics():
     assert results_table(facts(), state)[:4] == [
         "| | accuracy | f1 |",
         "| --- | ---: | ---: |",
-        "| exact attention (the teacher) | 0.5000 | – |",
-        "| after distillation | 1.0000 | 0.2500 |",
+        "| exact attention (the teacher) | 0.50 ± 0.06 | – |",
+        "| after distillation | 1.00 ± 0.02 | 0.25 |",
     ]
     assert results_table(facts(), {}) == []
     assert results_table(facts(), {"trained": {"loss": 1.0}}) == [
         "| | loss |",
         "| --- | ---: |",
-        "| after fine-tuning | 1.0000 |",
+        "| after fine-tuning | 1.00 |",
     ]
 
 
 def test_table_of_speed():
-    assert speed_table(STATE)[2:] == ["| 512 | 100.0 ms | 200.0 ms | 0.50 |", "| 2,048 | 900.0 ms | 300.0 ms | 3.01 |"]
+    assert speed_table(STATE)[2:] == [
+        "| 512 | 100.0 ms | 200.0 ms | 0.50 (0.45 to 0.55) |",
+        "| 2,048 | 900.0 ms | 300.0 ms | 3.01 (2.90 to 3.20) |",
+    ]
+    noisy = copy.deepcopy(SPEED)
+    noisy["rows"]["student"][1] |= {"speedup": 1.1, "speedup_p20": 0.8, "speedup_p80": 1.4}
+    assert speed_table({"speed": noisy})[3].endswith("| not measurable here (0.80 to 1.40) |")
+    assert "made for inputs of up to" not in "".join(speed_table({"speed": {**SPEED, "longest_input": 2048}}))
+    assert "made for inputs of up to 1,024 tokens" in speed_table({"speed": {**SPEED, "longest_input": 1024}})[-1]
     for state in ({}, {"speed": {"skipped": "too long"}}, {"speed": {"lengths": [], "rows": {}}}):
         assert speed_table(state) == []
 
@@ -152,14 +165,28 @@ def test_card_of_a_conversion():
         "tags": ["hf-linear-attn", "linear-attention"],
         "base_model": "owner/name",
         "datasets": ["nyu-mll/glue"],
+        "pipeline_tag": "text-classification",
+        "metrics": ["accuracy"],
+        "model-index": [
+            {
+                "name": "name",
+                "results": [
+                    {
+                        "task": {"type": "text-classification"},
+                        "dataset": {"name": "sst2", "type": "nyu-mll/glue"},
+                        "metrics": [{"type": "accuracy", "value": 0.72}, {"type": "f1", "value": 0.6}],
+                    }
+                ],
+            }
+        ],
     }
     assert "# name with hedgehog attention\n" in card
-    for title in ("Quality", "Speed", "Layers", "Options", "Data and versions"):
+    for title in ("Use", "Quality", "Speed", "Settings", "Layers", "Data and versions"):
         assert card.count(f"\n## {title}\n\n") == 1
     assert "on cpu (a chip)" in card
     assert "| 1 | hedgehog |" in card
     assert "load_pretrained(" in card
-    assert '"options.num_features": 8' in card
+    assert "| attention | window (num_features 8) |" in card
     assert "train rows: 12,345, validation rows: 67. torch 2.1, transformers 5.0. 2 process(es)." in card
     assert card.endswith("\n")
     assert not card.endswith("\n\n\n")
@@ -170,7 +197,7 @@ def test_card_of_a_fine_tuned_exact_model():
     card = model_card(tuned, facts(), {"trained": {"accuracy": 0.9}})
     assert header(card)["tags"] == ["hf-linear-attn"]
     assert "# name with exact attention" in card
-    assert "| after fine-tuning | 0.9000 |" in card
+    assert "| after fine-tuning | 0.90 ± 0.04 |" in card
     for absent in ("## Speed", "## Layers", "load_pretrained", "the teacher's"):
         assert absent not in card
 
@@ -188,11 +215,9 @@ def test_nothing_of_this_disk(tmp_path):
         card = model_card(config(name, dataset=str(data), text_columns=("a",)), facts(layers=layers()), STATE)
         assert str(tmp_path) not in card
         assert "somebody" not in card
-        assert header(card) == {"library_name": "transformers", "tags": ["hf-linear-attn", "linear-attention"]}
+        assert not {"base_model", "datasets", "license"} & header(card).keys()
         assert "# tuned bert with hedgehog attention" in card
         assert "from `tuned bert` on `rows.csv`" in card
-        assert '"model": "tuned bert"' in card
-        assert '"output": "out"' in card
 
 
 @pytest.mark.parametrize(
@@ -210,3 +235,49 @@ def test_a_folder_here_is_no_repository(tmp_path, monkeypatch):
     fields = header(model_card(config("bert-base-uncased", dataset="owner/rows"), facts(), {}))
     assert fields["base_model"] == "bert-base-uncased"
     assert fields["datasets"] == ["owner/rows"]
+
+
+LM_STATE = {
+    "teacher": {"loss": 4.0, "loss_stderr": 0.02, "perplexity": 54.6},
+    "distilled": {"loss": 3.9, "loss_stderr": 0.02, "perplexity": 49.4},
+}
+
+
+@pytest.mark.parametrize(
+    ("without", "stderr", "valid"),
+    [(4.05, 0.001, False), (4.2, 0.02, True), (4.2, 0.1, False)],
+    ids=["within-two-percent", "clear", "within-three-errors"],
+)
+def test_a_language_model_must_be_clearly_better_than_without_attention(without, stderr, valid):
+    """By 2 % of its loss and three standard errors of the difference."""
+    state = {**LM_STATE, "no attention": {"loss": without, "loss_stderr": stderr}}
+    sentence = comparison(facts("loss", higher=False), state)
+    assert ("These data cannot judge attention" in sentence) is not valid
+    assert ("better than the teacher's, 3.90 ± 0.02 against 4.00 ± 0.02" in sentence) is valid
+
+
+def test_the_control_is_what_the_student_is_compared_with():
+    state = {**STATE, "control": {"accuracy": 0.9, "f1": 0.8}}
+    assert comparison(facts(), state) == "This is 80.0 % of the control's accuracy."
+    assert "| exact attention, trained as long (the control) | 0.90 ± 0.04 | 0.80 |" in results_table(facts(), state)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "rows", "expected"),
+    [
+        ("accuracy", {"accuracy": 0.9}, 100_000, "0.900 ± 0.001"),
+        ("pearson", {"pearson": 0.5}, 101, "0.50 ± 0.07"),  # (1 - 0.25) / 10
+        ("perplexity", {"perplexity": 20.0, "loss": 3.0, "loss_stderr": 0.01}, 9, "20.00 ± 0.20"),
+        ("f1", {"f1": 0.5}, 50, "0.50"),
+    ],
+)
+def test_metrics_with_their_errors(metric, values, rows, expected):
+    assert with_error(metric, values, rows) == expected
+
+
+def test_the_license_is_that_of_the_base(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    assert "license" not in header(model_card(config(str(folder)), facts(), {}))
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n", encoding="utf-8")
+    assert header(model_card(config(str(folder)), facts(), {}))["license"] == "apache-2.0"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,10 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.training import convert as stages
-from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.study import convert as stages
+from hf_linear_attn.study import stages as study_stages
+from hf_linear_attn.study.convert import convert, finetune
+from hf_linear_attn.training.resumable import InterruptedRunError
 from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.training.tiny_runs import (
     convert_config,
@@ -101,10 +108,16 @@ def test_the_card_holds_the_numbers(converted: tuple[Path, dict[str, Any], str])
     assert header["library_name"] == "transformers"
     assert "linear-attention" in header["tags"]
     for stage in ("teacher", "patched", "transferred", "distilled"):
-        assert f"{results['stages'][stage]['accuracy']:.4f}" in card
+        accuracy = results["stages"][stage]["accuracy"]
+        share = (accuracy * 27 + 2) / 31  # 27 validation rows
+        stderr = (share * (1 - share) / 31) ** 0.5
+        assert f"{accuracy:.2f} ± {stderr:.2f}" in card
     assert "| 16 |" in card
     assert "load_pretrained" in card
-    assert '"distill.learning_rate": 0.003' in card
+    assert "| distillation | 40 steps, 8 rows each, learning rate 0.003 |" in card
+    (result,) = header["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "accuracy", "value": results["stages"]["distilled"]["accuracy"]}]
+    assert header["pipeline_tag"] == "text-classification"
     assert f"Result: {out / 'model'}" in screen
     assert json.loads((out / "results.json").read_text(encoding="utf-8"))["stages"] == json.loads(
         json.dumps(results["stages"])
@@ -121,7 +134,7 @@ def test_trackers_hold_every_stage(converted: tuple[Path, dict[str, Any], str]) 
 
 def test_a_finished_run_leaves_models_and_reports(converted: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = converted
-    reports = {"run_config.json", "state.json", "log.jsonl", "results.json"}
+    reports = {"records.jsonl", "learned", "log.jsonl", "results.json"}
     assert {path.name for path in out.iterdir()} == {*reports, "model", "teacher", "checkpoints"}
     files = [path.name for path in (out / "checkpoints").rglob("*") if path.is_file()]
     assert files
@@ -145,15 +158,126 @@ def test_transfer_touches_nothing_but_the_learned_parts(folder: Path, tmp_path: 
     assert results["stages"]["transferred"]
 
 
-def test_control_takes_the_same_steps_with_exact_attention(folder: Path, tmp_path: Path) -> None:
-    results = convert(
-        convert_config(folder / "encoder", folder / "task", tmp_path / "out", control=True), console=quiet()
+def test_the_control_stands_beside_the_conversion(folder: Path, tmp_path: Path) -> None:
+    """It is the teacher after the same distillation with exact attention; `exact_share` counts for the student."""
+    screen = io.StringIO()
+    changes = {"teacher__max_steps": None, "attention": "window", "options": {"window_size": 2}, "exact_share": 0.4}
+    paths = (folder / "tuned", folder / "task")
+    config = convert_config(*paths, tmp_path / "out", control=True, **changes)
+    results = convert(config, console=Console(file=screen, width=200))
+    stages = results["stages"]
+    assert stages["control distill"]["step"] == stages["distill"]["step"] == 6
+    assert [row["step"] for row in log_rows(tmp_path / "out", "control distill") if "train_loss" in row] == [6]
+    layers = hla.patch_report(hla.load_pretrained(str(tmp_path / "out" / "model"))).layers
+    assert sum(len(layer.exact_heads) for layer in layers) == 3  # of 8
+    # The same as a run of the exact model alone.
+    alone = convert(
+        convert_config(*paths, tmp_path / "alone", teacher__max_steps=None, attention=None), console=quiet()
     )
-    assert results["layers"] == []
-    assert "patched" not in results["stages"]
-    assert results["stages"]["distill"]["step"] == 6
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
-    assert not hasattr(model.config, "linear_attention")
+    assert alone["stages"]["distilled"] == stages["control"]
+    assert not hasattr(
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "model").config, "linear_attention"
+    )
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    for text in (card, screen.getvalue()):
+        for title in ("the teacher", "the control"):
+            assert f"({title}) | " in text
+        assert "| after distillation | " in text
+
+
+def test_data_that_cannot_judge_attention(folder: Path, tmp_path: Path) -> None:
+    """A decoder that was not trained is no better with its attention than without it."""
+    screen = io.StringIO()
+    options = {"task_type": "causal-lm", "data__text_columns": ["text"], "teacher__max_steps": None, "attention": "elu"}
+    config = convert_config(folder / "decoder", folder / "text" / "text.txt", tmp_path / "out", **options)
+    stages = convert(config, console=Console(file=screen, width=400))["stages"]
+    assert stages["no attention"]["loss"] == pytest.approx(stages["teacher"]["loss"], rel=0.02)
+    for text in (screen.getvalue(), (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")):
+        assert "These data cannot judge attention: the teacher's loss" in text
+        assert "better than the teacher" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "attention"),
+    [("tuned", "classification", "hedgehog"), ("decoder", "causal-lm", "elu"), ("encoder", "masked-lm", "hedgehog")],
+)
+def test_the_snippet_of_the_card_prints_what_it_says(
+    model: str, task: str, attention: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = {} if task == "classification" else {"data__text_columns": ["text"], "task_type": task}
+    config = convert_config(
+        folder / model,
+        folder / "task" if task == "classification" else folder / "text" / "text.txt",
+        tmp_path / "out",
+        **text,
+        **{"teacher__max_steps": None, "attention": attention, "transfer__max_steps": 1, "distill__max_steps": 1},
+    )
+    if task == "masked-lm":  # a head is missing, which a fine-tuning brings
+        config = replace(config, teacher=replace(config.teacher, max_steps=1))
+    convert(config, console=quiet())
+    card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
+    code, answer = (re.search(rf"```{kind}\n(.*?)```", card, re.DOTALL) for kind in ("python", "text"))
+    assert code is not None
+    assert answer is not None
+    monkeypatch.chdir(tmp_path / "out" / "model")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code[1], {})
+    assert printed.getvalue() == answer[1]
+
+
+def test_a_missing_head_is_found_before_rows_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any) -> None:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr(stages, "load_task_data", read)
+    config = convert_config(folder / "encoder", folder / "task", tmp_path / "out", teacher__max_steps=None)
+    with pytest.raises(ValueError, match=r"no head for this task \(it is a BertModel\).*num_train_epochs 3"):
+        convert(config, console=quiet())
+
+
+@pytest.mark.parametrize("moment", ["load_task_data", "_speed", "model_card"])
+def test_a_signal_in_any_stage_says_what_is_stored(
+    moment: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While reading, timing or writing there is no checkpoint: what was finished before is kept."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    changes = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "speed__lengths": [16]}
+    config = convert_config(folder / "tuned", folder / "task", tmp_path / "out", **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, moment, lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(InterruptedRunError, match=r"Interrupted while \w+.*Stored: .*--resume") as caught:
+            convert(config, console=quiet())
+    assert signal.signal(signal.SIGTERM, previous) is signal.SIG_DFL
+    assert caught.value.code == 128 + signal.SIGTERM
+    if moment == "load_task_data":
+        assert "no finished stage" in str(caught.value)
+        assert not (tmp_path / "out").exists()
+        return
+    assert "transfer, transferred, distill, distilled" in str(caught.value)
+    screen = io.StringIO()
+    convert(replace(config, resume=True), console=Console(file=screen, width=200))
+    assert "distill: step" not in screen.getvalue()
+    assert (tmp_path / "out" / "model" / "README.md").is_file()
+
+
+def test_a_long_stage_says_so_every_minute(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_stages, "PROGRESS_SECONDS", 0.1)
+    original = stages._speed
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.5)
+        return original(*args)
+
+    monkeypatch.setattr(stages, "_speed", slow)
+    screen = io.StringIO()
+    changes = {"teacher__max_steps": None, "transfer__max_steps": 1, "distill__max_steps": 1, "speed__lengths": [16]}
+    config = convert_config(folder / "tuned", folder / "task", tmp_path / "out", **changes)
+    convert(config, console=Console(file=screen, width=200))
+    assert "\n... measuring speed, for 0 min\n" in screen.getvalue()
+    assert re.search(r"About \d+ s of training: 1 steps of attention transfer and 1 of distillation", screen.getvalue())
 
 
 def test_fine_tuned_models_need_no_teacher_stage(
@@ -342,7 +466,7 @@ def test_masked_language_model(folder: Path, tmp_path: Path) -> None:
         console=quiet(),
     )
     card = (tmp_path / "out" / "model" / "README.md").read_text(encoding="utf-8")
-    assert f"{results['stages']['trained']['loss']:.4f}" in card
+    assert f"| after fine-tuning | {results['stages']['trained']['loss']:.2f} ± " in card
     first, *_, last = (metrics["loss"] for _, metrics in results["stages"]["train"]["evaluations"])
     assert last < first
     assert hla.load_pretrained(str(tmp_path / "out" / "model")).config.architectures == ["BertForMaskedLM"]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import hf_linear_attn as hla
-from hf_linear_attn.training.convert import convert
+from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.losses import embedding_loss
 from hf_linear_attn.utils.models import mean_pooling
 from tests.training.tiny_runs import convert_config, finetune_config, log_rows, quiet, save_encoder, save_text

@@ -10,7 +10,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_linear_attn.data.task_data import load_task_data
-from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from tests.tiny_models import tiny_config
 from tests.tiny_text import tiny_tokenizer
@@ -92,8 +92,7 @@ def test_the_result_is_not_left_in_mixed_precision(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"control": True, "attention": "hedgehog"}, "control trains the exact model"),
-        ({"plan": "plan.json", "options": {"seed": 1}}, r"plan says what every layer gets"),
+        ({"plan": "plan.json", "options": {"seed": 1}}, "plan: says what every layer gets"),
     ],
 )
 def test_options_that_would_be_ignored_are_errors(

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import hf_linear_attn as hla
 from hf_linear_attn.data.config import DataConfig
 from hf_linear_attn.integration.positions import position_limit
-from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.models import longest_row
 from hf_linear_attn.training.options import ConvertConfig
 from tests.tiny_models import tiny_model

@@ -89,7 +89,6 @@ def test_help_lists_every_option_with_its_default(verb, config_class, capsys, mo
             {"distill": DistillConfig(carried_length=8), "task_type": "causal-lm", "data": DataConfig(max_length=9)},
             "^distill.carried_length: leaves no token to predict in rows of 9, got 8",
         ),
-        (FinetuneConfig, {"control": True, "attention": "elu"}, "^control: trains the exact model"),
     ],
 )
 def test_bad_values_name_the_option(config_class, values, message):

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_linear_attn.data.task_data import TaskData
-from hf_linear_attn.training.convert import convert, finetune
+from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
 from tests.slow_cases import slow_rows

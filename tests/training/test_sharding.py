@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from hf_linear_attn import load_pretrained
 from hf_linear_attn.training.sharding import check_launch, check_sharding
 from tests.training.test_two_processes import ROOT, complaint, settings_file, start
-from tests.training.tiny_runs import log_rows, save_decoder, save_encoder, save_task, save_text
+from tests.training.tiny_runs import forget, log_rows, save_decoder, save_encoder, save_task, save_text
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[dev]'")
 KINDS = ["fsdp2", *(pytest.param(kind, marks=needs_deepspeed) for kind in ("zero2", "zero3"))]
@@ -108,13 +107,7 @@ def test_checkpoints_are_whole(folder: Path, kind: str) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_ends_where_it_did(folder: Path, kind: str) -> None:
     before = (folder / kind / "model" / "model.safetensors").read_bytes()
-    path = folder / kind / "state.json"
-    state = json.loads(path.read_text(encoding="utf-8"))
-    for stage in ("distill", "distilled"):
-        del state[stage]
-    path.write_text(json.dumps(state), encoding="utf-8")
-    (folder / kind / "results.json").unlink()
-    shutil.rmtree(folder / kind / "model")
+    forget(folder / kind, "distill", "distilled")
     done = start_sharded(kind, folder / f"{kind}.yaml", "--resume")
     assert done.returncode == 0, complaint(done)
     assert "distill: resumes from checkpoint-4" in done.stderr

@@ -27,7 +27,7 @@ def run(kind: str, folder: Path) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command += ["-m", "tests.training.distillation_worker", kind, str(folder)]
+    command += ["-m", "tests.training.trainers_worker", kind, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -390,16 +392,16 @@ def test_a_resumed_run_ends_with_the_same_bits(lr: float | None, tmp_path: Path)
     expected = train(undisturbed, lr=lr)
     killed = copy.deepcopy(model)
     with pytest.raises(Killed):
-        train(killed, tmp_path / "state.pt", kill, lr=lr)
+        train(killed, tmp_path / "state.safetensors", kill, lr=lr)
     resumed = copy.deepcopy(model)
-    done = train(resumed, tmp_path / "state.pt", lr=lr)
+    done = train(resumed, tmp_path / "state.safetensors", lr=lr)
     assert (done.losses, done.evaluations) == (expected.losses, expected.evaluations)
     assert (done.steps, done.tokens, done.best_step) == (12, expected.tokens, expected.best_step)
     before = state(undisturbed)
     assert all(torch.equal(value, before[name]) for name, value in resumed.state_dict().items())
     # A run that has ended resumes to itself.
     again = copy.deepcopy(model)
-    assert train(again, tmp_path / "state.pt", kill, lr=lr).losses == expected.losses
+    assert train(again, tmp_path / "state.safetensors", kill, lr=lr).losses == expected.losses
     assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items())
 
 
@@ -418,13 +420,13 @@ train(model_of("hedgehog", BERT), Path(sys.argv[1]), lambda: os.kill(os.getpid()
 @pytest.mark.slow
 def test_a_process_that_was_killed_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
     """SIGKILL, as by the operating system when memory runs out."""
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "state.pt"), str(torch.get_num_threads())]
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "state.safetensors"), str(torch.get_num_threads())]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     torch.manual_seed(5)
     model = model_of("hedgehog", BERT)
     undisturbed = copy.deepcopy(model)
     expected = train(undisturbed)
-    assert train(model, tmp_path / "state.pt").losses == expected.losses
+    assert train(model, tmp_path / "state.safetensors").losses == expected.losses
     before = state(undisturbed)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -435,12 +437,13 @@ def test_killed_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patched, pytest.raises(Killed):
         train(
             copy.deepcopy(model),
-            tmp_path / "state.pt",
+            tmp_path / "state.safetensors",
             lambda: patched.setattr(os, "replace", lambda *paths: kill()),
             save_every=4,
         )
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["state"]["step"] == 4
-    assert train(model, tmp_path / "state.pt", save_every=4).steps == 12
+    with safe_open(tmp_path / "state.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["state"])["step"] == 4
+    assert train(model, tmp_path / "state.safetensors", save_every=4).steps == 12
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -450,16 +453,18 @@ def test_signals_save_a_checkpoint(number: signal.Signals, tmp_path: Path) -> No
     model = model_of("hedgehog", BERT)
     undisturbed = copy.deepcopy(model)
     expected = train(undisturbed)
-    with pytest.raises(InterruptedRunError, match=r"after step 8 of 12.*state\.pt.*again with the same") as error:
-        train(copy.deepcopy(model), tmp_path / "state.pt", lambda: os.kill(os.getpid(), number), save_every=0)
+    with pytest.raises(
+        InterruptedRunError, match=r"after step 8 of 12.*state\.safetensors.*again with the same"
+    ) as error:
+        train(copy.deepcopy(model), tmp_path / "state.safetensors", lambda: os.kill(os.getpid(), number), save_every=0)
     assert error.value.code == 128 + number
     assert signal.signal(number, previous) is handler
-    assert train(model, tmp_path / "state.pt").losses == expected.losses
+    assert train(model, tmp_path / "state.safetensors").losses == expected.losses
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    train(model_of("hedgehog", BERT), tmp_path / "state.pt")
+    train(model_of("hedgehog", BERT), tmp_path / "state.safetensors")
     with pytest.raises(ValueError, match=r"lr was None, now 0\.5"):
-        train(model_of("hedgehog", BERT), tmp_path / "state.pt", lr=0.5)
+        train(model_of("hedgehog", BERT), tmp_path / "state.safetensors", lr=0.5)
     with pytest.raises(ValueError, match="shapes was"):
-        train(hla.patch_model(BERT.build(), "hedgehog", layers=[0]), tmp_path / "state.pt")
+        train(hla.patch_model(BERT.build(), "hedgehog", layers=[0]), tmp_path / "state.safetensors")

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hf_linear_attn.utils.options import to_dict
-from tests.training.tiny_runs import convert_config, log_rows, save_encoder, save_task
+from tests.training.tiny_runs import convert_config, forget, log_rows, save_encoder, save_task
 
 pytestmark = pytest.mark.slow
 
@@ -109,16 +109,8 @@ def test_every_validation_row_counts_once(stage: str, folder: Path) -> None:
 
 def test_both_processes_save_and_resume_together(folder: Path) -> None:
     """The checkpoint of the last distillation step but one is all that is left; the resumed run ends where it did."""
-    import shutil
-
     before = (folder / "two" / "model" / "model.safetensors").read_bytes()
-    state_path = folder / "two" / "state.json"
-    state = json.loads(state_path.read_text(encoding="utf-8"))
-    for stage in ("distill", "distilled"):
-        del state[stage]
-    state_path.write_text(json.dumps(state), encoding="utf-8")
-    (folder / "two" / "results.json").unlink()
-    shutil.rmtree(folder / "two" / "model")
+    forget(folder / "two", "distill", "distilled")
     done = start(folder / "two.yaml", 2, "--resume")
     assert done.returncode == 0, complaint(done)
     assert "distill: resumes from checkpoint-4" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -129,6 +130,15 @@ def quiet() -> Console:
 
 def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
+
+
+def forget(out: Path, *stages: str) -> None:
+    """Let a finished run be one that was killed after its last checkpoint: its records lack the stages."""
+    path = out / "records.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line).get("label") not in stages), encoding="utf-8")
+    (out / "results.json").unlink()
+    shutil.rmtree(out / "model")
 
 
 def log_rows(out: Path, stage: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_linear_attn as hla
 from hf_linear_attn import cli
-from hf_linear_attn.training.convert import convert
+from hf_linear_attn.study.convert import convert
 from hf_linear_attn.training.models import train_tokenizer
 from hf_linear_attn.utils.gguf import split_source
 from tests.tiny_models import tiny_model

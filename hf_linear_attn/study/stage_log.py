@@ -11,7 +11,7 @@ from ..utils.environment import json_safe
 from ..utils.json_lines import JsonLinesFile
 
 #: Seconds between two lines of progress where there is no terminal.
-PROGRESS_SECONDS = 30.0
+PROGRESS_SECONDS = 60.0
 
 
 class StageLog:
@@ -46,7 +46,7 @@ class StageLog:
         numbers = {
             name.removeprefix("eval_"): value
             for name, value in metrics.items()
-            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time"))
+            if name.startswith("eval_") and not name.endswith(("runtime", "per_second", "preparation_time", "stderr"))
         }
         self._last = time.monotonic()
         self.say(f"{self.stage}: step {step} of {self.steps}: {format_metrics(numbers)}")

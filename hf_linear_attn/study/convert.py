@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,26 +12,29 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import LinearAttentionConfig
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData, load_splits, load_task_data
+from ..integration.ablation import without_attention
+from ..integration.context import SUBMODULE
 from ..integration.discovery import longest_input
 from ..measure.inputs import accepts_longer_inputs, synthetic_inputs
 from ..patching import is_patched, patch_report
+from ..training import models
+from ..training.head_search import find_exact_heads, leading_batches
+from ..training.options import ConvertConfig, FinetuneConfig, TrainingRunConfig
+from ..training.sharding import is_sharded
+from ..training.transfer import exact_length
 from ..utils.environment import environment, json_safe, utc_now
 from ..utils.files import atomic_folder, open_output, write_json
-from ..utils.models import accepted, mean_pooling, shared_copy
+from ..utils.models import accepted, evaluation_mode, mean_pooling, model_inputs, shared_copy
 from ..utils.options import to_dict
 from ..utils.timing import time_interleaved
-from . import models
-from .card import exactness, model_card, results_table
-from .head_search import find_exact_heads, leading_batches
-from .options import ConvertConfig, FinetuneConfig, TrainingRunConfig
-from .runs import LOG_FILE, RESULTS_FILE, STATE_FILE, Run, best_metrics
-from .sharding import is_sharded
-from .transfer import exact_length
+from .card import exactness, example, model_card, results_table, speed_table
+from .stages import LOG_FILE, RESULTS_FILE, Run, best_metrics
 
 #: A run warns if a smaller share of them is longer, because the data then train little of the mechanism.
 MIN_LONGER_SHARE = 0.05
@@ -38,8 +42,11 @@ MIN_LONGER_SHARE = 0.05
 #: Number of batches that attention transfer does not train on, to choose its best step.
 VALIDATION_BATCHES = 2
 
-#: Seconds to time one length.
-TIMING_SECONDS = 2.0
+#: Seconds to time one length, and the fewest rounds.
+TIMING_SECONDS, MIN_ROUNDS = 2.0, 7
+
+#: Forward passes that a step takes: of attention transfer, of training, and of distillation with its teacher's.
+TRANSFER_COST, TRAINING_COST, DISTILLATION_COST = 2.0, 3.0, 4.0
 
 
 def finetune(config: FinetuneConfig, *, console: Console | None = None) -> dict[str, Any]:
@@ -52,11 +59,12 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
 
     The run reports its progress on the console, by default stderr. In the output folder `model/` is the checkpoint with
     its card, and `results.json`, whose content is returned, has the metrics of the teacher, of the patched model before
-    any training, after attention transfer and after distillation, and its speed beside the teacher's.
+    any training, after attention transfer and after distillation, and its speed beside the teacher's. With `control`
+    the teacher is trained as long, with exact attention, and its metrics stand beside those.
 
     Raises:
         ValueError, OSError, ImportError: Options, data or folders that cannot be used; before any training.
-        InterruptedRunError: SIGINT or SIGTERM, after a checkpoint.
+        InterruptedRunError: SIGINT or SIGTERM. What is finished is stored.
     """
     return _execute(config, console, _convert)
 
@@ -64,25 +72,26 @@ def convert(config: ConvertConfig, *, console: Console | None = None) -> dict[st
 def _execute(config: Any, console: Console | None, train: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
     """Open a run, and train unless it has ended before; show its results and push its model."""
     models.read_attention(config)
-    run = Run(config, console)
+    run = Run(config, train.__name__.strip("_"), console)
     path = run.folder / RESULTS_FILE
-    if config.resume and path.is_file():
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        # A run that fails before it has trained anything leaves no folder.
-        with open_output(run.folder, (STATE_FILE, LOG_FILE)) if run.is_main_process else nullcontext():
-            run.process.wait_for_everyone()
-            run.data = _load_data(run)
-            facts = train(run)
-            times = {"format_version": 2, "created": utc_now()}
-            results = {**times, "config": to_dict(config), **facts, "stages": run.state}
-            if run.is_main_process:
-                write_json(path, json_safe(results))
-    run.remove_checkpoints()
-    for line in results_table(results, results["stages"]):
-        run.say(line)
-    run.say(f"Result: {run.folder / 'model'}")
-    run.push(run.folder / "model")
+    with run.interruptible():
+        if config.resume and path.is_file():
+            results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            # A run that fails before it has trained anything leaves no folder.
+            with open_output(run.folder, (LOG_FILE,)) if run.is_main_process else nullcontext():
+                run.process.wait_for_everyone()
+                run.data = _load_data(run)
+                facts = train(run)
+                times = {"format_version": 2, "created": utc_now()}
+                results = {**times, "config": to_dict(config), **facts, "stages": run.state}
+                if run.is_main_process:
+                    write_json(path, json_safe(results))
+        run.remove_checkpoints()
+        for line in (*results_table(results, results["stages"]), "", *speed_table(results["stages"])):
+            run.say(line)
+        run.say(f"Result: {run.folder / 'model'}")
+        run.push(run.folder / "model")
     return results
 
 
@@ -90,8 +99,6 @@ def _finetune(run: Run) -> dict[str, Any]:
     config = run.config
     torch.manual_seed(config.seed)
     model, _ = models.load_model(config, run.data)
-    if is_patched(model) and config.control:
-        raise ValueError(f"{config.model!r} is patched, and control trains the exact model. Give the exact one.")
     if not is_patched(model):
         models.patch_as_configured(model, config)
     facts = _facts(run, model)
@@ -99,7 +106,7 @@ def _finetune(run: Run) -> dict[str, Any]:
         model, progress = run.train("train", model)
         run.record("train", progress)
         metrics = best_metrics(progress) or run.measure("final", model)
-        run.save(run.folder / "model", model, model_card(config, facts, {**run.state, "trained": metrics}))
+        _save(run, model, facts, {**run.state, "trained": metrics})
         run.record("trained", metrics)
     return facts
 
@@ -108,30 +115,47 @@ def _convert(run: Run) -> dict[str, Any]:
     config = run.config
     teacher = _teacher(run)
     if config.task_type == "embedding":
-        _label_with_embeddings(run.data, teacher.to(run.process.device))
+        with run.working("computing the teacher's embeddings"):
+            _label_with_embeddings(run.data, teacher.to(run.process.device))
     run.measure("teacher", teacher)
+    if config.task_type in ("causal-lm", "masked-lm"):
+        run.measure("no attention", without_attention(teacher))
     student = copy.deepcopy(teacher)
-    if not config.control:
-        models.patch_as_configured(student, config, _choose_heads(run, teacher))
+    models.patch_as_configured(student, config, _choose_heads(run, teacher))
     facts = _facts(run, student)
-    if not config.control:
+    if is_patched(student):
         run.measure("patched", student)
+        _estimate(run, teacher)
         student = _transfer(run, student)
-    student = _distill(run, teacher, student)
+    # Distillation may shard its teacher; the control and the timing need complete models.
+    control = copy.deepcopy(teacher) if config.control and is_patched(student) and config.distill.enabled else None
+    student = _distill(run, teacher, student, "distill", "distilled")
+    if control is not None:
+        _distill(run, teacher, control, "control distill", "control")
     if config.speed.lengths and "speed" not in run.state:
         if is_sharded(teacher):
             teacher = _teacher(run)
-        run.record("speed", _speed(run, teacher, student))
-    run.save(run.folder / "model", student, model_card(config, facts, run.state))
+        with run.working("measuring speed"):
+            run.record("speed", _speed(run, teacher, student))
+    _save(run, student, facts, run.state)
     return facts
+
+
+def _save(run: Run, model: PreTrainedModel, facts: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write the model, with a card that shows what it answers to an example."""
+    with run.working("writing the model"):
+        shown = example(model, run.data.tokenizer, run.config.task_type) if run.is_main_process else None
+        run.save(run.folder / "model", model, model_card(run.config, facts, state, shown))
 
 
 def _load_data(run: Run) -> TaskData:
     config, tokenizer = run.config, _tokenizer(run)
     max_length, reason = models.longest_row(config, tokenizer)
-    run.say(f"Reading {config.data.task or config.data.dataset} ...")
-    with run.process.main_process_first():
-        data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
+    with run.working(f"reading {config.data.task or config.data.dataset}"):
+        if config.task_type == "classification" and isinstance(config, ConvertConfig) and not config.teacher.enabled:
+            models.check_head(config)
+        with run.process.main_process_first():
+            data = load_task_data(config.task_type, tokenizer, replace(config.data, max_length=max_length), config.seed)
     facts = data.facts
     held_out = sum(len(cast(Any, rows)) for rows in data.validation.values())
     train = f"{facts['train_rows']:,} rows of {facts['train_tokens']:,} tokens to train on"
@@ -152,8 +176,10 @@ def _tokenizer(run: Run) -> Any:
     run.prepare_folder()
     if run.is_main_process and not folder.exists():
         column = config.data.text_columns[0]
-        rows = load_splits(config.data, (column,))["train"]
-        tokenizer = models.train_tokenizer(iter(rows[column]), config.train_tokenizer, models.longest_row(config)[0])
+        with run.working("training a tokenizer"):
+            rows = load_splits(config.data, (column,))["train"]
+            longest = models.longest_row(config)[0]
+            tokenizer = models.train_tokenizer(iter(rows[column]), config.train_tokenizer, longest)
         with atomic_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     run.process.wait_for_everyone()
@@ -169,13 +195,11 @@ def _teacher(run: Run) -> PreTrainedModel:
     model, new_parameters = models.load_model(config, data)
     if is_patched(model):
         raise ValueError(f"{config.model!r} is patched already. Give the exact model that it was made from.")
-    if not config.control:
-        # A mechanism that does not fit the model is an error before any training.
-        models.patch_as_configured(shared_copy(model), config)
+    # A mechanism that does not fit the model is an error before any training.
+    models.patch_as_configured(shared_copy(model), config)
     if not config.teacher.enabled:
         if new_parameters:
-            reason = f"{config.model!r} has no head for this task ({new_parameters[0]} is missing)"
-            raise ValueError(f"{reason}. Give a fine-tuned model, or fine-tune it first: teacher.num_train_epochs 3.")
+            raise models.missing_head(config, f"{new_parameters[0]} is missing")
         return model
     model, progress = run.train("teacher", model)
     run.save(folder, model)
@@ -191,7 +215,8 @@ def _choose_heads(run: Run, teacher: PreTrainedModel) -> LinearAttentionConfig |
     if "exact_heads" not in run.state:
         batches = leading_batches(data.collator([row]) for row in data.train)
         options = {"share": config.exact_share, "seed": config.seed, **config.options}
-        search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
+        with run.working("choosing the heads that stay exact"):
+            search = find_exact_heads(teacher, data.tokenizer, batches, config.attention, **options)
         plan = search.plan({"attention": config.attention, **config.options})  # with a seed of the mechanism, too
         run.record("exact_heads", {"plan": plan, "heads": search.table.to_dict("records")})
         heads = ", ".join(f"{layer}: {list(numbers)}" for layer, numbers in sorted(search.heads.items()))
@@ -216,13 +241,41 @@ def _label_with_embeddings(data: TaskData, teacher: PreTrainedModel) -> None:
     data.validation = {name: labelled(rows) for name, rows in data.validation.items()}
 
 
+@torch.no_grad()
+def _estimate(run: Run, teacher: PreTrainedModel) -> None:
+    """Say how long attention transfer and distillation will take, from the time of one forward pass."""
+    config, data = run.config, run.data
+    rows: Any = data.train
+    count = min(config.distill.per_device_train_batch_size, len(rows))
+    device = run.process.device
+    batch = model_inputs(teacher.to(device), data.collator([rows[row] for row in range(count)]))
+    precision = torch.bfloat16 if config.bf16 else torch.float16
+    seconds = []
+    with evaluation_mode(teacher), torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
+        for _ in range(2):  # the first one allocates memory
+            started = time.perf_counter()
+            float(teacher(**batch)[0].float().sum())
+            seconds.append(time.perf_counter() - started)
+    transfer, distill = config.transfer, config.distill
+    updates = distill.gradient_accumulation_steps * count * run.process.num_processes
+    steps = distill.max_steps or round(distill.num_train_epochs * len(rows) / updates)
+    share = transfer.per_device_train_batch_size * transfer.gradient_accumulation_steps / count
+    passes = TRANSFER_COST * transfer.max_steps * share * ("transfer" not in run.state)
+    for stage in ("distill", *(["control distill"] if config.control else [])):
+        passes += DISTILLATION_COST * steps * distill.gradient_accumulation_steps * (stage not in run.state)
+    minutes = passes * seconds[-1] / 60
+    text = f"{minutes:.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
+    stages = f"{transfer.max_steps} steps of attention transfer and {steps} of distillation"
+    run.say(f"About {text} of training: {stages}, by the time of one forward pass ({seconds[-1]:.2g} s).")
+
+
 def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
     """Attention transfer, on the rows that the mechanism does not attend to exactly: the others have no loss."""
     config, data = run.config, run.data
     if not config.transfer.max_steps or not patch_report(student).parameters:
         return student
     rows: Any = data.train
-    limit, folder = exact_length(student), run.folder / "checkpoints" / "transferred"
+    limit = exact_length(student)
     if limit:
         rows = rows.select([row for row, length in enumerate(row_lengths(rows)) if length > limit])
     if not len(rows):
@@ -230,38 +283,33 @@ def _transfer(run: Run, student: PreTrainedModel) -> PreTrainedModel:
         run.say(reason)
         run.record("transfer", {"step": 0, "skipped": reason})
         return student
-    if "transfer" in run.state:
-        student, _ = models.load_model(config, data, str(folder))
-    else:
-        if len(rows) < len(data.train):
-            run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
-        # At least one row, which is trained on as well if it is the only one.
-        count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
-        validation = rows.select(range(len(rows) - count, len(rows)))
-        student, progress = run.transfer(student, rows.select(range(max(len(rows) - count, 1))), validation)
-        run.save(folder, student)
-        run.record("transfer", progress)
+    if len(rows) < len(data.train) and "transfer" not in run.state:
+        run.say(f"transfer: trains on the {len(rows):,} inputs of more than {limit:,} tokens.")
+    # At least one row, which is trained on as well if it is the only one.
+    count = max(min(VALIDATION_BATCHES * config.transfer.per_device_train_batch_size, len(rows) // 5), 1)
+    train, validation = rows.select(range(max(len(rows) - count, 1))), rows.select(range(len(rows) - count, len(rows)))
+    learn = partial(run.transfer, student, train, validation)
+    student = run.learned("transfer", student, learn, f".{SUBMODULE}.")
     run.measure("transferred", student)
     return student
 
 
-def _distill(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
+def _distill(run: Run, teacher: Any, student: Any, stage: str, result: str) -> PreTrainedModel:
     """Distillation. Returns the student with the best step's weights and merged adapters."""
     config = run.config
     if not config.distill.enabled:
-        return student
-    folder = run.folder / "checkpoints" / "distilled"
-    if "distilled" in run.state:
-        return models.load_model(config, run.data, str(folder))[0].eval()
-    if config.distill.lora_rank:
-        model, progress = run.train("distill", models.add_adapters(student, config.distill))
-        student = model.merge_and_unload()
-    else:
-        student, progress = run.train("distill", student, teacher_model=teacher)
-    run.save(folder, student)
-    run.record("distill", progress)
-    run.record("distilled", best_metrics(progress) or run.measure("distilled", student))
-    return student.eval()
+        return cast(PreTrainedModel, student)
+
+    def train() -> tuple[nn.Module, dict[str, Any]]:
+        if not config.distill.lora_rank:
+            return run.train("distill", student, stage, teacher_model=teacher)
+        model, progress = run.train("distill", models.add_adapters(student, config.distill), stage)
+        return model.merge_and_unload(), progress
+
+    student = run.learned(stage, student, train, "").eval()
+    if result not in run.state:
+        run.record(result, best_metrics(run.state[stage]) or run.measure(result, student))
+    return cast(PreTrainedModel, student)
 
 
 @torch.inference_mode()
@@ -279,14 +327,15 @@ def _speed(run: Run, teacher: PreTrainedModel, student: PreTrainedModel) -> dict
         for length in lengths:
             inputs = {**synthetic_inputs(teacher, tokens, length), **extra}
             calls = {name: partial(model, **inputs) for name, model in timed.items()}
+            options: dict[str, Any] = {"seconds": TIMING_SECONDS, "min_rounds": MIN_ROUNDS, "device": device}
             with torch.autocast(device.type, precision, enabled=config.bf16 or config.fp16):
-                timings = time_interleaved(calls, baseline="teacher", seconds=TIMING_SECONDS, device=device)
+                timings = time_interleaved(calls, baseline="teacher", **options)
             for name, timing in timings.items():
                 rows[name].append(asdict(timing))
     except ValueError as error:
         # A mechanism that is built for a largest length, such as Linformer, cannot be timed beyond it.
         return {"skipped": str(error)}
-    return {"baseline": "teacher", "lengths": lengths, "rows": rows}
+    return {"baseline": "teacher", "lengths": lengths, "rows": rows, "longest_input": limit}
 
 
 def _facts(run: Run, model: PreTrainedModel) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""A training run: its folder, its finished stages, and the stages of gradient steps by the trainers."""
+"""The stages of `convert` and `finetune`: each is measured or trained once, in a study."""
 
-import json
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console
 from rich.markup import escape
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainerCallback
 from transformers.integrations import get_available_reporting_integrations
@@ -24,17 +25,19 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..checkpoints import copy_companions
 from ..data.encode import row_lengths
 from ..data.task_data import TaskData
-from ..utils.environment import json_safe
-from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files, write_json
+from ..training.distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
+from ..training.resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator, SignalWatch
+from ..training.sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
+from ..training.transfer import transfer_attention
+from ..utils.environment import environment, json_safe
+from ..utils.files import atomic_folder, check_disk_space, check_output, clear_folder, remove_partial_files
 from ..utils.formatting import near_matches
 from ..utils.json_lines import JsonLinesFile
 from ..utils.models import quiet_transformers
 from ..utils.options import flatten, to_dict
-from .callbacks import StageCallback, StageLog, format_metrics
-from .distillation import DistillationTrainer, FinetuningConfig, FinetuningTrainer
-from .resumable import EpochSampler, InterruptedRunError, InterruptionCallback, SeededCollator
-from .sharding import check_launch, check_sharding, fill_copy, meta_copy, runs_on_cpu, shards_models
-from .transfer import transfer_attention
+from .records import RECORDS_FILE, Conditions, Record, Records
+from .stage_log import PROGRESS_SECONDS, StageCallback, StageLog, format_metrics
+from .study import Study
 
 #: Stages of gradient steps by a trainer, called as the sections of their options.
 TRAINERS: dict[str, type[FinetuningTrainer]] = {
@@ -43,8 +46,6 @@ TRAINERS: dict[str, type[FinetuningTrainer]] = {
     "distill": DistillationTrainer,
 }
 
-CONFIG_FILE = "run_config.json"
-STATE_FILE = "state.json"
 LOG_FILE = "log.jsonl"
 RESULTS_FILE = "results.json"
 
@@ -59,10 +60,10 @@ FREE_OPTIONS = (
 
 
 class Run:
-    """One run in its folder: `run_config.json`, `state.json` (finished stages), `log.jsonl`, `model/`, `results.json`.
+    """One run in its folder: a `Study`, with `log.jsonl`, `model/` and `results.json` beside its records.
 
-    `checkpoints/` is what it can resume from until it is finished. It reports its progress on the console, by default
-    stderr.
+    `checkpoints/` is what a stage can resume from until it is finished. It reports its progress on the console, by
+    default stderr.
 
     Raises:
         ValueError: There is no output folder, or it holds another run or other files; or the `arguments` of a stage are
@@ -73,42 +74,55 @@ class Run:
     #: The data of the task, once they are loaded.
     data: TaskData
 
-    def __init__(self, config: Any, console: Console | None = None) -> None:
+    def __init__(self, config: Any, tool: str, console: Console | None = None) -> None:
         if config.output is None:
             raise ValueError("There is no folder for the result. Give one with --output.")
-        self.config = config
+        self.config, self.tool = config, tool
         self.folder = Path(config.output)
         self.console = console or Console(stderr=True)
         self.trackers = installed_trackers(config.report_to)
-        self._check_folder()
+        choice = {"overwrite": config.overwrite, "resume": config.resume}
+        check_output(self.folder, [RECORDS_FILE, RESULTS_FILE], **choice, source=config.model, option="output")
         self.use_cpu = runs_on_cpu(config.device == "cpu")
         self.process = PartialState(cpu=self.use_cpu)
         check_launch(self.process)
         self.is_main_process = bool(self.process.is_main_process)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        path = self.folder / STATE_FILE
-        resumes = path.exists() and not config.overwrite
-        self.state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if resumes else {}
+        self.study = self._open_study()
+        #: What is known of each stage: its metrics, or what its training did.
+        self.state: dict[str, Any] = {}
+        for record in self.study.records:
+            if record.label and record.id == self._conditions(record.label).id:
+                self.state[record.label] = _payload(record)
+        self.doing = "while it started"
+        self._spoke = time.monotonic()
         self._is_prepared = False
         for stage in TRAINERS:
             section = getattr(config, stage, None)
             if section is not None and section.enabled:
                 self._stage_arguments(stage)
 
-    def _check_folder(self) -> None:
-        config, path = self.config, self.folder / CONFIG_FILE
-        choice = {"overwrite": config.overwrite, "resume": config.resume}
-        check_output(self.folder, [CONFIG_FILE], **choice, source=config.model, option="output")
-        if not config.resume or not path.is_file():
-            return
-        before = flatten(json.loads(path.read_text(encoding="utf-8")))
-        now = flatten(to_dict(config))
-        changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key) and key not in FREE_OPTIONS)
-        if changed:
-            changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
-            remedy = "Use the same options, with the same version of hf-linear-attn."
-            raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
+    def _open_study(self) -> Study:
+        """Return the study in the folder, of which only the first process writes anything."""
+        config, path = self.config, self.folder / RECORDS_FILE
+        records = Records(path if config.resume and path.is_file() else None)
+        if records.runs:
+            before, now = (flatten(values) for values in (list(records.runs.values())[-1].settings, to_dict(config)))
+            differ = (key for key in {*before, *now} if before.get(key) != now.get(key))
+            changed = sorted(key for key in differ if key not in FREE_OPTIONS)
+            if changed:
+                changes = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
+                remedy = "Use the same options, with the same version of hf-linear-attn."
+                raise ValueError(f"resume: {str(self.folder)!r} has other options ({changes}). {remedy}")
+        records.path = path if self.is_main_process else None
+        records.start_run(self.tool, to_dict(config), environment(self.process.device))
+        return Study(self.folder, records, writes=self.is_main_process)
+
+    def _conditions(self, stage: str) -> Conditions:
+        options = flatten(to_dict(self.config))
+        settings = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
+        return Conditions(str(self.config.model), measurement=stage, seed=self.config.seed, settings=settings)
 
     def prepare_folder(self) -> None:
         """Write the options, in place of an earlier result that the run replaces. Called before anything is written."""
@@ -117,22 +131,86 @@ class Run:
                 clear_folder(self.folder)
             for folder in (self.folder, self.folder / "checkpoints"):
                 remove_partial_files(folder)
-            if not self.state:
-                write_json(self.folder / CONFIG_FILE, to_dict(self.config))
+        if not self._is_prepared and "processes" not in self.state:
+            self.record("processes", {"processes": self.process.num_processes})
         self._is_prepared = True
         self.process.wait_for_everyone()
 
     def say(self, text: str) -> None:
         """Report a line on the main process."""
+        self._spoke = time.monotonic()
         if self.is_main_process:
             self.console.print(escape(text), highlight=False, soft_wrap=True)
 
-    def record(self, stage: str, result: Any) -> None:
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Context manager of something that takes time: a line at once, and one every minute without another line."""
+        before, self.doing = self.doing, f"while {text}"
+        self.say(f"{text[0].upper()}{text[1:]} ...")
+        started, ends = time.monotonic(), threading.Event()
+
+        def remind() -> None:
+            while not ends.wait(1.0):
+                if time.monotonic() - self._spoke >= PROGRESS_SECONDS:
+                    self.say(f"... {text}, for {(time.monotonic() - started) / 60:.0f} min")
+
+        thread = threading.Thread(target=remind, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+        self.doing = before
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Context manager: SIGINT and SIGTERM end the run, in any stage, and say what is stored and how to go on."""
+
+        def stop(number: int) -> None:
+            raise InterruptedRunError(self.doing, RESUME, number)
+
+        watch = SignalWatch(stop)
+        watch.start()
+        try:
+            yield
+        except InterruptedRunError as error:
+            stages = [name for name in self.state if name != "processes"]
+            stored = f"{', '.join(stages)} in {str(self.folder)!r}" if stages else "no finished stage"
+            raise InterruptedRunError(f"{error.where}. Stored: {stored}", RESUME, error.number) from None
+        finally:
+            watch.stop()
+
+    def record(self, stage: str, result: Mapping[str, Any]) -> None:
         """Store the result of a finished stage, which a resumed run does not repeat."""
         self.state[stage] = json_safe(result)
-        if self.is_main_process:
-            write_json(self.folder / STATE_FILE, self.state)
+        self.study.records.add(self._conditions(stage), _values(result), label=stage)
         self.process.wait_for_everyone()
+
+    def learned(self, stage: str, model: nn.Module, train: Callable[[], tuple[Any, dict[str, Any]]], part: str) -> Any:
+        """Return a model with what a stage has learned: from the study, or else by `train`, which `Run.train` is.
+
+        Args:
+            stage: The label of the stage.
+            model: A complete model, as it was before the stage.
+            train: Trains, and returns a complete model and what was done.
+            part: What the names of trained parameters contain; empty for all.
+        """
+        trained: list[Any] = [model]
+
+        def values() -> tuple[Any, dict[str, Tensor]]:
+            trained[0], progress = train()
+            self.state[stage] = json_safe(progress)
+            return _values(progress), {name: value for name, value in trained[0].named_parameters() if part in name}
+
+        known = stage in self.state
+        parameters = self.study.learned(self._conditions(stage), values, label=stage)
+        if known:
+            missing = trained[0].load_state_dict(parameters, strict=False).unexpected_keys
+            if missing:
+                raise ValueError(f"{stage}: the stored parameters do not fit the model ({missing[0]}).")
+        self.process.wait_for_everyone()
+        return trained[0]
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a finished run, which needs them no longer, but not what its trackers wrote."""
@@ -150,7 +228,7 @@ class Run:
         if stage not in self.state:
             self.prepare_folder()
             arguments = FinetuningConfig(**{**self._common_arguments(self.folder), "report_to": "none"})
-            with quiet_transformers():
+            with self.working(f"measuring: {stage}"), quiet_transformers():
                 trainer = FinetuningTrainer(model, arguments, **self.data.trainer_arguments())
                 trainer.remove_callback(PrinterCallback)
                 # The complete model is on each device: nothing is sharded for an evaluation.
@@ -164,13 +242,14 @@ class Run:
             self.say(f"{stage}: {format_metrics(metrics)}")
         return self.state[stage]
 
-    def train(self, stage: str, model: nn.Module, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Run one stage of gradient steps, from its last checkpoint (in `checkpoints/STAGE`) if the run resumes.
+    def train(self, stage: str, model: nn.Module, name: str = "", **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Run one stage of gradient steps, from its last checkpoint (in `checkpoints/NAME`) if the run resumes.
 
         Further arguments of the trainer replace those of the data. Returns the model with all of its weights, those of
         the best step, and what `stage_progress` tells.
         """
         self.prepare_folder()
+        name = name or stage
         section, data = getattr(self.config, stage), self.data
         if self.is_main_process:
             weights = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
@@ -182,10 +261,10 @@ class Run:
         if self.config.gradient_checkpointing:
             base: Any = model
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        arguments = self._stage_arguments(stage, data)
+        arguments = self._stage_arguments(stage, data, name)
         callbacks: list[TrainerCallback] = [
             InterruptionCallback(RESUME),
-            StageCallback(stage, self.folder / LOG_FILE, self.config.save_steps, self.say),
+            StageCallback(name, self.folder / LOG_FILE, self.config.save_steps, self.say),
         ]
         if arguments.load_best_model_at_end and section.patience is not None:
             callbacks.append(EarlyStoppingCallback(section.patience))
@@ -196,7 +275,7 @@ class Run:
             folder = Path(str(arguments.output_dir))
             resume = get_last_checkpoint(folder) if self.config.resume and folder.is_dir() else None
             if resume is not None:
-                self.say(f"{stage}: resumes from {Path(resume).name}")
+                self.say(f"{name}: resumes from {Path(resume).name}")
             trainer.train(resume_from_checkpoint=resume)
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         return trainer.complete_model(), stage_progress(trainer, data)
@@ -228,7 +307,7 @@ class Run:
                 log.add(step, values)
             accelerator.log(values, step=step)
 
-        checkpoint = folder / "state.pt"
+        checkpoint = folder / "state.safetensors"
         if not config.resume and self.is_main_process:
             checkpoint.unlink(missing_ok=True)
         self.process.wait_for_everyone()
@@ -289,13 +368,13 @@ class Run:
         )
         return accelerator.prepare_data_loader(loader)
 
-    def _stage_arguments(self, stage: str, data: TaskData | None = None) -> FinetuningConfig:
+    def _stage_arguments(self, stage: str, data: TaskData | None = None, name: str = "") -> FinetuningConfig:
         """Return the training arguments of a stage; without data, to check them, all but the metric."""
         section, config_class = getattr(self.config, stage), TRAINERS[stage].config_class
         known = {entry.name for entry in fields(config_class)}
         own = {entry.name: getattr(section, entry.name) for entry in fields(section) if entry.name in known}
         values = {
-            **self._common_arguments(self.folder / "checkpoints" / stage),
+            **self._common_arguments(self.folder / "checkpoints" / (name or stage)),
             **{name: value for name, value in own.items() if value is not None},
             "eval_strategy": "steps" if section.eval_steps else "no",
             "eval_steps": section.eval_steps or None,
@@ -357,6 +436,23 @@ class Run:
         api.create_repo(repository, private=self.config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Add a linear-attention model")
         self.say(f"Pushed to https://huggingface.co/{repository}")
+
+
+def _values(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of a record: a row each, those of evaluations with their step."""
+    rows = [{"metric": name, "value": value} for name, value in payload.items() if name != "evaluations"]
+    evaluations = [(step, item) for step, metrics in payload.get("evaluations", ()) for item in metrics.items()]
+    return rows + [{"metric": name, "value": value, "step": step} for step, (name, value) in evaluations]
+
+
+def _payload(record: Record) -> dict[str, Any]:
+    """Return what `_values` was given."""
+    payload = {row["metric"]: row["value"] for row in record.values if "step" not in row}
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in record.values:
+        if "step" in row:
+            by_step.setdefault(row["step"], {})[row["metric"]] = row["value"]
+    return {**payload, "evaluations": [[step, values] for step, values in by_step.items()]} if by_step else payload
 
 
 def stage_progress(trainer: FinetuningTrainer, data: TaskData) -> dict[str, Any]:

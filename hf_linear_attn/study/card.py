@@ -1,0 +1,381 @@
+"""The model card of a conversion, as the Hub expects it, and the tables that the screen shows, too."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from yaml import YAMLError
+
+from ..data.tasks import TASKS
+from ..measure.quality import assess
+from ..training.options import TrainingRunConfig
+from ..utils.models import evaluation_mode
+from ..utils.options import flatten, to_dict
+from ..version import __version__
+
+#: A repository: a name, or an owner and a name.
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+#: Stages with metrics, in order, and what the table calls them.
+STAGES = (
+    ("no attention", "the teacher with its attention switched off"),
+    ("teacher", "exact attention (the teacher)"),
+    ("control", "exact attention, trained as long (the control)"),
+    ("patched", "patched, nothing trained"),
+    ("transferred", "after attention transfer"),
+    ("distilled", "after distillation"),
+    ("trained", "after fine-tuning"),
+)
+#: What the Hub calls a kind of model, and the class that loads it.
+PIPELINES = {
+    "classification": ("text-classification", "AutoModelForSequenceClassification"),
+    "causal-lm": ("text-generation", "AutoModelForCausalLM"),
+    "masked-lm": ("fill-mask", "AutoModelForMaskedLM"),
+    "embedding": ("sentence-similarity", "AutoModel"),
+}
+#: Metrics that are correlations; the Matthews coefficient is the one of two classes.
+CORRELATIONS = ("matthews_correlation", "pearson", "spearmanr")
+#: From this standard error on, a metric has two digits.
+FEW_ROWS = 0.003
+#: What the example of a card reads.
+SENTENCE = "The weather is nice today"
+
+
+def standard_error(metric: str, values: Mapping[str, float], rows: int) -> float | None:
+    """Return the standard error of a metric over so many rows; None where it has no simple form.
+
+    That of an accuracy p is `√(p (1 - p) / n)` with two right and two wrong answers more, so that it is not 0 for 1.0
+    (Agresti and Coull 1998); that of a correlation r is `(1 - r²) / √(n - 1)`; that of a loss was computed from its
+    rows, and the perplexity's follows from it.
+    """
+    value = values[metric]
+    if metric.endswith("accuracy") and rows:
+        share = (value * rows + 2) / (rows + 4)
+        return math.sqrt(share * (1 - share) / (rows + 4))
+    if metric.endswith(CORRELATIONS) and rows > 1:
+        return (1 - value**2) / math.sqrt(rows - 1)
+    if metric.endswith("loss"):
+        return values.get(f"{metric}_stderr")
+    if metric.endswith("perplexity"):
+        loss = values.get(f"{metric.removesuffix('perplexity')}loss_stderr")
+        return None if loss is None else value * loss
+    return None
+
+
+def with_error(metric: str, values: Mapping[str, float], rows: int) -> str:
+    """Return a metric as text with its standard error, `0.84 ± 0.02`: two digits where rows are few, else three."""
+    value, stderr = values[metric], standard_error(metric, values, rows)
+    digits = 3 if stderr is not None and stderr < FEW_ROWS else 2
+    return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
+
+
+def validation_rows(facts: Mapping[str, Any]) -> int:
+    """Return the number of rows of all validation sets."""
+    return sum(count for name, count in facts["data"].items() if name.startswith("valid") and name.endswith("_rows"))
+
+
+def comparison(facts: dict[str, Any], state: dict[str, Any]) -> str:
+    """Return sentences about the student's metric beside that of the control, if any, else of the teacher.
+
+    Nothing is said where the data cannot judge attention: the teacher must be clearly better than the most frequent
+    answer, or than itself with attention switched off. A share of a metric (its inverse where lower is better) that is
+    not positive says nothing either.
+    """
+    metric, higher = facts["goal"]["metric"], facts["goal"]["greater_is_better"]
+    if "cosine" in (state.get("teacher") or ()):  # of embeddings, whose loss is 1 - cosine
+        metric, higher = "cosine", True
+    student = state.get("distilled") or state.get("transferred") or {}
+    name, base = ("control", state["control"]) if state.get("control") else ("teacher", state.get("teacher") or {})
+    own, reference = (math.nan if side.get(metric) is None else side[metric] for side in (student, base))
+    if not (math.isfinite(own) and math.isfinite(reference)):
+        return ""
+    problem = _cannot_judge(facts, state, metric, higher)
+    if problem:
+        return problem
+    rows, sentence = validation_rows(facts), ""
+    texts = [with_error(metric, side, rows) for side in (student, base)]
+    numerator, denominator = (own, reference) if higher else (reference, own)
+    if denominator <= 0:
+        return ""
+    if numerator > denominator:
+        sentence = f"The {metric} is better than the {name}'s, {texts[0]} against {texts[1]}."
+    else:
+        sentence = f"This is {100 * numerator / denominator:.1f} % of the {name}'s {metric}."
+    if state.get("distilled") and name == "teacher":
+        sentence += " The teacher was not trained in the last stage; `--control` trains it as long."
+    return sentence
+
+
+def _cannot_judge(facts: dict[str, Any], state: dict[str, Any], metric: str, higher: bool) -> str:
+    """Return why the data cannot judge attention; empty if they can."""
+    teacher, rows = state.get("teacher") or {}, validation_rows(facts)
+    value, floor = teacher.get(metric), facts.get("most_frequent_answer")
+    if value is None:
+        return ""
+    if floor is not None and value - floor <= 2 * (0.25 / max(rows, 1)) ** 0.5:  # two standard errors
+        constant = f"that of always giving the most frequent answer ({floor:.2f})"
+        reason = "it has not learned the task, so nothing can be said about attention."
+        return f"The teacher's {metric} ({value:.2f}) is not clearly better than {constant}: {reason}"
+    without = state.get("no attention") or {}
+    if metric not in without:
+        return ""
+    errors = [standard_error(metric, side, rows) or 0.0 for side in (teacher, without)]
+    if assess(None, value, without[metric], higher_is_better=higher, stderr=math.hypot(*errors)).valid:
+        return ""
+    texts = [with_error(metric, side, rows) for side in (teacher, without)]
+    return (
+        f"These data cannot judge attention: the teacher's {metric} ({texts[0]}) is not clearly better than with its "
+        f"attention switched off ({texts[1]}). Give longer texts, or those that the model was made for."
+    )
+
+
+def results_table(facts: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """The stages' metrics as lines of a Markdown table."""
+    stages = [(title, state[stage]) for stage, title in STAGES if state.get(stage)]
+    if not stages:
+        return []
+    names = dict.fromkeys(name for _, values in stages for name in values if not name.endswith("_stderr"))
+    rows = validation_rows(facts)
+    cells = [
+        [title, *(with_error(name, values, rows) if values.get(name) is not None else "–" for name in names)]
+        for title, values in stages
+    ]
+    sentence = comparison(facts, state)
+    return _table(["", *names], cells, numbers=len(names)) + (["", sentence] if sentence else [])
+
+
+def _table(titles: list[str], rows: list[list[str]], numbers: int) -> list[str]:
+    """Lines of a Markdown table whose last columns, as many as `numbers`, are aligned on the right."""
+    alignment = ["---"] * (len(titles) - numbers) + ["---:"] * numbers
+    return [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (titles, alignment, *rows)]
+
+
+def exactness(counts: dict[str, int]) -> str:
+    """Return a sentence about the inputs that the mechanism attends to exactly."""
+    longer = f"of {counts['inputs']:,} training inputs {counts['longer']:,} are longer"
+    return f"Inputs of up to {counts['exact_length']:,} tokens are attended to exactly; {longer}."
+
+
+def speed_table(state: dict[str, Any]) -> list[str]:
+    """Times of one forward pass beside the teacher's, as lines of a Markdown table.
+
+    A ratio whose 20th and 80th percentile lie on both sides of 1 says nothing.
+    """
+    speed = state.get("speed") or {}
+    if not speed.get("lengths"):
+        return []
+    rows = []
+    for length, old, new in zip(speed["lengths"], speed["rows"]["teacher"], speed["rows"]["student"], strict=True):
+        ratio, (low, high) = new["speedup"], (new["speedup_p20"], new["speedup_p80"])
+        text = "not measurable here" if low < 1 < high else f"{ratio:.2f}"
+        times = [f"{1e3 * timing['median']:.1f} ms" for timing in (old, new)]
+        rows.append([f"{length:,}", *times, f"{text} ({low:.2f} to {high:.2f})"])
+    lines = _table(["tokens", "teacher", "this model", "times as fast (p20 to p80)"], rows, numbers=4)
+    limit = speed.get("longest_input")
+    if limit is not None and max(speed["lengths"]) > limit:
+        reach = f"The model was made for inputs of up to {limit:,} tokens. Of longer ones only the times are known"
+        lines += ["", f"{reach}: nothing is said about what it answers to them."]
+    return lines
+
+
+def settings_table(config: Any) -> list[str]:
+    """The five settings that matter, as lines of a Markdown table."""
+    options = ", ".join(f"{name} {value}" for name, value in config.options.items())
+    what = _public(config.plan) if config.plan else config.attention or "exact"
+    share = getattr(config, "exact_share", 0)
+    lengths = config.data.max_length or config.max_length
+    rows = [
+        ["attention", what + (f" ({options})" if options else "") + (f", exact heads {share:g}" if share else "")],
+        ["data", _public(config.data.task or config.data.dataset or "") + (f", {lengths} tokens" if lengths else "")],
+    ]
+    for stage in ("teacher", "transfer", "distill", "train"):
+        section = getattr(config, stage, None)
+        if section is None or not (section.max_steps or getattr(section, "num_train_epochs", 0)):
+            continue
+        amount = f"{section.max_steps} steps" if section.max_steps else f"{section.num_train_epochs:g} epochs"
+        batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
+        rate = "the mechanism's own" if section.learning_rate is None else f"{section.learning_rate:g}"
+        rank = getattr(section, "lora_rank", 0)
+        parts = [amount, f"{batch} rows each", f"learning rate {rate}", *([f"LoRA of rank {rank}"] if rank else [])]
+        rows.append([{"transfer": "attention transfer", "distill": "distillation"}.get(stage, stage), ", ".join(parts)])
+    rows.append(["seed", str(config.seed)])
+    return _table(["setting", "value"], rows[:6], numbers=0)
+
+
+@torch.no_grad()
+def example(model: Any, tokenizer: Any, task_type: str) -> str:
+    """Return what a model answers to a sentence, as the snippet of the card prints it."""
+    text = SENTENCE if task_type != "masked-lm" or tokenizer.mask_token is None else _masked(tokenizer)
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    with evaluation_mode(model):
+        if task_type == "causal-lm":
+            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+            tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=pad)
+            return repr(tokenizer.decode(tokens[0]))
+        outputs = model(**inputs)
+    if task_type == "embedding":
+        return str(list(outputs.last_hidden_state.mean(1).shape))
+    if task_type == "masked-lm":
+        place = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero().flatten()[:1]
+        return repr(tokenizer.decode(outputs.logits[0, place].argmax(-1)))
+    logits = outputs.logits[0]
+    return f"{float(logits[0]):.2f}" if len(logits) == 1 else model.config.id2label[int(logits.argmax())]
+
+
+def _masked(tokenizer: Any) -> str:
+    return f"{SENTENCE.rpartition(' ')[0]} {tokenizer.mask_token}"
+
+
+def snippet(task_type: str, answer: str | None, regression: bool = False) -> list[str]:
+    """Return code that loads the checkpoint and prints its answer to a sentence."""
+    auto, last = (
+        PIPELINES[task_type][1],
+        {
+            "causal-lm": [
+                "pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id",
+                "tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=pad)",
+                "print(repr(tokenizer.decode(tokens[0])))",
+            ],
+            "embedding": ["print(list(model(**inputs).last_hidden_state.mean(1).shape))"],
+            "masked-lm": [
+                'place = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero().flatten()[:1]',
+                "print(repr(tokenizer.decode(model(**inputs).logits[0, place].argmax(-1))))",
+            ],
+            "classification": [
+                'print(f"{float(model(**inputs).logits[0, 0]):.2f}")'
+                if regression
+                else "print(model.config.id2label[int(model(**inputs).logits[0].argmax())])"
+            ],
+        }[task_type],
+    )
+    text = f'"{SENTENCE}"'
+    if task_type == "masked-lm":
+        text = f'f"{SENTENCE.rpartition(" ")[0]} {{tokenizer.mask_token}}"'
+    lines = [
+        "```python",
+        f"from transformers import {auto}, AutoTokenizer",
+        "",
+        "import hf_linear_attn as hla",
+        "",
+        'source = "."  # this folder; or its repository on the Hub',
+        f"model = hla.load_pretrained(source, {auto}).eval()",
+        "tokenizer = AutoTokenizer.from_pretrained(source)",
+        f'inputs = tokenizer({text}, return_tensors="pt")',
+        *last,
+        "```",
+    ]
+    return lines if answer is None else [*lines, "", "```text", answer, "```"]
+
+
+LOADING = (
+    "Where the package is installed, `from_pretrained(source, trust_remote_code=True)` of that class gives the same "
+    "model. Without either it must not be used: its weights were trained for linear attention."
+)
+
+
+def model_card(
+    config: TrainingRunConfig, facts: dict[str, Any], state: dict[str, Any], answer: str | None = None
+) -> str:
+    """The card as Markdown with its YAML header."""
+    source, data = _public(config.model or ""), _public(config.data.task or config.data.dataset or "")
+    kinds = sorted({layer["attention"] for layer in facts["layers"]})
+    versions = ", ".join(f"{name} {version}" for name, version in facts["environment"]["versions"].items())
+    numbers = ", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in facts["data"].items())
+    hardware = facts["environment"]["hardware"]
+    quality, speed = results_table(facts, state), speed_table(state)
+    if quality and facts.get("beyond_exact"):
+        skipped = state.get("transfer", {}).get("skipped", "")
+        quality += ["", f"{exactness(facts['beyond_exact'])} {skipped}".rstrip()]
+    if quality and "±" in "".join(quality):
+        quality += ["", "± is the standard error over the validation rows."]
+    if speed:
+        where = f"{hardware.get('device')} ({hardware.get('cpu')})"
+        speed = [f"One forward pass, batch 1, medians, side by side on {where}.", "", *speed]
+    titles = ["layer", "attention", "learned parameters", "bytes of state"]
+    layers = [
+        [str(layer["index"]), layer["attention"], f"{layer['parameters']:,}", f"{layer['state_bytes']:,}"]
+        for layer in facts["layers"]
+    ]
+    regression = facts["goal"]["metric"] in ("pearson", "spearmanr")
+    sections = {
+        "Use": [*snippet(config.task_type, answer, regression), "", LOADING] if kinds else [],
+        "Quality": quality,
+        "Speed": speed,
+        "Settings": [*settings_table(config), "", "All settings are in `results.json` of the run."],
+        "Layers": _table(titles, layers, numbers=2) if layers else [],
+        "Data and versions": [f"{numbers}. {versions}. {facts['processes']} process(es)."],
+    }
+    parts = [
+        f"---\n{_header(config, facts, state, kinds).to_yaml()}\n---",
+        f"# {source.rpartition('/')[2]} with {', '.join(kinds) or 'exact'} attention",
+        f"Made with hf-linear-attn {__version__} from `{source}` on `{data}`.",
+        *("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items() if lines),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(config: Any, facts: dict[str, Any], state: dict[str, Any], kinds: list[str]) -> ModelCardData:
+    """Return what the Hub reads. It refuses names of models and data sets that are none of its own."""
+    repository = TASKS.get(config.data.task).hub[0] if config.data.task else config.data.dataset
+    pipeline, metric = PIPELINES[config.task_type][0], facts["goal"]["metric"]
+    final = state.get("distilled") or state.get("transferred") or state.get("trained") or {}
+    results = [
+        EvalResult(
+            task_type=pipeline,
+            dataset_type=str(repository) if _on_hub(repository) else "private",
+            dataset_name=_public(config.data.task or config.data.dataset or "private"),
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in final.items()
+        if isinstance(value, (int, float)) and math.isfinite(value) and not name.endswith("_stderr")
+    ]
+    name = _public(config.hub_model_id or config.model or "") or "model"
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["hf-linear-attn", *(["linear-attention"] if kinds else [])],
+        base_model=config.model if _on_hub(config.model) else None,
+        license=_license(config.model),
+        datasets=[str(repository)] if _on_hub(repository) else None,
+        metrics=[metric] if final else None,
+        model_name=name.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+        ignore_metadata_errors=True,
+    )
+
+
+def _license(source: str | None) -> str | None:
+    """Return the license that the card of the base names; None if there is no card at hand."""
+    if source is None or not (Path(source).is_dir() or _on_hub(source)):
+        return None
+    path = Path(source) / "README.md"
+    if Path(source).is_dir() and not path.is_file():
+        return None
+    try:
+        card = ModelCard.load(str(path) if path.is_file() else source, ignore_metadata_errors=True)
+    except (OSError, ValueError, YAMLError):  # no network, no card, or one that cannot be read
+        return None
+    license = card.data.get("license")
+    return license if isinstance(license, str) else None
+
+
+def public_options(config: TrainingRunConfig) -> dict[str, Any]:
+    """Return all options of a run by their dotted names, of local paths the last part only."""
+    return {name: _public(value) for name, value in flatten(to_dict(config)).items()}
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether a source looks like a repository, and is nothing on this disk."""
+    return name is not None and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _public(value: Any) -> Any:
+    """A path out of the working folder, without its folders: they are nobody else's business, and no use to them."""
+    if isinstance(value, (list, tuple)):
+        return [_public(item) for item in value]
+    local = isinstance(value, str) and (value.startswith(("~", "..")) or Path(value).is_absolute())
+    return Path(value).name if local else value
