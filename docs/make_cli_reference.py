@@ -29,6 +29,8 @@ INTRODUCTION = f"""# Command line
 - `--print_config` prints the config as it would be used, as YAML, and exits.
 - A mapping takes one flag for each key: `--options.window_size 32`.
 - A list takes several values, or one with commas: `--layers 0,1,-1`. `null` is no value.
+- An output folder is new or empty. `--resume` continues an earlier result in it, `--overwrite` replaces it, and other
+  files are never touched.
 - `--traceback` shows the traceback of an error. Without it an expected error is one line.
 - Exit codes: 0 is success, 1 an expected error or a budget that is not met, 2 wrong usage, 3 data that
   cannot measure a budget of quality, 130 an interruption.
