@@ -324,8 +324,9 @@ _following: list[Any] = []
 
 
 def _part_added(parent: nn.Module, name: str, part: Any) -> None:
-    # Some models slice their list of layers in every forward pass, which registers layers, but no model.
-    if torch.compiler.is_compiling() or not isinstance(part, nn.Module):
+    # Some models slice their list of layers in every forward pass, which registers layers: those cost nothing here.
+    layer = isinstance(parent, nn.ModuleList) and not hasattr(type(part), ORIGINAL_CLASS)
+    if layer or torch.compiler.is_compiling() or not isinstance(part, nn.Module):
         return
     if any(hasattr(type(module), ORIGINAL_CLASS) for module in part.modules()):
         for model in models_around(parent):
