@@ -156,4 +156,5 @@ def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:
         for column in columns:
             if column not in existing:
                 near, listed = near_matches(column, existing), ", ".join(existing)
-                raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}.")
+                remedy = "Name yours with --data.text_columns and --data.label_column."
+                raise ValueError(f"The data set has no column {column!r}.{near} Columns: {listed}. {remedy}")
