@@ -208,7 +208,7 @@ def test_columns_are_checked():
     check_columns(splits, ["text", "label"])
     with pytest.raises(ValueError, match=r"no column 'txt'. Did you mean 'text'\? Columns: text, label"):
         check_columns(splits, ["txt", "label"])
-    with pytest.raises(ValueError, match=r"no column 'labels'. Did you mean 'label'.*--data.text_columns and --data.label_column"):
+    with pytest.raises(ValueError, match=r"no column 'labels'.*'label'.*--data.text_columns and --data.label_column"):
         check_columns(splits, ["text", "labels"])
 
 
