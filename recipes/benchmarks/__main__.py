@@ -103,9 +103,10 @@ def run(
 
     from hf_linear_attn.utils.progress import ConsoleProgress
 
+    from ..tables import read_json
     from . import runner, write_tables
 
-    before = None if compare is None else write_tables.read_json(Path(compare))["rows"]
+    before = None if compare is None else read_json(Path(compare).absolute())["rows"]
     torch.set_num_threads(threads)
     with ConsoleProgress() as progress:
         options = {"resume": resume, "progress": progress}

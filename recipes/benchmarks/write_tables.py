@@ -10,8 +10,6 @@ makes one of them, with pandas.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import os
 import re
 import sys
@@ -31,13 +29,11 @@ from hf_linear_attn.utils.formatting import fixed, format_bytes, format_seconds
 from hf_linear_attn.utils.timing import crossover
 
 from .. import sentence_encoder, smollm2
-from ..quality_assurance import compare_packages
+from ..quality_assurance.marked_tests import packages_table
+from ..tables import EMPTY, RESULTS, ROOT, read_json, to_markdown
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "recipes" / "results"
 FILES = ("README.md", "recipes/README.md", "recipes/results/README.md", "docs/*.md")
 MARK = re.compile(r"<!-- (?P<name>[\w-]+):begin -->\n.*?<!-- (?P=name):end -->", re.DOTALL)
-EMPTY = "–"
 
 # --------------------------------------------------------------------------------------------------------------------
 # Results and Markdown
@@ -57,7 +53,7 @@ class Results:
     @classmethod
     def read(cls, path: str | Path) -> Results:
         """Read a file of recipes/results, or any path; `.gz` is decompressed."""
-        data = read_json(RESULTS / path)
+        data = read_json(path)
         return cls(data.get("settings", {}), data.get("environment"), pd.json_normalize(data["rows"]))
 
     @property
@@ -69,26 +65,6 @@ class Results:
         load = hardware["load_average_at_start"]
         load_text = "" if load is None else f", load at the start {load:.1f}"
         return f"{name}, threads: {hardware['threads']}, torch {versions['torch']}{load_text}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file, or one that gzip has compressed."""
-    content = path.read_bytes()
-    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-
-
-def to_markdown(table: pd.DataFrame, *, text_columns: int | None = 1) -> str:
-    """Return a Markdown table of cells that are text.
-
-    Args:
-        table: The cells. Missing ones are shown as a dash.
-        text_columns: How many columns are aligned left, the others right (None: all are).
-    """
-    left = len(table.columns) if text_columns is None else text_columns
-    align = ["left"] * left + ["right"] * (len(table.columns) - left)
-    cells = table.astype(object).fillna(EMPTY).map(lambda cell: str(cell).replace("|", "/"))
-    markdown = cells.to_markdown(index=False, disable_numparse=True, colalign=align)
-    return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", markdown))  # as short as they are without padding
 
 
 def grid(
@@ -390,7 +366,7 @@ STAGES = {"teacher": "as given", "patched": "untrained", "transferred": "after t
 def glue_scores(path: str = "glue.json") -> pd.DataFrame:
     """Return tidy scores: a row for each mechanism, stage, task and seed, with the main metric of the task."""
     tidy = []
-    for row in read_json(RESULTS / path)["rows"]:
+    for row in read_json(path)["rows"]:
         for stage, title in STAGES.items():
             if stage in row and (stage != "teacher" or row["mechanism"] == "softmax"):
                 facts = {name: row[name] for name in ("mechanism", "task", "seed", "metric", "variant")}
@@ -693,7 +669,7 @@ def sentence_encoder_tables() -> str:
 
 def architectures_summary() -> str:
     """The outcomes of the test over all model types, in two sentences."""
-    results = read_json(RESULTS / "architectures.json")
+    results = read_json("architectures.json")
     counts = results["counts"]["elu"]
     return (
         "[A test](recipes/results/architectures.md) over every model type of Transformers "
@@ -729,7 +705,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "benchmark": headline,
     "length-tricks": length_tricks_tables,
     "mechanisms": mechanisms_table,
-    "packages": lambda: compare_packages.table(read_json(RESULTS / "packages.json")),
+    "packages": lambda: packages_table(read_json("packages.json")),
     "plan": lambda: plan_table("plan-stories260k"),
     "plan-heads": lambda: plan_table("plan-smollm2"),
     "long-all": proteins_tables,

@@ -1,7 +1,25 @@
-"""Tests of one marker, run by pytest in a process of its own, and what they recorded."""
+"""Tests that record what they see, run by their marker, and the tables of what they saw.
+
+    python -m recipes.quality_assurance.marked_tests faults
+    python -m recipes.quality_assurance.marked_tests endurance
+    python -m recipes.quality_assurance.marked_tests packages
+
+Called from the root of the repository; needs the `test` extra. Each writes a JSON file to recipes/results, the first
+two a page as well, and ends with exit code 1 if a test failed.
+
+- faults: everything that may go wrong, done on purpose (`pytest tests/faults -m fault`, twenty minutes on two cores).
+  Some need the right to mount a tmpfs, and are listed as not possible elsewhere.
+- endurance: long streams, many steps, other processes, threads: what must not grow, drift or differ (`pytest
+  tests/endurance -m long`, twenty minutes: 100,000 tokens, 10,000 decoding steps, 1,000 rounds of patching).
+- packages: our mechanisms beside those of other packages, on the same numbers and beside the float64 definitions
+  (`pytest tests/peers -m peer`, a minute). Lists what could not run; tests/peers says how each package is installed.
+  `python -m recipes.benchmarks.write_tables` writes its table.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -10,10 +28,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import pandas as pd
+
+from hf_linear_attn.utils.environment import environment, utc_now
+from hf_linear_attn.utils.files import atomic_write, write_json
+from recipes.tables import RESULTS, ROOT, to_markdown
+
+Rows = list[dict[str, Any]]
 
 
-def run_marked_tests(*arguments: str) -> list[dict[str, Any]]:
+def run_marked_tests(*arguments: str) -> Rows:
     """Run pytest from the root of the repository.
 
     Args:
@@ -32,8 +56,7 @@ def run_marked_tests(*arguments: str) -> list[dict[str, Any]]:
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not report.exists():
             raise RuntimeError(f"`{' '.join(command)}` ended with exit code {code} and wrote no report.")
-        cases = list(ET.parse(report).iter("testcase"))
-    return [_row(case) for case in cases]
+        return [_row(case) for case in ET.parse(report).iter("testcase")]
 
 
 def _row(case: ET.Element) -> dict[str, Any]:
@@ -42,10 +65,130 @@ def _row(case: ET.Element) -> dict[str, Any]:
     properties: defaultdict[str, list[str]] = defaultdict(list)
     for item in case.iter("property"):
         properties[item.get("name", "")].append(item.get("value", ""))
-    return {
-        "name": case.get("name", ""),
-        "outcome": outcome,
-        "message": "" if failure is None else failure.get("message", ""),
-        "seconds": float(case.get("time", 0)),
-        "properties": properties,
-    }
+    message = "" if failure is None else failure.get("message", "")
+    facts = {"outcome": outcome, "message": message, "seconds": float(case.get("time", 0)), "properties": properties}
+    return {"name": case.get("name", ""), **facts}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Faults
+
+OUTCOMES = {"passed": "as expected", "failed": "wrong", "skipped": "not possible here"}
+
+
+def fault_rows(tests: Rows) -> dict[str, Rows]:
+    rows = []
+    for test in tests:
+        recorded = {name: values[0] for name, values in test["properties"].items()}
+        row = {"group": recorded["group"], "fault": recorded["what"], "expected": recorded["expected"]}
+        row |= {"outcome": OUTCOMES[test["outcome"]], "seen": recorded.get("observed", test["message"])}
+        rows.append({**row, "seconds": round(test["seconds"], 1)})
+    return {"faults": rows}
+
+
+def faults_page(report: dict[str, Any]) -> str:
+    rows, where = pd.DataFrame(report["faults"]), report["environment"]
+    counts = ", ".join(f"{(rows['outcome'] == name).sum()} {name}" for name in OUTCOMES.values())
+    parts = [
+        "# Faults tried, and what followed",
+        f"By `python -m recipes.quality_assurance.marked_tests faults` (torch {where['versions']['torch']}, "
+        f"transformers {where['versions']['transformers']}, {where['hardware']['platform']}): "
+        f"{len(rows)} faults, {counts}.",
+    ]
+    for group, part in rows.groupby("group", sort=False):
+        cells = part[["fault", "expected", "outcome", "seen"]]
+        parts += [f"## {str(group).capitalize()}", to_markdown(cells, text_columns=None)]
+    return "\n\n".join(parts) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Endurance
+
+
+def endurance_rows(tests: Rows) -> dict[str, Rows]:
+    return {"rows": [json.loads(text) for test in tests for text in test["properties"]["row"]]}
+
+
+def endurance_page(report: dict[str, Any]) -> str:
+    rows, where, lines = report["rows"], report["environment"], []
+    errors = ("error_at_the_beginning", "error_at_the_end", "largest_error")
+    for row in rows:
+        line = {"measure": row["what"]}
+        line["size"] = next((f"{row[key]:,} {key}" for key in ("tokens", "steps", "generations") if key in row), "")
+        line |= {name: f"{row[name]:.2g} {row['unit']}" for name in ("value", "limit")}
+        line["within the limit"] = "yes" if row["within_limit"] else "**no**"
+        line["errors: beginning, end, largest"] = ", ".join(f"{row[name]:.0e}" for name in errors if name in row)
+        lines.append(line)
+    head = (
+        f"By `python -m recipes.quality_assurance.marked_tests endurance` (torch {where['versions']['torch']}, "
+        f"{where['hardware']['cpu']}): {sum(row['within_limit'] for row in rows)} of {len(rows)} values are within "
+        "their limits. Drift: errors against float64 along one stream, the end over the beginning; errors are relative "
+        "to values N(0, 1)."
+    )
+    table = to_markdown(pd.DataFrame(lines), text_columns=None)
+    return f"# What must not grow, drift or differ\n\n{head}\n\n{table}\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Other packages
+
+DIFFERENCES = {
+    "theirs to ours": "difference",
+    "theirs to definition": "theirs_to_definition",
+    "ours to definition": "ours_to_definition",
+}
+
+
+def package_rows(tests: Rows) -> dict[str, Rows]:
+    rows = [{**json.loads(test["properties"]["comparison"][-1]), "reason": test["message"]} for test in tests]
+    rows.sort(key=lambda row: (row["package"], row["mechanism"]))
+    compared = [{name: row[name] for name in row if name != "reason"} for row in rows if "verdict" in row]
+    if not compared:
+        raise RuntimeError("None of the packages is installed: nothing was compared, nothing is written.")
+    return {"comparisons": compared, "not_run": [row for row in rows if "verdict" not in row]}
+
+
+def packages_table(report: dict[str, Any]) -> str:
+    """Return the largest relative differences, and the verdict with its reason."""
+    lines, compared, skipped = [], report["comparisons"], report["not_run"]
+    for row in (*compared, *skipped):
+        package = f"{row['package']} {row.get('package_version', '')}".strip()
+        line = {"package": package, "mechanism": f"`{row['mechanism']}`", "case": row["case"]}
+        for title, name in DIFFERENCES.items():
+            line[title] = "" if name not in row else f"{row[name]:.0e}" if row[name] else "0"
+        verdict = ": ".join(filter(None, (row["verdict"], row["why"]))) if "verdict" in row else None
+        lines.append({**line, "verdict": verdict or f"not run: {row['reason']}"})
+    equal = sum(row["verdict"] == "equal" for row in compared)
+    counts = (
+        f"{equal} of {len(compared)} comparisons are equal, {len(compared) - equal} differ, {len(skipped)} not run."
+    )
+    return f"{to_markdown(pd.DataFrame(lines), text_columns=None)}\n\n{counts}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+#: Name -> arguments of pytest, the rows of its tests, and the page of a report.
+CHECKS: dict[str, Any] = {
+    "faults": (("tests/faults", "-m", "fault"), fault_rows, faults_page),
+    "endurance": (("tests/endurance", "-m", "long"), endurance_rows, endurance_page),
+    "packages": (("tests/peers", "-m", "peer", "-k", "beside"), package_rows, None),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
+    options = parser.parse_args(argv)
+    arguments, rows_of, page = CHECKS[options.check]
+    tests = run_marked_tests(*arguments, *options.pytest)
+    report = {"format_version": 1, "created": utc_now(), "environment": environment(), **rows_of(tests)}
+    write_json(options.out / f"{options.check}.json", report)
+    if page is not None:
+        atomic_write(options.out / f"{options.check}.md", page(report))
+    return 1 if any(test["outcome"] == "failed" for test in tests) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,8 +4,8 @@
 
 Called from the root of the repository. Downloads the sdist of the installed Transformers (and `parameterized`, which
 its tests import) with pip into a temporary folder, and runs its mixins over tiny BERT, GPT-2 and Llama models for the
-main mechanisms; some ten minutes on one core. Writes recipes/results/transformers-tests.json and .md; with --family or
---attention the other results stay as they are. Expect: no failure without an explanation (exit code 1 otherwise).
+main mechanisms; some ten minutes on one core. Writes recipes/results/transformers-tests.json and .md. Expect: no
+failure without an explanation (exit code 1 otherwise).
 
 The sdist carries the tests at the top of `tests/`, with the mixins of models and of training, and none of its folders:
 the mixins of generation and of export are missing there. `--source` takes an unpacked source archive of the same
@@ -30,8 +30,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "recipes" / "results"
+import pandas as pd
+
+from hf_linear_attn.utils.environment import environment, utc_now
+from hf_linear_attn.utils.files import atomic_write
+from recipes.tables import RESULTS, ROOT, to_markdown
+
 CASES = ROOT / "tests" / "peers" / "transformers_models.py"
 SUITE = "transformers_suite"
 CONTROL = "exact"
@@ -232,85 +236,60 @@ def classified(row: dict[str, str], control: dict[str, dict[str, str]]) -> dict[
     return {**row, "verdict": "unexplained", "why": f"unpatched: {before}"}
 
 
+KINDS = ("fails unpatched too", "explained", "unexplained")
+
+
 def counts(rows: list[dict[str, str]]) -> dict[str, int]:
-    counts_by_kind = {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK}
-    for kind in ("fails unpatched too", "explained", "unexplained"):
-        counts_by_kind[kind] = sum(row.get("verdict") == kind for row in rows)
-    return counts_by_kind
+    verdicts = {kind: sum(row.get("verdict") == kind for row in rows) for kind in KINDS}
+    return {kind: sum(row["outcome"] == kind for row in rows) for kind in RANK} | verdicts
 
 
-def table(report: dict[str, Any]) -> str:
-    """The page: numbers by run, every failure with its reason, every reason for skipping."""
-    source = report["source"]
-    lines = [
+def page(report: dict[str, Any]) -> str:
+    """Return numbers by run, every failure with its reason, every reason for skipping."""
+    generation = report.get("generation", {"runs": []})
+    tests = pd.DataFrame(
+        {**row, "family": run["family"], "attention": run["attention"]}
+        for run in (*report["runs"], *generation["runs"])
+        for row in run["tests"]
+    ).fillna("")
+    keys = ["test", "reason", "verdict", "why"]
+    failed = (
+        tests[tests["verdict"] != ""].groupby(keys)[["family", "attention"]].apply(_where).reset_index(name="where")
+    )
+    failed["why"] = failed["why"].where(failed["why"] != "", failed["verdict"])
+    failed = failed.assign(test="`" + failed["test"] + "`", reason=failed["reason"].str.slice(stop=140))
+    failed = failed[["test", "where", "reason", "why"]].rename(columns={"reason": "what it says"})
+    skipped = tests[tests["outcome"] == "skipped"]
+    # The same sentence for every class of model.
+    reasons = skipped["reason"].str.replace(r"\b(Bert|GPT2|Llama)\w*", "the model", regex=True)
+    reasons = reasons.replace("", "no reason given").rename("reason, in the words of the suite")
+    listed = skipped["test"].groupby(reasons).agg(lambda names: ", ".join(f"`{name}`" for name in sorted(set(names))))
+    parts = [
         "# Transformers' common tests on patched models",
-        "",
-        "By `python -m recipes.quality_assurance.transformers_tests`: "
-        f"the tests of transformers {report['transformers']} ({source}), "
-        "over tiny models of five classes for each family. `exact` is the control: the same tests on models that "
-        "are not patched.",
-        "",
-        *_numbers(report["runs"]),
+        "By `python -m recipes.quality_assurance.transformers_tests`: the tests of transformers "
+        f"{report['transformers']} ({report['source']}), over tiny models of five classes for each family. `exact` is "
+        "the control: the same tests on models that are not patched.",
+        _numbers(report["runs"]),
     ]
-    if "generation" in report:
-        lines += ["", "## Generation", "", f"The mixin of generation: {report['generation']['source']}.", ""]
-        lines += _numbers(report["generation"]["runs"])
-    lines += ["", "## Not as in the control", "", "| test | where | what it says | why |", "| --- | --- | --- | --- |"]
-    for key, run_names in _grouped(report, ("test", "reason", "verdict", "why"), lambda row: "verdict" in row).items():
-        test, reason, conclusion, why = key
-        lines.append(f"| `{test}` | {_where(run_names)} | {_cell(reason[:140])} | {_cell(why or conclusion)} |")
-    lines += ["", "## Skipped", "", "| reason, in the words of the suite | tests |", "| --- | --- |"]
-    reasons: dict[str, set[str]] = {}
-    for test, reason in _grouped(report, ("test", "reason"), lambda row: row["outcome"] == "skipped"):
-        reasons.setdefault(_general(reason), set()).add(test)
-    for reason, tests in sorted(reasons.items()):
-        lines.append(f"| {_cell(reason)} | {', '.join(f'`{test}`' for test in sorted(tests))} |")
-    return "\n".join(lines) + "\n"
+    if generation["runs"]:
+        head = f"The mixin of generation: {generation['source']}."
+        parts += ["## Generation", head, _numbers(generation["runs"])]
+    parts += ["## Not as in the control", to_markdown(failed, text_columns=None), "## Skipped"]
+    return "\n\n".join([*parts, to_markdown(listed.reset_index(name="tests"), text_columns=None)]) + "\n"
 
 
-def _numbers(runs: list[dict[str, Any]]) -> list[str]:
-    kinds = ("passed", "skipped", "failed", "fails unpatched too", "explained", "unexplained")
-    rows = [
-        f"| {entry['family']} | `{entry['attention']}` | "
-        + " | ".join(str(entry["counts"][kind]) for kind in kinds)
-        + " |"
-        for entry in runs
-    ]
-    return [
-        "| family | attention | passed | skipped | failed | of these unpatched too | explained below | unexplained |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-    ]
+def _numbers(runs: list[dict[str, Any]]) -> str:
+    rows = ({"family": run["family"], "attention": f"`{run['attention']}`", **run["counts"]} for run in runs)
+    titles = {KINDS[0]: "of these unpatched too", KINDS[1]: "explained below"}
+    return to_markdown(pd.DataFrame(rows).rename(columns=titles), text_columns=2)
 
 
-def _grouped(report: dict[str, Any], keys: tuple[str, ...], chosen: Any) -> dict[tuple[str, ...], list[str]]:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for entry in [*report["runs"], *report.get("generation", {}).get("runs", ())]:
-        for row in entry["tests"]:
-            if chosen(row):
-                run_name = f"{entry['family']} {entry['attention']}"
-                groups.setdefault(tuple(row.get(key, "") for key in keys), []).append(run_name)
-    return dict(sorted(groups.items()))
-
-
-def _where(run_names: list[str]) -> str:
-    families: dict[str, list[str]] = {}
-    for run_name in run_names:
-        family, _, attention = run_name.partition(" ")
-        families.setdefault(family, []).append(attention)
+def _where(runs: pd.DataFrame) -> str:
+    families = runs.groupby("family", sort=False)["attention"].agg(list)
     return "; ".join(
         f"{family}: {'all' if set(MECHANISMS[family]) <= set(names) else ', '.join(names)}"
         for family, names in families.items()
     )
-
-
-def _general(reason: str) -> str:
-    """The same sentence for every class of model."""
-    return re.sub(r"\b(Bert|GPT2|Llama)\w*", "the model", reason) or "no reason given"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -319,74 +298,45 @@ def _cell(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="unpacked source archive of Transformers (default: its sdist)")
-    parser.add_argument("--family", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
-    parser.add_argument("--attention", nargs="+", help="these mechanisms only (default: the main ones)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--generation", type=Path, help="checkout of any version: only its tests of generation are run")
-    arguments = parser.parse_args(argv)
-    path = arguments.out / "transformers-tests.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if before is not None and before["transformers"] != version("transformers"):
-        before = None
-    families = [family for family in arguments.family if not arguments.generation or family in DECODERS]
-    part = bool(arguments.attention) or bool(arguments.generation) or set(families) < set(MECHANISMS)
-    if part and before is None:
-        raise ValueError(f"{path} has no results of transformers {version('transformers')}: run everything first.")
-    runs, absent = [], []
+    options = parser.parse_args(argv)
+    path = options.out / "transformers-tests.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if options.generation and before.get("transformers") != version("transformers"):
+        raise ValueError(f"{path} has no results of transformers {version('transformers')}: run the other tests first.")
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         site = ["install", "--no-deps", "--target", str(folder / "site"), "parameterized"]
         subprocess.run([sys.executable, "-m", "pip", "--quiet", *site], check=True)
-        absent = arranged(arguments.source or fetched(folder), folder, arguments.generation)
-        for family in families:
+        absent = arranged(options.source or fetched(folder), folder, options.generation)
+        for family in DECODERS if options.generation else MECHANISMS:
             control: dict[str, dict[str, str]] = {}
-            for attention in (CONTROL, *(arguments.attention or MECHANISMS[family])):
-                rows = run(family, attention, folder, "generation" if arguments.generation else "")
+            for attention in (CONTROL, *MECHANISMS[family]):
+                rows = run(family, attention, folder, "generation" if options.generation else "")
                 control = control or {row["test"]: row for row in rows}
                 rows = [classified(row, control) for row in rows]
                 listed = [row for row in rows if row["outcome"] != "passed"]
                 runs.append({"family": family, "attention": attention, "counts": counts(rows), "tests": listed})
                 sys.stderr.write(f"{family} {attention}: {counts(rows)}\n")
-    if arguments.generation:
-        report = with_generation(before or {}, runs, arguments.generation)
+    if options.generation:
+        text = (options.generation / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
+        (release,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
+        source = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
+        report = {**before, "generation": {"source": source, "runs": runs}}
     else:
-        report = written(merged(before["runs"], runs) if part and before else runs, absent, arguments)
-        report |= {key: before[key] for key in ("generation",) if before and key in before}
-    path.write_text(packed(report), encoding="utf-8")
-    (arguments.out / "transformers-tests.md").write_text(table(report), encoding="utf-8")
+        source = "its sdist" if options.source is None else "a source archive"
+        source += f", which lacks {' and '.join(absent)}: nothing of these is run" if absent else ""
+        report = {"format_version": 1, "created": utc_now(), "transformers": version("transformers"), "source": source}
+        report |= {"environment": environment(), "runs": runs}
+    atomic_write(path, packed(report))
+    atomic_write(options.out / "transformers-tests.md", page(report))
     return 1 if any(entry["counts"]["unexplained"] for entry in runs) else 0
 
 
-def with_generation(before: dict[str, Any], runs: list[dict[str, Any]], source: Path) -> dict[str, Any]:
-    """The report with the results of the mixin of generation, and the version that it was taken from."""
-    text = (source / "src" / "transformers" / "__init__.py").read_text(encoding="utf-8")
-    (release,) = re.findall(r'^__version__ = "(.*)"', text, flags=re.MULTILINE)
-    generation = before.get("generation", {"runs": []})
-    source = f"`tests/generation` of transformers {release}, over the models of {before['transformers']}"
-    return {**before, "generation": {"source": source, "runs": merged(generation["runs"], runs)}}
-
-
-def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A part that was run again takes its place among the results that are there."""
-    new = {(entry["family"], entry["attention"]): entry for entry in runs}
-    merged_runs = [new.pop((entry["family"], entry["attention"]), entry) for entry in before]
-    return [*merged_runs, *new.values()]
-
-
-def written(runs: list[dict[str, Any]], absent: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from hf_linear_attn.utils.environment import environment, utc_now
-
-    source = "its sdist" if arguments.source is None else "a source archive"
-    if absent:
-        source += f", which lacks {' and '.join(absent)}: nothing of these is run"
-    head = {"format_version": 1, "created": utc_now(), "transformers": version("transformers"), "source": source}
-    return {**head, "environment": environment(torch.device("cpu")), "runs": runs}
-
-
 def packed(report: dict[str, Any]) -> str:
-    """JSON with one test that did not pass a line."""
+    """Return JSON with one test that did not pass a line."""
     text = json.dumps(report, ensure_ascii=False, indent=1)
     return re.sub(r"\{\n\s+\"test\"[^}]*\}", lambda match: " ".join(match[0].split()), text) + "\n"
 

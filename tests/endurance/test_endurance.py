@@ -33,7 +33,7 @@ def sizes(short: int, full: int) -> Any:
 
 @pytest.fixture
 def check(record_property: Any) -> Check:
-    """Record rows for the table of `recipes.quality_assurance.endurance`, and require their limits."""
+    """Record rows for the table of `recipes.quality_assurance.marked_tests endurance`, and require their limits."""
 
     def check_rows(*rows: measures.Row) -> None:
         for row in rows:

@@ -15,7 +15,7 @@ from sklearn.metrics import matthews_corrcoef
 
 from hf_linear_attn.registry import ATTENTIONS
 from recipes.benchmarks import conversion, proteins
-from recipes.benchmarks.write_tables import RESULTS, read_json
+from recipes.tables import read_json
 from tests.cases import entries, serves
 from tests.recipes.benchmark_runs import rows_of
 from tests.tiny_models import save_checkpoint
@@ -81,7 +81,7 @@ def test_fidelity(tmp_path: Path) -> None:
 
 
 def test_fidelity_is_known_for_every_mechanism() -> None:
-    results = read_json(RESULTS / "fidelity.json")
+    results = read_json("fidelity.json")
     for model, facts in results["settings"]["models"].items():
         rows = [row for row in results["rows"] if row["model"] == model]
         causal = facts["kind"] == "decoder"
