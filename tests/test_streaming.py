@@ -9,7 +9,7 @@ import torch
 import hf_linear_attn as hla
 from hf_linear_attn.registry import ATTENTIONS
 from hf_linear_attn.streaming import cache_bytes, read_stream, stream_losses
-from recipes.benchmarks.stream import file_tokens
+from recipes.benchmarks.long_inputs import file_tokens
 from tests.cases import every_pair
 from tests.comparing import assert_close, logits
 from tests.inputs import token_ids

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attn.study.records import Conditions
-from hf_linear_attn.study.study import open_study
 from hf_linear_attn.utils.environment import environment, json_safe
 from hf_linear_attn.utils.files import write_json
 from hf_linear_attn.utils.progress import Progress
@@ -66,6 +64,9 @@ def run_benchmark(
     Raises:
         ValueError, OSError: An option or a folder that cannot be used.
     """
+    from hf_linear_attn.study.records import Conditions  # imports torch, whose memory must not count in `deployment`
+    from hf_linear_attn.study.study import open_study
+
     settings, rows = json_safe(options), []
     device = options.get("device", "cpu")
     machine = environment(device)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn.ops.native.backend import unavailable_reason
-from recipes.benchmarks import attention, memory, profile, workloads
+from recipes.benchmarks import attention, profile, workloads
 from recipes.benchmarks.workloads import Inputs
 from tests.cases import every_mechanism
 from tests.comparing import relative_error
@@ -109,10 +109,10 @@ def test_memory_of_a_fresh_process(tmp_path: Path) -> None:
 
 
 def test_eager_attention_beyond_the_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10.1 * 4 * 2 * 64**2)
+    monkeypatch.setattr(attention, "free_memory", lambda device: 10.1 * 4 * 2 * 64**2)
     request = {"batch": 1, "heads": 2, "backward": True}
-    assert memory._fits(request, 64)
-    assert not memory._fits(request, 65)
+    assert attention._fits(request, 64)
+    assert not attention._fits(request, 65)
 
 
 # --------------------------------------------------------------------------------------------------------------------
