@@ -47,6 +47,8 @@ from hf_linear_attn.measure.quality import embedding_metric, sentence_embeddings
 from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
+from hf_linear_attn.study.records import Conditions
+from hf_linear_attn.study.study import Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import UsageError, parse_config
@@ -164,10 +166,27 @@ def tables(results: dict[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def run(config: RecipeConfig) -> None:
     """Convert, measure and write the report."""
-    folder, console = Path(str(config.output)), Console(stderr=True)
-    target = folder / "converted"
+    folder = Path(str(config.output))
+    with open_study(folder, "sentence_encoder", public_options(config), resume=True) as study:
+        results = measure(config, study, folder / "converted")
+    write_json(folder / "results.json", results)
+    nearness, searched = tables(results)
+    parts = [
+        "# A sentence encoder converted",
+        f"{config.passages} held-out passages of {config.data.max_length} tokens, compared with the exact model:",
+        nearness.to_markdown(index=False, disable_numparse=True),
+        f"The document that holds a quoted sentence of {config.question_length} tokens, among {config.documents} of "
+        f"{config.document_length:,} tokens:",
+        searched.to_markdown(index=False, disable_numparse=True),
+    ]
+    atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
+
+
+def measure(config: RecipeConfig, study: Study, target: Path) -> dict[str, Any]:
+    """Convert the encoder into a folder, and measure it beside the exact one; each once."""
     shared = {field.name: getattr(config, field.name) for field in fields(ConvertConfig)}
-    converted = convert(ConvertConfig(**{**shared, "output": str(target), "resume": target.exists()}), console=console)
+    chosen = ConvertConfig(**{**shared, "output": str(target), "resume": target.exists()})
+    converted = convert(chosen, console=Console(stderr=True))
     tokenizer = load_tokenizer(config)
     exact = load_exact(str(config.model), "encoder", torch.device("cpu")).float()
     linear: Any = hla.load_pretrained(str(target / "model")).eval()
@@ -175,34 +194,20 @@ def run(config: RecipeConfig) -> None:
     models = {"window, untrained": hla.patch_model(shared_copy(exact), {"default": window})}
     if config.exact_share:
         plan = converted["stages"]["exact_heads"]["plan"]
-        models[f"{100 * config.exact_share:.0f} % of the heads exact, untrained"] = hla.patch_model(
-            shared_copy(exact), plan
-        )
+        name = f"{100 * config.exact_share:.0f} % of the heads exact, untrained"
+        models[name] = hla.patch_model(shared_copy(exact), plan)
     models["converted"] = linear
-    console.print("Measuring ...")
     documents = text_documents(Path(str(config.test_text)), config.data.documents)
-    text = "\n\n".join(documents)
     passages = text_rows(tokenizer, documents, config.data.max_length or 512, config.passages, causal=False)
-    results = {
-        "format_version": 1,
-        "config": public_options(config),
-        "environment": environment(torch.device("cpu")),
-        "stages": converted["stages"],
-        "embeddings": compare(exact, models, passages, tokenizer),
-        "search": search(exact, linear, text, tokenizer, config),
+    functions: dict[str, Callable[[], Any]] = {
+        "embeddings": lambda: compare(exact, models, passages, tokenizer),
+        "search": lambda: search(exact, linear, "\n\n".join(documents), tokenizer, config),
     }
-    write_json(folder / "results.json", results)
-    nearness, searched = tables(results)
-    parts = [
-        "# A sentence encoder converted",
-        f"{len(passages)} held-out passages of {config.data.max_length} tokens, compared with the exact model:",
-        nearness.to_markdown(index=False, disable_numparse=True),
-        f"The document that holds a quoted sentence of {config.question_length} tokens, among {config.documents} of "
-        f"{config.document_length:,} tokens:",
-        searched.to_markdown(index=False, disable_numparse=True),
-    ]
-    atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
-    console.print(f"Report: {folder / 'report.md'}")
+    results = {"config": public_options(config), "environment": environment(), "stages": converted["stages"]}
+    for name, function in functions.items():
+        conditions = Conditions(Path(str(config.model)).name, "", "converted", name, settings=public_options(config))
+        results[name] = study.measure(conditions, function).values
+    return {"format_version": 1, **results}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,9 +20,9 @@ perplexity and loss by position, recall by length and depth, time and cache of a
   nothing is trained for it;
 - linear: `hedgehog` in all heads, with as many steps of attention transfer first: untrained it is no language model.
 
-A finished variant is a file `measurements/NAME.json` in the output folder, `NAME/` is its training run with the
-checkpoint and its card (of store the checkpoint alone), and `report.md` compares all that are there. A second call goes
-on where the first one stopped.
+The output folder is a study: `records.jsonl` has every measurement as soon as it is made, `NAME/` is the training run
+of a variant with the checkpoint and its card (of store the checkpoint alone), and `report.md` compares all variants
+that are there. A second call goes on where the first one stopped.
 Without --config the options are those of `recipes/configs/smollm2-cpu.yaml`. `--model` takes any other decoder.
 """
 
@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,25 @@ from hf_linear_attn.study.card import public_options
 from hf_linear_attn.study.convert import convert
 from hf_linear_attn.study.loading import load_exact
 from hf_linear_attn.study.plots import STYLE, new_figure, png, recall_maps
+from hf_linear_attn.study.records import Conditions
+from hf_linear_attn.study.study import Study, open_study
 from hf_linear_attn.training.models import load_tokenizer
 from hf_linear_attn.training.options import ConvertConfig
 from hf_linear_attn.utils.arguments import UsageError, parse_config
-from hf_linear_attn.utils.environment import environment
 from hf_linear_attn.utils.files import atomic_write, write_json
 from hf_linear_attn.utils.options import OptionError, option, to_dict
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2-cpu.yaml"
 EXACT, CONTROL = "exact", "control"
-#: Options that measurements depend on: what is compared must have the same.
-MEASURED_BY = ("contexts", "test_tokens", "recall_lengths", "recall_tasks", "recall_trials", "decoding_contexts")
+#: Measurements, and the options that each depends on.
+MEASURED_BY = {
+    "heads": ("attention", "options", "exact_share", "probe_length", "search_length", "search_rows"),
+    "perplexity": ("contexts", "test_tokens"),
+    "recall": ("recall_lengths", "recall_tasks", "recall_trials"),
+    "samples": (),
+    "decoding": ("decoding_contexts",),
+}
+MEASUREMENTS = tuple(name for name in MEASURED_BY if name != "heads")
 #: The plot of losses ends here, in nats beyond the exact model's: others would be flattened.
 LARGEST_LOSS = 0.5
 #: A mixing weight of e^-30 switches the part outside of windows and sinks off.
@@ -111,21 +119,17 @@ class RecipeConfig(ConvertConfig):
             raise OptionError("exact_share", f"must be a number above 0 and below 1, got {self.exact_share!r}.")
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-class Study:
-    """The exact model, the variants of a run and their measurements, in the output folder.
+class Variants:
+    """The exact model, its variants and their measurements.
 
     Args:
         config: The options, with a model.
+        study: The study in the output folder.
     """
 
-    def __init__(self, config: RecipeConfig) -> None:
-        self.config = config
+    def __init__(self, config: RecipeConfig, study: Study) -> None:
+        self.config, self.study = config, study
         self.folder = Path(str(config.output))
-        self.console = Console(stderr=True)
         self.tokenizer = load_tokenizer(config)
 
     @cached_property
@@ -138,34 +142,46 @@ class Study:
         documents = text_documents(Path(str(self.config.test_text)), self.config.data.documents)
         return packed_rows(self.tokenizer, documents, max(self.config.test_tokens, *self.config.contexts))[0]
 
+    def conditions(self, variant: str, measurement: str) -> Conditions:
+        """What a measurement depends on."""
+        options, model = to_dict(self.config), Path(str(self.config.model)).name
+        settings = {name: options[name] for name in MEASURED_BY[measurement]}
+        return Conditions(model, "", variant, measurement, seed=self.config.seed, settings=settings)
+
+    def measure(self, variant: str, measurement: str, function: Callable[[], Any]) -> Any:
+        """Return the value of a measurement, which is made once."""
+        sys.stderr.write(f"{variant}: {measurement}\n")
+        conditions = self.conditions(variant, measurement)
+        values = self.study.measure(conditions, lambda: [{"metric": measurement, "value": function()}]).values
+        return values[0]["value"]
+
     @cached_property
     def heads(self) -> dict[str, Any]:
         """The scores and gains of all key-value heads, and the plans of different choices of as many of them."""
-        path = self.folder / "heads.json"
-        if not path.exists():
-            self.console.print("Choosing the key-value heads that stay exact ...")
-            config = self.config
-            documents = read_documents(config.data).train
-            rows = text_rows(self.tokenizer, documents, config.search_length, config.search_rows, causal=True)
-            search = hla.find_exact_heads(
-                self.exact,
-                self.tokenizer,
-                [{"input_ids": torch.tensor([ids])} for ids in rows],
-                str(config.attention),
-                share=config.exact_share,
-                length=config.probe_length,
-                seed=config.seed,
-                **config.options,
-            )
-            orders = {
-                "mixture": search.table,
-                "probe": search.table.sort_values("score", ascending=False, kind="stable"),
-                "random": search.table.sort_values(["layer", "head"]).sample(frac=1, random_state=config.seed),
-            }
-            count = int(search.table["chosen"].sum())
-            plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}
-            write_json(path, {"scores": search.table.to_dict("records"), "plans": plans})
-        return read_json(path)
+        return self.measure(EXACT, "heads", self._choose_heads)
+
+    def _choose_heads(self) -> dict[str, Any]:
+        config = self.config
+        documents = read_documents(config.data).train
+        rows = text_rows(self.tokenizer, documents, config.search_length, config.search_rows, causal=True)
+        search = hla.find_exact_heads(
+            self.exact,
+            self.tokenizer,
+            [{"input_ids": torch.tensor([ids])} for ids in rows],
+            str(config.attention),
+            share=config.exact_share,
+            length=config.probe_length,
+            seed=config.seed,
+            **config.options,
+        )
+        orders = {
+            "mixture": search.table,
+            "probe": search.table.sort_values("score", ascending=False, kind="stable"),
+            "random": search.table.sort_values(["layer", "head"]).sample(frac=1, random_state=config.seed),
+        }
+        count = int(search.table["chosen"].sum())
+        plans = {name: hla.ExactHeads.first_rows(order, count).plan() for name, order in orders.items()}
+        return {"scores": search.table.to_dict("records"), "plans": plans}
 
     # ---------------------------------------------------------------------------------------------- training
 
@@ -204,7 +220,7 @@ class Study:
         if variant == "linear":
             steps = self.config.transfer.max_steps or self.config.distill.max_steps
             changes["transfer"] = replace(self.config.transfer, max_steps=steps)
-        convert(ConvertConfig(**{**shared, **changes}), console=self.console)
+        convert(ConvertConfig(**{**shared, **changes}), console=Console(stderr=True))
         return self.load(variant)
 
     def load(self, variant: str) -> PreTrainedModel:
@@ -217,32 +233,12 @@ class Study:
 
     # ---------------------------------------------------------------------------------------------- measurements
 
-    def measure(self, variant: str) -> None:
-        """Train and measure a variant; each measurement is saved as soon as it is there.
-
-        Raises:
-            UsageError: Some are there already, by other options.
-        """
-        path = self.folder / "measurements" / f"{variant}.json"
-        settings = {name: to_dict(self.config)[name] for name in MEASURED_BY}
-        known: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
-        for name, value in known.get("settings", {}).items():
-            if value != settings[name]:
-                raise UsageError(
-                    f"{path} was measured with {name} {value}, not {settings[name]}. Remove it, or give that."
-                )
-        expected = {"perplexity": self.perplexity, "recall": self.recall, "samples": self.samples}
-        if variant != EXACT:
-            expected["decoding"] = self.decoding
-        if expected.keys() <= known.keys():
-            return
-        model = self.load(variant) if path.exists() or variant == EXACT else self.train(variant)
-        for name, measurement in expected.items():
-            if name not in known:
-                self.console.print(f"{variant}: measuring {name} ...")
-                known[name] = measurement(model)
-                known["environment"] = environment(model.device)
-                write_json(path, known)
+    def measure_all(self, variant: str) -> None:
+        """Train a variant, unless that is done, and make its measurements."""
+        model = cache(lambda: self.exact if variant == EXACT else self.train(variant))
+        for name in MEASUREMENTS:
+            if (variant, name) != (EXACT, "decoding"):
+                self.measure(variant, name, lambda name=name: getattr(self, name)(model()))
 
     def perplexity(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         rows = []
@@ -285,9 +281,11 @@ class Study:
 
     def report(self) -> None:
         """Write `report.md`, its pictures and `results.json` from the measurements that the folder has so far."""
-        names = [EXACT, *VARIANTS]
-        paths = {name: self.folder / "measurements" / f"{name}.json" for name in names}
-        measured = {name: read_json(path) for name, path in paths.items() if path.exists()}
+        measured: dict[str, Any] = {}
+        for name in (EXACT, *VARIANTS):
+            records = {one: self.study.records.latest(self.conditions(name, one)) for one in MEASUREMENTS}
+            known = {one: record.values[0]["value"] for one, record in records.items() if record is not None}
+            measured |= {name: known} if known else {}
         write_json(
             self.folder / "results.json",
             {"config": public_options(self.config), "heads": self.heads, "stages": self._stages(measured), **measured},
@@ -314,12 +312,12 @@ class Study:
             *samples,
         ]
         atomic_write(self.folder / "report.md", "\n\n".join(parts) + "\n")
-        self.console.print(f"Report: {self.folder / 'report.md'}")
 
     def _stages(self, measured: dict[str, Any]) -> dict[str, Any]:
         """What `convert` recorded of the training of each variant."""
         paths = {name: self.folder / name / "results.json" for name in measured}
-        return {name: read_json(path)["stages"] for name, path in paths.items() if path.exists()}
+        texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.exists()}
+        return {name: json.loads(text)["stages"] for name, text in texts.items()}
 
 
 def summary_table(measured: dict[str, Any]) -> pd.DataFrame:
@@ -378,11 +376,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError("give --output, --data.dataset and --test_text.")
         if config.model is None:
             config = replace(config, model=resolve_model(SMOLLM2)[0])
-        study = Study(config)
-        study.measure(EXACT)
-        for variant in config.variants:
-            study.measure(variant)
-            study.report()
+        with open_study(config.output, "smollm2", public_options(config), resume=True) as study:
+            variants = Variants(config, study)
+            variants.measure_all(EXACT)
+            for variant in config.variants:
+                variants.measure_all(variant)
+                variants.report()
     except (UsageError, ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

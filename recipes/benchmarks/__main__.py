@@ -101,16 +101,12 @@ def run(
     """Run a benchmark, show its table, and return the exit code."""
     import torch
 
-    from hf_linear_attn.utils.progress import ConsoleProgress
-
     from ..tables import read_json
     from . import runner, write_tables
 
     before = None if compare is None else read_json(Path(compare).absolute())["rows"]
     torch.set_num_threads(threads)
-    with ConsoleProgress() as progress:
-        options = {"resume": resume, "progress": progress}
-        results = runner.run_benchmark(name, benchmark_of(name), parameters, Path(output), **options)
+    results = runner.run_benchmark(name, benchmark_of(name), parameters, Path(output), resume=resume)
     sys.stdout.write(write_tables.table_of_run(results) + f"\n\nWritten: {Path(output) / runner.RESULTS_FILE}\n")
     if before is None:
         return 0

@@ -6,6 +6,7 @@ take too long, by what the cells before took. Its parameters are the options of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 from hf_linear_attn.utils.environment import environment, json_safe
 from hf_linear_attn.utils.files import write_json
-from hf_linear_attn.utils.progress import Progress
 
 RESULTS_FILE = "results.json"
 
@@ -46,7 +46,6 @@ def run_benchmark(
     folder: Path,
     *,
     resume: bool = False,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure all cells, and write the results to a folder.
 
@@ -56,7 +55,6 @@ def run_benchmark(
         options: Its parameters.
         folder: Gets the records, each as soon as it is known, and `results.json` at the end.
         resume: Whether to go on with what the folder holds.
-        progress: Told what is being measured.
 
     Returns:
         What `results.json` holds: name, settings, versions and hardware, rows.
@@ -71,10 +69,9 @@ def run_benchmark(
     device = options.get("device", "cpu")
     machine = environment(device)
     parts = {part: machine["hardware"][part] for part in ("device", "cpu", "threads")}
-    progress = progress or Progress()
-    with open_study(folder, name, settings, device=device, resume=resume, progress=progress) as study:
+    with open_study(folder, name, settings, device=device, resume=resume) as study:
         for cell, answer in driven(benchmark(**options)):
-            study.status(", ".join(f"{key} {value}" for key, value in cell.facts.items()))
+            sys.stderr.write(", ".join(f"{key} {value}" for key, value in cell.facts.items()) + "\n")
             conditions = {"settings": {**cell.facts, **cell.settings}, "device": parts, "versions": machine["versions"]}
             record = study.measure(Conditions("", "", "", name, **conditions), cell.measure)
             answer.extend({**cell.facts, **row} for row in record.values)
