@@ -107,31 +107,31 @@ def _with_backend(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(attention=names)
 
 
-def attention_tables(
-    results: Results, dtypes: Sequence[str] = ("float32",), passes: Sequence[str] = ("forward",)
-) -> str:
-    """Speedup over `sdpa` with the crossover, and the time over that of the matrix products alone."""
-    rows = _with_backend(results.rows)
-    parts = [f"{results.machine}."]
-    for (dtype, done, direction), group in rows.groupby(["dtype", "pass", "direction"], sort=False):
-        if dtype not in dtypes or done not in passes:
-            continue
+def attention_tables(results: Results) -> str:
+    """Speedup over `sdpa` with the crossover, and the time over that of the matrix products alone; forward, float32."""
+    rows, parts = _with_backend(_forward(results.rows)), [f"{results.machine}."]
+    for direction, group in rows.groupby("direction", sort=False):
         speedups = grid(group, "length", _speedup_or_seconds)
         ends = group.groupby("attention").apply(_crossover, include_groups=False)
         speedups["crossover"] = speedups[""].map(ends)
         limited = group[group["over_limit.median"].notna()]
-        over = grid(
-            limited, "length", lambda row: times(row["over_limit.median"]) + "*" * (row["limit"] == "operations")
-        )
-        setting = f"{direction}, {dtype}, {done}"
-        parts += [f"**Speedup over sdpa: {setting}**", to_markdown(speedups)]
-        parts += [f"**Time over limit: {setting}**", to_markdown(over)]
+        over = grid(limited, "length", _over_limit)
+        parts += [f"**Speedup over sdpa: {direction}, float32, forward**", to_markdown(speedups)]
+        parts += [f"**Time over limit: {direction}, float32, forward**", to_markdown(over)]
     notes = (
         "The row sdpa shows times. Crossover: from this length on faster than sdpa. Limit: PyTorch's own matrix "
         "products alone for the same shapes (causal: chunks of 128 tokens); *: operations counted, at the rate of a "
         "product of the heads in the same run."
     )
     return "\n\n".join([*parts, notes])
+
+
+def _forward(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["dtype"] == "float32") & (rows["pass"] == "forward")]
+
+
+def _over_limit(row: pd.Series) -> str:
+    return times(row["over_limit.median"]) + "*" * (row["limit"] == "operations")
 
 
 def _speedup_or_seconds(row: pd.Series) -> str:
@@ -164,7 +164,7 @@ def headline(lengths: Sequence[int] = (4096, 16384)) -> str:
     Each mechanism on its fastest backend.
     """
     results, steps = Results.read("attention.json.gz"), Results.read("decoding.json.gz").rows
-    rows = results.rows[(results.rows["dtype"] == "float32") & (results.rows["pass"] == "forward")]
+    rows = _forward(results.rows)
     by_name = rows[rows["attention"] != SDPA].groupby(["attention", "direction", "length"], sort=False)
     speedups, limits = by_name["speedup.median"].max(), by_name["over_limit.median"].min()
     columns: dict[str, pd.Series] = {}
@@ -204,19 +204,17 @@ def _whole_models(rows: pd.DataFrame) -> str:
 
 def compiled_table(results: Results) -> str:
     """Eager and compiled time of a forward pass and of a token, exact and linear."""
-    length, rows = results.settings["length"], results.rows
+    length, rows = results.settings["length"], results.rows.copy()
     titles = {"forward": f"forward pass of {length:,} tokens", "token": f"a token after {length:,}"}
-    keys = ["model", "dtype", "attention"]
-    table = rows[keys].drop_duplicates().reset_index(drop=True)
-    for work in rows["work"].unique():
-        part = rows[rows["work"] == work].set_index(keys)
-        for name, unit in (("eager", ", ms"), ("compiled", ", ms"), ("speedup", "")):
-            values = part[f"{name}.median"].map(f"{{:.{2 if name == 'speedup' else 1}f}}".format)
-            values = values + "×" if name == "speedup" else (part[f"{name}.median"] * 1e3).map("{:.1f}".format)
-            title = f"{titles[work]}, {'eager / compiled' if name == 'speedup' else name + unit}"
-            table = table.merge(values.rename(title).reset_index(), how="left", on=keys)
-    table["attention"] = [f"`{name}`" for name in table["attention"]]
-    return f"{results.machine}; medians.\n\n{to_markdown(table.fillna(''), text_columns=3)}"
+    for name in ("eager", "compiled"):
+        rows[f"{name}, ms"] = (1e3 * rows[f"{name}.median"]).map("{:.1f}".format)
+    rows["eager / compiled"] = rows["speedup.median"].map("{:.2f}×".format)
+    rows["attention"] = "`" + rows["attention"] + "`"
+    keys, values = ["model", "dtype", "attention"], ["eager, ms", "compiled, ms", "eager / compiled"]
+    table = rows.pivot(index=keys, columns="work", values=values).loc[[*rows[keys].drop_duplicates().itertuples(False)]]
+    table = table[[(value, work) for work in titles for value in values]]
+    table.columns = pd.Index([f"{titles[work]}, {value}" for value, work in table.columns])
+    return f"{results.machine}; medians.\n\n{to_markdown(table.reset_index().fillna(''), text_columns=3)}"
 
 
 def transfer_cost_table(results: Results) -> str:
@@ -298,9 +296,7 @@ def quantization_table(results: Results) -> str:
     timed = [name for name in results.rows if name.startswith("seconds.") and name.endswith(".median")]
     parts = [f"{results.machine}."]
     if timed:
-        parts[0] += (
-            " Processor time of one thread (medians), in brackets times as fast as the same attention in float32."
-        )
+        parts += ["Processor time of one thread (medians), in brackets times as fast as the same attention in float32."]
     for model, rows in results.rows.groupby("model", sort=False):
         table = pd.DataFrame(
             {
@@ -413,9 +409,8 @@ def conversion_table() -> str:
         line["learned"] = "yes" if learned else "no"
         distilled = stages["distilled"]
         line |= {task: mean(distilled[distilled["task"] == task]["score"], 1, 100) for task in ("stsb", "mrpc", "sst2")}
-        line["recovered after transfer"] = (
-            recovered(stages["after transfer"], control) if "after transfer" in stages else EMPTY
-        )
+        transferred = stages.get("after transfer", distilled[:0])
+        line["recovered after transfer"] = recovered(transferred, control)
         lines.append({**line, "recovered after distillation": recovered(distilled, control)})
     titles = {"stsb": "STS-B, Pearson", "mrpc": "MRPC, accuracy", "sst2": "SST-2, accuracy"}
     return to_markdown(pd.DataFrame(lines).rename(columns=titles), text_columns=2)
@@ -429,18 +424,13 @@ def lm_tables(results: Results) -> str:
         cells = rows.groupby(["variant", "context"], sort=False)["perplexity"].mean().unstack()
         steps = rows.groupby("variant")[["transfer_steps", "steps"]].first().loc[cells.index]
         behind = 100 * (cells.iloc[:, 0] / cells.iloc[:, 0].get("softmax", float("nan")) - 1)
-        table = pd.DataFrame(
-            {"": cells.index, "steps (transfer + tuning)": [f"{a} + {b}" for a, b in steps.to_numpy()]}
-        )
-        for context in cells:
-            table[f"context {context}"] = [f"{value:.2f}" for value in cells[context]]
-        table["to the tuned exact model"] = [
-            "" if name == "pretrained" else f"{one:+.1f} %" for name, one in behind.items()
-        ]
+        table = cells.map("{:.2f}".format).rename(columns="context {}".format).rename_axis("", axis=0)
+        table.insert(0, "steps (transfer + tuning)", [f"{a} + {b}" for a, b in steps.to_numpy()])
+        table["to the tuned exact model"] = behind.map("{:+.1f} %".format).where(table.index != "pretrained", "")
         parts.append(
             f"**{model}**, trained on sequences of {first['trained_at']} tokens; window of {first['window']} tokens; "
             f"perplexity over {first['tokens']:,} held-out tokens, half a context apart:\n\n"
-            + to_markdown(table, text_columns=2)
+            + to_markdown(table.reset_index(), text_columns=2)
         )
     return "\n\n".join(parts)
 
@@ -468,9 +458,8 @@ def fidelity_tables(results: Results) -> str:
             texts = {name: [fixed(one, digits[name]) for one in group[name].dropna()] for name in metrics}
             cells = {titles.get(name, name.replace("_", " ")): "→".join(texts[name]) or EMPTY for name in metrics}
             lines.append({"mechanism": f"`{attention}`", **cells})
-        exact = (
-            f"; perplexity of the exact model: {facts['exact_perplexity']:.2f}" if "exact_perplexity" in facts else ""
-        )
+        perplexity = facts.get("exact_perplexity")
+        exact = f"; perplexity of the exact model: {perplexity:.2f}" if perplexity else ""
         parts.append(
             f"**{model}** on {facts['text']}: {facts['tokens']:,} held-out tokens in sequences of up to "
             f"{facts['sequence_length']}; transfer: {facts['steps']} steps of {facts['batch_size']} sequences, seed "
@@ -487,9 +476,7 @@ def fidelity_tables(results: Results) -> str:
 def _variants(rows: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
     """Rows that differ in their seed only, with variant and length as text; exact attention first."""
     order = sorted(rows["variant"].unique(), key=lambda name: (name != "softmax", "softmax" not in name))
-    ordered = rows.assign(rank=rows["variant"].map(order.index)).sort_values(
-        ["rank", "pieces", "length"], kind="stable"
-    )
+    ordered = rows.assign(rank=rows["variant"].map(order.index)).sort_values(["rank", "pieces", "length"])
     groups = ordered.groupby(["variant", "length", "pieces"], sort=False)
     return [((f"`{key[0]}`", f"{'in pieces of ' * key[2]}{key[1]:,}"), group) for key, group in groups]
 
@@ -497,55 +484,14 @@ def _variants(rows: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
 def _score(group: pd.DataFrame, stratum: str, metric: str) -> str:
     """Mean and deviation over seeds; of one seed, the bootstrap error of the Matthews correlation."""
     values, error = group[f"strata.{stratum}.{metric}"], f"strata.{stratum}.{metric}_error"
-    return (
-        f"{values.iloc[0]:.3f} ± {group[error].iloc[0]:.3f}" if len(values) == 1 and error in group else mean(values, 3)
-    )
+    if len(values) > 1 or error not in group:
+        return mean(values, 3)
+    return f"{values.iloc[0]:.3f} ± {group[error].iloc[0]:.3f}"
 
 
 def _strata(rows: pd.DataFrame) -> dict[str, int]:
     names = [name.split(".")[1] for name in rows if name.startswith("strata.") and name.endswith(".rows")]
     return {name: int(rows[f"strata.{name}.rows"].iloc[0]) for name in names}
-
-
-def proteins_tables() -> str:
-    """Quality and costs by variant and length."""
-    results, costs = Results.read("proteins.json"), Results.read("proteins-costs.json")
-    lines = []
-    for (variant, length), group in _variants(results.rows):
-        line = {"attention": variant, "cut to": length}
-        for name, count in _strata(results.rows).items():
-            line[f"MCC, {name} ({count:,})"] = _score(group, name, "mcc")
-            line[f"AUC, {name}"] = _score(group, name, "auc")
-        line["training, s"] = f"{group['training.cpu_seconds'].mean():.0f}"
-        lines.append({**line, "scoring, s": f"{group['score_cpu_seconds'].mean():.0f}"})
-    settings, longest = costs.settings, costs.rows[costs.rows["length"].isna()]
-    uncut = [
-        f"`{row['variant']}` {row['inference.seconds']:.1f} s and {row['training.seconds']:.1f} s "
-        f"({row['peak_bytes'] / 1e6:.0f} MB)"
-        for _, row in longest.iterrows()
-    ]
-    return "\n\n".join(
-        [
-            "**Proteins (DeepLoc 2.0 SwissProt; is there a segment in a membrane?)**: quality "
-            f"({results.machine}; seed {', '.join(map(str, sorted(results.rows['seed'].unique())))}):",
-            to_markdown(pd.DataFrame(lines), text_columns=2),
-            f"Processor seconds for 1,000 inputs, measured on {settings['inputs']} held-out inputs beyond "
-            f"{settings['beyond']:,} residues (mean: {settings['mean_tokens']:,.0f}), all variants interleaved "
-            f"({costs.machine}); memory that a forward and backward pass of one full length adds:",
-            to_markdown(_costs(costs.rows), text_columns=2),
-            f"The longest held-out input, uncut ({longest['tokens'].iloc[0]:,.0f} residues with its special tokens): "
-            f"inference, and forward with backward (added memory): {', '.join(uncut)}.",
-        ]
-    )
-
-
-def _costs(rows: pd.DataFrame) -> pd.DataFrame:
-    rows = rows[rows["length"].notna()]
-    table = pd.DataFrame({"attention": "`" + rows["variant"] + "`", "cut to": rows["length"].map("{:,.0f}".format)})
-    for kind in ("training", "inference"):
-        table[f"{kind}, s"] = rows[f"{kind}.seconds_per_1000"].map("{:.1f}".format)
-        table[f"{kind}, faster"] = rows[f"{kind}.speedup"].map("{:.2f}×".format)
-    return table.assign(**{"memory added": (rows["peak_bytes"] / 1e6).map("{:.0f} MB".format)})
 
 
 def proteins_summary(strata: Sequence[str] = ("> 1,024", "> 2,048")) -> str:
@@ -656,9 +602,8 @@ def smollm2_table(rows: Sequence[str] = ()) -> str:
             label = name if name in (EXACT, CONTROL) else f"{name}, {kind}"
             measured |= {label: results[name]} if name in results else {}
     table = smollm2.summary_table({name: one for name, one in measured.items() if not rows or name in rows})
-    return to_markdown(
-        table[[name for name in table if name.endswith(("variant", "2,048", "8,192"))]], text_columns=None
-    )
+    shown = [name for name in table if name.endswith(("variant", "2,048", "8,192"))]
+    return to_markdown(table[shown], text_columns=None)
 
 
 def sentence_encoder_tables() -> str:
@@ -708,7 +653,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "packages": lambda: packages_table(read_json("packages.json")),
     "plan": lambda: plan_table("plan-stories260k"),
     "plan-heads": lambda: plan_table("plan-smollm2"),
-    "long-all": proteins_tables,
     "long": proteins_summary,
     "sentence-encoder": sentence_encoder_tables,
     "smollm2": lambda: smollm2_table(SMOLLM2_ROWS),
