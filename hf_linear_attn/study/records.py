@@ -35,7 +35,7 @@ RESULTS = (RECORDS_FILE, LEARNED_FOLDER)
 
 #: Columns of the table with the conditions of a value.
 CONDITION_COLUMNS = (
-    *("id", "time", "run", "group", "label", "model", "attention", "state", "seed"),
+    *("id", "time", "run", "label", "model", "attention", "state", "seed"),
     *("measurement", "task", "length", "batch_size", "dtype", "device", "threads"),
 )
 
@@ -88,7 +88,6 @@ class Record:
     time: str  # when it was made, UTC
     run: str  # the run that made it
     label: str = ""  # the row of the summary that it belongs to
-    group: str | None = None  # the same for what was timed side by side
     seconds: float | None = None  # how long the measurement took
 
     def value(self, metric: str) -> float | None:
@@ -115,7 +114,6 @@ class Records:
 
     Args:
         path: The file; None keeps the records in memory only.
-        remeasure: Whether `measure` repeats (once in this run) what the file holds already.
 
     Raises:
         ValueError: A line is damaged or has another format version. An incomplete last line, which a killed process
@@ -123,9 +121,8 @@ class Records:
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: Path | None = None, *, remeasure: bool = False) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.remeasure = remeasure
         self.runs: dict[str, Run] = {}
         self.used: dict[str, str] = {}  # what this run measured or knew already: id -> label
         self._records: dict[str, list[Record]] = {}
@@ -149,9 +146,8 @@ class Records:
     def known(self, conditions: Conditions, label: str = "") -> Record | None:
         """Return the record that makes a measurement in this run, with this label, unnecessary, or None."""
         record = self.latest(conditions)
-        if record is None or (self.remeasure and (self._run is None or record.run != self._run.run)):
-            return None
-        self.used[record.id] = label
+        if record is not None:
+            self.used[record.id] = label
         return record
 
     def start_run(self, tool: str, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
@@ -159,15 +155,7 @@ class Records:
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._run = Run(name, utc_now(), tool, json_safe(settings), json_safe(environment))
 
-    def add(
-        self,
-        conditions: Conditions,
-        values: Values,
-        *,
-        label: str = "",
-        group: str | None = None,
-        seconds: float | None = None,
-    ) -> Record:
+    def add(self, conditions: Conditions, values: Values, *, label: str = "", seconds: float | None = None) -> Record:
         """Write a measurement to the file.
 
         Raises:
@@ -178,7 +166,7 @@ class Records:
         if isinstance(values, Mapping):
             values = [{"metric": name, "value": value} for name, value in values.items()]
         run, rows = self._run.run, json_safe(list(values))
-        record = Record(conditions.id, conditions.to_dict(), rows, utc_now(), run, label, group, seconds)
+        record = Record(conditions.id, conditions.to_dict(), rows, utc_now(), run, label, seconds)
         if self.path is not None:
             lines = [] if run in self.runs else [_line(self._run)]
             JsonLinesFile(self.path).append(*lines, _line(record))

@@ -46,7 +46,7 @@ SEARCH_TOKENS, PROBE_LENGTH = 16_384, 512
 ROW_LENGTH = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExactHeads:
     """The key-value heads of a model that are to stay exact.
 
@@ -104,6 +104,20 @@ class ExactHeads:
         }
         default = self.attention if attention is None else attention
         return {"default": default if isinstance(default, str) else dict(default), **layers}
+
+    def summary(self) -> pandas.DataFrame:
+        """Return a row for each layer: its exact heads, and how many heads it has."""
+        import pandas as pd
+
+        sizes = self.table.groupby("layer").size().sort_index()
+        exact = [", ".join(map(str, self.heads.get(layer, ()))) or "–" for layer in sizes.index]
+        return pd.DataFrame({"exact heads": exact, "of": sizes.to_list()}, index=sizes.index)
+
+    def __repr__(self) -> str:
+        return self.summary().to_string()
+
+    def _repr_html_(self) -> str:
+        return self.summary().to_html()
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ def conditions(length: int = 64, attention: str = "elu", **changes: Any) -> Cond
     return Conditions(**{**parts, **changes})
 
 
-def started(path: Path | None, **options: Any) -> Records:
-    records = Records(path, **options)
+def started(path: Path | None) -> Records:
+    records = Records(path)
     records.start_run("a test", {"steps": 3}, {"hardware": {"cpu": "a CPU"}})
     return records
 
@@ -72,15 +72,20 @@ def test_each_record_is_on_disk_at_once_and_not_measured_twice(tmp_path: Path) -
     assert again.latest(conditions(65)) is None
 
 
-def test_remeasuring_keeps_both_and_the_newer_counts(tmp_path: Path) -> None:
+def test_of_two_records_the_newer_counts(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    started(path).add(conditions(), {"median": 1.0})
-    records = started(path, remeasure=True)
-    values = iter([2.0, 3.0])
-    for _ in range(2):
-        records.measure(conditions(), lambda: {"median": next(values)})
+    for median in (1.0, 2.0):
+        started(path).add(conditions(), {"median": median})
     assert [record.value("median") for record in Records(path)] == [1.0, 2.0]
     assert Records(path).to_frame()["value"].tolist() == [2.0]
+    assert Records(path).latest(conditions()).value("median") == 2.0
+
+
+def test_a_row_may_say_which_variant_it_is_of() -> None:
+    """What was timed side by side is one record."""
+    records = started(None)
+    records.add(conditions(attention=""), [{"metric": "seconds", "value": 1, "label": name} for name in ("a", "b")])
+    assert records.to_frame()["label"].tolist() == ["a", "b"]
 
 
 def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_damage_is_reported_with_file_and_line(tmp_path: Path, change: Any, comp
 def test_records_in_memory_can_be_saved(tmp_path: Path) -> None:
     records = started(None)
     records.add(conditions(1), {"a": 1})
-    records.add(conditions(2), {"a": 3}, group="together", seconds=0.5)
+    records.add(conditions(2), {"a": 3}, seconds=0.5)
     path = tmp_path / "records.jsonl"
     path.write_text("an earlier file")
     records.save(path)
@@ -175,7 +180,7 @@ def test_format_is_pinned(tmp_path: Path) -> None:
     assert FORMAT_VERSION == 2
     assert set(run) == {"format_version", "kind", "run", "time", "tool", "settings", "environment"}
     assert set(record) == {
-        *("format_version", "kind", "id", "conditions", "values", "time", "run", "label", "group", "seconds"),
+        *("format_version", "kind", "id", "conditions", "values", "time", "run", "label", "seconds"),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
+import pandas
 import pytest
 
 from hf_linear_attn.measure.quality import PERPLEXITY, Score
@@ -21,6 +22,7 @@ def evaluation(
     *,
     speedups: Mapping[int, float] | None = None,
     longest: int = 512,
+    spread: tuple[float, float] | None = None,
     **more: Mapping[str, float],
 ) -> Evaluation:
     """An evaluation with these scores by row; `more` are further metrics of the same measurement, by row."""
@@ -35,6 +37,7 @@ def evaluation(
     for length, speedup in (speedups or {512: 2.0}).items():
         for label in values:
             time = {"metric": "seconds", "value": 1.0, "p20": 1.0, "p80": 1.0, "speedup": speedup}
+            time |= dict(zip(("speedup_p20", "speedup_p80"), spread or (speedup, speedup), strict=True))
             conditions = Conditions("model", "", label, "forward", length=length, batch_size=1)
             records.add(conditions, [{**time, "speedup": 1.0} if label == "exact" else time], label=label)
     info = {
@@ -121,3 +124,50 @@ def test_outputs_that_training_moved_are_no_chance() -> None:
     values = {"exact": 0.70, CONVERTED: 0.80, "without attention": 0.50}
     divergences = {"exact": 0.0, CONVERTED: 0.9, "without attention": 1.0}
     assert "chance" not in evaluation(ACCURACY, values, divergence=divergences).conclusions()[0].sentence
+
+
+def test_it_prints_as_a_short_table() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 11.0, "without attention": 20.0})
+    lines = repr(result).splitlines()
+    assert lines[0].split()[0] == "perplexity"
+    assert [line.split()[0] for line in lines[2:]] == ["exact", "elu", "without", "elu:"]
+    assert "+10.0%" in lines[3]
+
+
+def test_a_speed_that_varies_more_than_it_differs_is_not_stated() -> None:
+    result = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(0.8, 2.5))
+    assert result.summary()["forward at 512"]["elu"] == "not measurable"
+    conclusion = result.conclusions()[0]
+    assert conclusion.sentence.startswith("its speed is not measurable on this machine now at 512 tokens")
+    assert conclusion.worthwhile is None
+    sure = evaluation(PERPLEXITY, {"exact": 10.0, "elu": 10.0, "without attention": 20.0}, spread=(1.8, 2.5))
+    assert sure.summary()["forward at 512"]["elu"] == "2.00×"
+
+
+def test_lengths_beyond_the_positions_are_marked_with_the_line_that_says_so() -> None:
+    scores = {"exact": 10.0, "elu": 11.0, "without attention": 20.0}
+    result = evaluation(PERPLEXITY, scores, speedups={128: 1.5, 512: 2.0})
+    result.info["model"]["positions"] = 256
+    result.info["notes"] = ["† Beyond the model's 256 positions they continue; no quality was measured there."]
+    assert "forward at 512 †" in result.summary()
+    assert [result.length_title(length) for length in (128, 256, 512)] == ["128", "256", "512 †"]
+    assert result.positions_note() == result.info["notes"][0]
+    assert result.info["notes"][0] in result.warnings()
+    assert "elu is faster from ≤ 128 tokens on, 2.00× at 512 † tokens" in result.headline()
+
+
+def test_the_summary_fits_a_page() -> None:
+    """1,160 pixels: a digit of the page's font is 8 pixels wide, and a cell has 18 pixels of padding."""
+    scores = [PERPLEXITY, Score("recall", "recall", "recall", digits=2), Score("sts", "spearmanr", "STS-B Spearman")]
+    result = evaluation(PERPLEXITY, {"exact": 10.123, "hedgehog (converted)": 11.456, "without attention": 20.0})
+    result.info["scores"] = [asdict(score) for score in scores]
+    for score in scores[1:]:
+        result.table = pandas.concat(
+            [result.table, evaluation(score, {"exact": 0.9, "hedgehog (converted)": 0.85}).table]
+        )
+    rows = [result.summary()]
+    extra = {"forward+backward at 8,192 †": "not measurable", "decoding at 8,192 †": "12.34×"}
+    extra |= {"memory at 8,192 †": "123 MB", "cache at 8,192 †": "123 MB"}
+    frame = rows[0].assign(**extra).reset_index()
+    widths = [max(max(map(len, frame[column])), *(len(word) for word in column.split())) * 8 + 18 for column in frame]
+    assert sum(widths) <= 1160, dict(zip(frame, widths, strict=True))
