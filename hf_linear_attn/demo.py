@@ -18,7 +18,7 @@ SMOLLM2 = "smollm2"
 
 #: The default mechanism, well converted, beside one that is patched in as it is.
 ATTENTIONS = ("window", "elu")
-LENGTHS, DECODER_LENGTHS = (512, 2048, 8192), (512, 2048)
+LENGTHS, DECODER_LENGTHS = (512, 2048, 4096), (512, 2048)
 STEPS = 30
 
 

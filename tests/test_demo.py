@@ -147,7 +147,7 @@ def test_options_are_those_of_evaluate() -> None:
 def test_the_demo_shows_the_default_and_one_baseline_and_the_study_everything() -> None:
     settings = resolve_settings(DemoConfig().with_defaults(), "encoder", 512, "float32", table=True)
     assert settings.attentions == ("window", "elu")
-    assert settings.lengths == (512, 2048, 8192)
+    assert settings.lengths == (512, 2048, 4096)
     assert settings.throughput_batch_size == 1
     study = resolve_settings(DemoConfig(full=True).with_defaults(), "encoder", 512, "float32", table=True)
     assert len(study.attentions) == 5
