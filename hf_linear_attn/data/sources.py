@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..utils.extras import require_packages
 from ..utils.formatting import near_matches
 from .files import FORMATS, Documents, file_suffix, read_table, uncompressed_name, with_numbers
-from .text import held_out_rows
+from .text import validation_rows
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -137,17 +137,17 @@ def _load_files(files: Mapping[str, Path], documents: Documents) -> DatasetDict:
 
 
 def hold_out_validation(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return the data set with a `share` of the rows of `train` (see `held_out_rows`) as the split `validation`.
+    """Return the data set with a `share` of the rows of `train` (see `validation_rows`) as the split `validation`.
 
     Rows stay in their order. A ValueError if no row would be left to train on.
     """
     train = splits["train"]
-    held_out = held_out_rows(len(train), share)
-    if len(held_out) >= len(train):
+    validation = validation_rows(len(train), share)
+    if len(validation) >= len(train):
         rows = f"{len(held_out)} of {len(train)} rows"
         raise ValueError(f"{rows} cannot be held out for validation. Give more rows, or a file for validation.")
-    rest = train.select(sorted({*range(len(train))} - {*held_out}))
-    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(held_out)})
+    rest = train.select(sorted({*range(len(train))} - {*validation}))
+    return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(validation)})
 
 
 def check_columns(splits: DatasetDict, columns: Sequence[str]) -> None:

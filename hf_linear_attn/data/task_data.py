@@ -246,9 +246,9 @@ def read_documents(data: DataConfig) -> Text:
     if path is None or (Path(path).is_file() and not is_table):
         return read_text(path, data.documents, data.validation_size)
     splits = load_splits(data, data.text_columns[:1])
-    train, held_out = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
+    train, validation = (tuple(splits[name][data.text_columns[0]]) for name in ("train", "validation"))
     source = Path(path).name if Path(path).exists() else path
-    return Text(source, hashlib.sha256("\0".join((*train, *held_out)).encode()).hexdigest(), train, held_out)
+    return Text(source, hashlib.sha256("\0".join((*train, *validation)).encode()).hexdigest(), train, validation)
 
 
 def load_labelled(data: DataConfig) -> tuple[Task, DatasetDict]:

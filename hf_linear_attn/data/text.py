@@ -40,7 +40,7 @@ class Text:
     source: str
     sha256: str
     train: tuple[str, ...]
-    held_out: tuple[str, ...]
+    validation: tuple[str, ...]
 
 
 def read_text(path: str | None, documents: files.Documents = "auto", share: float = VALIDATION_SIZE) -> Text:
@@ -69,11 +69,11 @@ def text_of(documents: Sequence[str], source: str, share: float = VALIDATION_SIZ
     characters = sum(map(len, documents))
     if characters < MIN_CHARACTERS:
         raise ValueError(f"{source!r} has {characters} characters; at least {MIN_CHARACTERS} are needed.")
-    train, held_out = hold_out(documents, share)
-    return Text(source, digest, tuple(train), tuple(held_out))
+    train, validation = hold_out(documents, share)
+    return Text(source, digest, tuple(train), tuple(validation))
 
 
-def held_out_rows(count: int, share: float) -> list[int]:
+def validation_rows(count: int, share: float) -> list[int]:
     """Return the indices of a share of so many rows, at least one, in order.
 
     They depend on nothing else, a seed included: what one command trains on, no other one measures on.
@@ -82,22 +82,22 @@ def held_out_rows(count: int, share: float) -> list[int]:
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Return train and held-out documents: those of `held_out_rows`, or, of fewer than ten, the end of the text."""
+    """Return train and held-out documents: those of `validation_rows`, or, of fewer than ten, the end of the text."""
     if len(documents) >= MIN_DOCUMENTS:
-        chosen = set(held_out_rows(len(documents), share))
+        chosen = set(validation_rows(len(documents), share))
         parts: tuple[list[str], list[str]] = ([], [])
         for index, document in enumerate(documents):
             parts[index in chosen].append(document)
         return parts
     characters = int(share * sum(map(len, documents)))
-    train, held_out = list(documents), list[str]()
+    train, validation = list(documents), list[str]()
     while train and len(train[-1]) <= characters:
-        held_out.insert(0, train.pop())
-        characters -= len(held_out[0])
+        validation.insert(0, train.pop())
+        characters -= len(validation[0])
     if train and characters:
         train[-1], rest = cut_text(train[-1], characters / len(train[-1]))
-        held_out.insert(0, rest)
-    return [document for document in train if document], [document for document in held_out if document]
+        validation.insert(0, rest)
+    return [document for document in train if document], [document for document in validation if document]
 
 
 def cut_text(text: str, share: float) -> tuple[str, str]:

@@ -83,7 +83,7 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
         ValueError: It is too short.
     """
     tokenizer, causal, length = exact.tokenizer, exact.kind == "decoder", settings.sequence_length
-    counts = ((text.train, settings.train_sequences), (text.held_out, settings.test_sequences))
+    counts = ((text.train, settings.train_sequences), (text.validation, settings.test_sequences))
     train, test = (
         [{"input_ids": ids} for ids in text_rows(tokenizer, part, length, count, causal=causal)]
         for part, count in counts
@@ -93,8 +93,8 @@ def text_inputs(exact: ExactModel, text: Text, settings: Settings, parts: Sequen
         return padded_batches([row["input_ids"] for row in rows], settings.batch_size, pad_token(tokenizer))
 
     inputs = _split(train, test, batches, settings, text.source, text.sha256)
-    inputs.facts["rows"] = rows_text(len(text.train) + len(text.held_out), length, causal=causal)
-    split = [text.held_out] if len(parts) == 1 else split_halves(text.held_out)
+    inputs.facts["rows"] = rows_text(len(text.train) + len(text.validation), length, causal=causal)
+    split = [text.validation] if len(parts) == 1 else split_halves(text.validation)
     measurements = []
     for name, documents in zip(parts, split, strict=True):
         windows = {"context": settings.context, "stride": settings.stride} if causal else {}

@@ -187,13 +187,13 @@ def test_empty_splits_are_errors(monkeypatch, tmp_path):
 def test_carved_validation(size, count):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"n": list(range(100))})})
     loaded, again = (hold_out_validation(splits, size) for _ in range(2))
-    held_out, rest = loaded["validation"]["n"][:], loaded["train"]["n"][:]
-    assert len(held_out) == count
-    assert sorted(held_out + rest) == list(range(100))
-    assert held_out == sorted(held_out)
+    validation, rest = loaded["validation"]["n"][:], loaded["train"]["n"][:]
+    assert len(validation) == count
+    assert sorted(validation + rest) == list(range(100))
+    assert validation == sorted(validation)
     assert rest == sorted(rest)
-    assert again["validation"]["n"][:] == held_out
-    assert hold_out([str(n) for n in range(100)], size)[1] == [str(n) for n in held_out]  # the rule for text files
+    assert again["validation"]["n"][:] == validation
+    assert hold_out([str(n) for n in range(100)], size)[1] == [str(n) for n in validation]  # the rule for text files
 
 
 def test_validation_that_cannot_be_carved():

@@ -99,9 +99,9 @@ def test_the_end_of_a_running_text_is_held_out(tmp_path):
     words = [str(index) for index in range(1000)]
     (tmp_path / "book.txt").write_text("\n\n" + " ".join(words) + "\n\nend")
     splits = load_splits(DataConfig(dataset=str(tmp_path / "book.txt"), validation_size=0.25), ("text",))
-    train, held_out = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
-    assert [*train, *held_out] == [*words, "end"]
-    assert len(" ".join(held_out)) / len(" ".join(words)) == pytest.approx(0.25, abs=0.01)
+    train, validation = splits["train"]["text"][0].split(), splits["validation"]["text"][0].split()
+    assert [*train, *validation] == [*words, "end"]
+    assert len(" ".join(validation)) / len(" ".join(words)) == pytest.approx(0.25, abs=0.01)
 
 
 def test_text_of_any_source(tmp_path):
@@ -110,7 +110,7 @@ def test_text_of_any_source(tmp_path):
         tmp_path, {"train.csv": "text,n\nabc,1\ndef,2\n", "dev.csv": "text,n\nghi,3\n", "log": "word " * 900}
     )
     text = read_documents(DataConfig(dataset=str(folder)))
-    assert (text.train, text.held_out) == (("abc", "def"), ("ghi",))
+    assert (text.train, text.validation) == (("abc", "def"), ("ghi",))
     assert read_documents(DataConfig(dataset=str(folder / "log"))).train[0].startswith("word word")
     with pytest.raises(FileNotFoundError, match=r"no file or folder '\./nowhere\.txt'"):
         read_documents(DataConfig(dataset="./nowhere.txt"))

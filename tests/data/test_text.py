@@ -31,9 +31,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_standard_library_is_enough() -> None:
     text = read_text(None)
     assert len(text.train) > 60
-    assert len(text.held_out) > 15
-    assert sum(map(len, text.train)) + sum(map(len, text.held_out)) > 300_000
-    assert not set(text.train) & set(text.held_out)
+    assert len(text.validation) > 15
+    assert sum(map(len, text.train)) + sum(map(len, text.validation)) > 300_000
+    assert not set(text.train) & set(text.validation)
 
 
 def test_standard_library_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,24 +68,24 @@ def test_wikitext_is_split_into_articles(tmp_path: Path) -> None:
     path = tmp_path / "wiki.train.tokens"
     path.write_text("".join(article.format(index) for index in range(20)))
     text = read_text(str(path))
-    assert (len(text.train), len(text.held_out)) == (18, 2)
+    assert (len(text.train), len(text.validation)) == (18, 2)
 
 
 def test_a_share_of_the_documents_is_held_out() -> None:
     documents = [str(index) for index in range(23)]
-    train, held_out = hold_out(documents, 0.2)
-    assert len(held_out) == 5
-    assert (train, held_out) == (sorted(train, key=int), sorted(held_out, key=int))
-    assert sorted(train + held_out, key=int) == documents
+    train, validation = hold_out(documents, 0.2)
+    assert len(validation) == 5
+    assert (train, validation) == (sorted(train, key=int), sorted(validation, key=int))
+    assert sorted(train + validation, key=int) == documents
 
 
 def test_the_end_of_few_documents_is_held_out() -> None:
     text = " ".join(str(index) for index in range(1000))
-    (train,), (held_out,) = hold_out([text], 0.2)
+    (train,), (validation,) = hold_out([text], 0.2)
     assert f"{train} {held_out}" == text
     assert len(train) / len(text) == pytest.approx(0.8, abs=0.01)
-    train, held_out = hold_out(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
-    assert (train, held_out) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
+    train, validation = hold_out(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
+    assert (train, validation) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
 
 
 def test_rows_of_a_causal_model_are_packed() -> None:

@@ -124,7 +124,7 @@ def test_values_are_those_of_a_fresh_measurement(folder: Path, decoder: tuple[Ev
     evaluation = decoder[0]
     settings = Settings(**evaluation.info["settings"])
     text, tokenizer = read_text(str(folder / "text.txt")), tiny_tokenizer()
-    documents = packed_rows(tokenizer, text.held_out, settings.perplexity_tokens)[:1]
+    documents = packed_rows(tokenizer, text.validation, settings.perplexity_tokens)[:1]
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     inputs = text_inputs(ExactModel.of(model, tokenizer, "decoder", "gpt2"), text, settings)
     exact = measure_perplexity(model, documents, context=32, stride=16)
@@ -169,7 +169,7 @@ def test_cosine_of_embeddings_is_what_a_fresh_measurement_gives(folder: Path) ->
     evaluation = evaluate(str(folder / "bert"), text, **{**SMALL, **options})
     settings, tokenizer = Settings(**evaluation.info["settings"]), tiny_tokenizer()
     rows = text_rows(
-        tokenizer, read_text(text).held_out, settings.sequence_length, settings.test_sequences, causal=False
+        tokenizer, read_text(text).validation, settings.sequence_length, settings.test_sequences, causal=False
     )
     batches = padded_batches(rows, 8, tokenizer.pad_token_id)
     model = AutoModel.from_pretrained(folder / "bert").eval()
