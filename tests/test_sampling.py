@@ -44,13 +44,13 @@ def a_test(name: str, count: int) -> list[Case]:
 
 @given(NAMES, st.integers(1, 20))
 def test_the_share_is_that_asked_for_and_never_nothing(names, every):
-    sample = sample(names, every)
-    assert sample <= names
-    assert sample
+    chosen = sample(names, every)
+    assert chosen <= names
+    assert chosen
     if len(names) <= SMALL:
-        assert sample == names
+        assert chosen == names
     else:
-        assert len(names) / every <= len(sample) < len(names) / every + 1
+        assert len(names) / every <= len(chosen) < len(names) / every + 1
 
 
 @given(NAMES, st.text("ijk", min_size=1), st.integers(1, 20))
@@ -64,9 +64,9 @@ def test_a_new_case_moves_the_sample_of_its_test_by_one_case_at_most(names, new,
 def test_each_test_has_its_share_and_keeps_it_when_tests_are_added_or_reordered():
     tests: list[Callable[[], list[Case]]] = [lambda n=n: a_test(f"test_{n}", n) for n in (1, 3, 4, 12, 13, 100)]
     alone = [quick(test()) for test in tests]
-    assert [len(sample) for sample in alone] == [1, 3, 1, 3, 4, 25]
+    assert [len(chosen) for chosen in alone] == [1, 3, 1, 3, 4, 25]
     together = quick([case for test in reversed(tests) for case in reversed(test())])
-    assert sorted(together) == sorted(name for sample in alone for name in sample)
+    assert sorted(together) == sorted(name for chosen in alone for name in chosen)
 
 
 def test_the_sample_is_the_same_in_every_process():
@@ -87,8 +87,8 @@ def test_other_folders_are_left_alone():
 def test_the_samples_of_some_tests_cover_every_mechanism_and_family():
     """Forty tests over every pair, of which each keeps one pair in twelve."""
     pairs = {(entry.name, str(family)) for entry in entries() for family in FAMILIES if serves(entry, family.causal)}
-    sample: set[str] = set()
+    chosen: set[str] = set()
     for test in range(40):
-        sample |= {name.partition("[")[2] for name in sample([f"{test}[{name} {family}" for name, family in pairs], 12)}
-    assert {name.split()[0] for name in sample} == {name for name, _ in pairs}
-    assert {name.split()[1] for name in sample} == {family for _, family in pairs}
+        chosen |= {name.partition("[")[2] for name in sample([f"{test}[{name} {family}" for name, family in pairs], 12)}
+    assert {name.split()[0] for name in chosen} == {name for name, _ in pairs}
+    assert {name.split()[1] for name in chosen} == {family for _, family in pairs}

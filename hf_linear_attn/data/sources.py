@@ -144,7 +144,7 @@ def hold_out_validation(splits: DatasetDict, share: float) -> DatasetDict:
     train = splits["train"]
     validation = validation_rows(len(train), share)
     if len(validation) >= len(train):
-        rows = f"{len(held_out)} of {len(train)} rows"
+        rows = f"{len(validation)} of {len(train)} rows"
         raise ValueError(f"{rows} cannot be held out for validation. Give more rows, or a file for validation.")
     rest = train.select(sorted({*range(len(train))} - {*validation}))
     return import_datasets().DatasetDict({**splits, "train": rest, "validation": train.select(validation)})

@@ -82,7 +82,7 @@ def test_a_share_of_the_documents_is_held_out() -> None:
 def test_the_end_of_few_documents_is_held_out() -> None:
     text = " ".join(str(index) for index in range(1000))
     (train,), (validation,) = hold_out([text], 0.2)
-    assert f"{train} {held_out}" == text
+    assert f"{train} {validation}" == text
     assert len(train) / len(text) == pytest.approx(0.8, abs=0.01)
     train, validation = hold_out(["x" * 60, "one two " * 5, "y" * 10], 0.25)  # 27 characters are held out
     assert (train, validation) == (["x" * 60, "one two one two one two"], ["one two one two", "y" * 10])
