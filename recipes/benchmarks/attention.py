@@ -158,7 +158,8 @@ def own_candidates(setting: Setting, names: Sequence[str] | None, backends: Sequ
 
         try:
             built = module(64)
-            supported = workloads.backends_of(inputs.call(make(64), setting.backward, built), backends)
+            with torch.set_grad_enabled(setting.backward):
+                supported = workloads.backends_of(inputs.call(make(64), setting.backward, built), backends)
         except UNSUPPORTED_ERRORS as error:
             workloads.left_out(name, error)
             continue
@@ -176,9 +177,10 @@ def measure(setting: Setting, candidates: Sequence[Candidate], length: int, seco
     limits: dict[Any, Call] = {"product": product}
     for features in {one.features for one in candidates} - {None}:
         limits[features] = products(inputs.key, inputs.value, features, setting.causal)
-    samples: dict[Any, list[float]] = sample_interleaved(
-        calls | limits, seconds=seconds, device=torch.device(setting.device)
-    )
+    with torch.set_grad_enabled(setting.backward):
+        samples: dict[Any, list[float]] = sample_interleaved(
+            calls | limits, seconds=seconds, device=torch.device(setting.device)
+        )
     rows: Rows = []
     for one in candidates:
         own = samples[one.key]
@@ -217,12 +219,10 @@ def products(key: Tensor, value: Tensor, features: int, causal: bool) -> Call:
     state, out = values.new_zeros(rows, features, width), torch.empty_like(values)
     weights, inner = values.new_empty(rows, chunk, chunk), values.new_empty(rows, chunk, width)
 
-    @torch.no_grad()
     def bidirectional_products() -> None:
         torch.bmm(mapped.transpose(1, 2), values, out=state)
         torch.bmm(mapped, state, out=out)
 
-    @torch.no_grad()
     def causal_products() -> None:
         for start in range(0, length - chunk + 1, chunk):
             mapped_chunk, value_chunk = mapped[:, start : start + chunk], values[:, start : start + chunk]
@@ -239,7 +239,7 @@ def reference_product(key: Tensor, value: Tensor) -> tuple[Call, int]:
     left = key.flatten(0, 1)
     rows, length, dim = left.shape
     right, out = torch.rand(rows, dim, dim, device=left.device).to(left.dtype), torch.empty_like(left)
-    return torch.no_grad()(lambda: torch.bmm(left, right, out=out)), 2 * rows * length * dim * dim
+    return (lambda: torch.bmm(left, right, out=out)), 2 * rows * length * dim * dim
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -362,7 +362,8 @@ def _names(names: Any, backends: Any, request: dict[str, Any]) -> Iterator[tuple
     yield from ((BASELINE, ""), (EAGER, ""))
     for name in workloads.mechanism_names(names, request["causal"]):
         try:
-            supported = workloads.backends_of(_call({**request, "name": name, "backend": ""}, 64), backends)
+            with torch.set_grad_enabled(request["backward"]):
+                supported = workloads.backends_of(_call({**request, "name": name, "backend": ""}, 64), backends)
         except UNSUPPORTED_ERRORS as error:
             workloads.left_out(name, error)
             continue
@@ -395,9 +396,9 @@ def _in_own_process(request: dict[str, Any], length: int) -> Rows:
 def peak(request: dict[str, Any], length: int, threads: int) -> Rows:
     """Return the peak of one call. A short call comes first: what libraries load on first use does not count."""
     torch.set_num_threads(threads)
-    _call(request, min(256, length))()
-    call = _call(request, length)
-    value = peak_memory(call, torch.device("cpu"))
+    with torch.set_grad_enabled(request["backward"]):
+        _call(request, min(256, length))()
+        value = peak_memory(_call(request, length), torch.device("cpu"))
     if value is None:
         raise OSError("This system does not tell the peak of the resident set. It takes Linux.")
     output = 4 * request["batch"] * request["heads"] * length * request["head_dim"]

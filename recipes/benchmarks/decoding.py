@@ -106,7 +106,6 @@ class Stepper:
             self.filled += piece
 
     def call(self, token: tuple[Tensor, Tensor, Tensor]) -> Call:
-        @torch.no_grad()
         def step() -> None:
             if not self.is_constant:
                 self.advance(token, self.state)
@@ -128,13 +127,15 @@ def _steppers(names: Sequence[str] | None, backends: Sequence[str] | None, token
             module = workloads.build(name, longest=longest, **sizes)
             trial = Stepper(name, "", module)
             trial.fill(2, tokens)
-            supported = workloads.backends_of(trial.call(tokens.make(1)), backends)
+            with torch.no_grad():
+                supported = workloads.backends_of(trial.call(tokens.make(1)), backends)
         except UNSUPPORTED_ERRORS as error:
             workloads.left_out(name, error)
             continue
         yield from (Stepper(name, backend, module) for backend in supported)
 
 
+@torch.no_grad()
 def _measure(tokens: Tokens, steppers: Sequence[Stepper], context: int, seconds: float) -> Rows:
     token = tokens.make(1)
     for one in steppers:
@@ -166,9 +167,7 @@ def growing_cache(token: tuple[Tensor, Tensor, Tensor], context: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     size = (*key.shape[:2], context, key.shape[3])
     keys, values = (torch.randn(size, generator=generator).to(key) for _ in range(2))
-    return torch.no_grad()(
-        lambda: scaled_dot_product_attention(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
-    )
+    return lambda: scaled_dot_product_attention(query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2))
 
 
 def state_floor(query: Tensor, features: int) -> Call:
@@ -178,7 +177,6 @@ def state_floor(query: Tensor, features: int) -> Call:
     state, value = torch.zeros(rows, features, width, **options), torch.rand(rows, 1, width, **options)
     mapped, out = torch.rand(rows, 1, features, **options), torch.empty(rows, 1, width, **options)
 
-    @torch.no_grad()
     def run() -> None:
         state.baddbmm_(mapped.transpose(1, 2), value)
         torch.bmm(mapped, state, out=out)

@@ -73,11 +73,13 @@ def build(name: str, causal: bool, dtype: str = "float32") -> Any:
     return workloads.build(name, **options, dtype=getattr(torch, dtype))
 
 
+@torch.no_grad()
 def medians(**calls: Call) -> dict[str, float]:
     """Return the median times of calls, timed in turns."""
     return {name: statistics.median(samples) for name, samples in sample_interleaved(calls, seconds=1.0).items()}
 
 
+@torch.no_grad()
 def shares(call: Call, repeats: int = 5) -> dict[str, float]:
     """Return the shares of the time of the operations themselves, by kind."""
     call()
@@ -149,7 +151,6 @@ def step(name: str) -> Rows:
     token = [tensor[:, :, 100:] for tensor in (inputs.query, inputs.key, inputs.value)]
     _, state = module(AttentionInputs(*tokens, scaling=SCALING, causal=True, return_state=True))
 
-    @torch.no_grad()
     def run() -> Any:
         own = InPlaceState(state)
         return module(AttentionInputs(*token, scaling=SCALING, causal=True, state=own, return_state=True))[1]
