@@ -15,6 +15,7 @@ from hf_linear_attn.data.task_data import TaskData
 from hf_linear_attn.study.convert import convert, finetune
 from hf_linear_attn.training.distillation import FinetuningTrainer
 from hf_linear_attn.training.resumable import InterruptedRunError
+from hf_linear_attn.training.transfer import AttentionTransferLoss
 from tests.slow_cases import slow_rows
 from tests.training.tiny_runs import (
     convert_config,
@@ -87,6 +88,53 @@ def test_signals_save_and_say_how_to_resume(folder: Path, tmp_path: Path, monkey
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
     convert(convert_config(*paths, resume=True), console=quiet())
     assert weights(paths[2]) == weights(folder / "complete")
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["killed", "signal"])
+def test_stopped_in_attention_transfer(
+    signalled: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (folder / "encoder", folder / "task", tmp_path / "out")
+    original = AttentionTransferLoss.__call__
+
+    def call(self: AttentionTransferLoss, batch: Any, step: int | None = None) -> Any:
+        if step == 3 and not signalled:
+            kill()
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, step)
+
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    expected: Any = InterruptedRunError if signalled else Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(AttentionTransferLoss, "__call__", call)
+        with pytest.raises(expected) as caught:
+            convert(convert_config(*paths), console=quiet())
+    assert signal.signal(signal.SIGTERM, previous) is signal.SIG_DFL
+    if signalled:
+        assert "after step 3 of 4" in str(caught.value)
+        assert "Stored: teacher stage, teacher, patched in" in str(caught.value)
+        assert str(caught.value).endswith("--resume.")
+    convert(convert_config(*paths, resume=True), console=quiet())
+    assert weights(paths[2]) == weights(folder / "complete")
+    own, complete = ([row["step"] for row in log_rows(out, "transfer")] for out in (paths[2], folder / "complete"))
+    assert own == complete
+
+
+def test_killed_in_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversion before it is not repeated, and the control ends as the undisturbed one."""
+    paths = (folder / "encoder", folder / "task")
+    expected = convert(convert_config(*paths, tmp_path / "whole", control=True), console=quiet())
+    with monkeypatch.context() as patch:
+        at_step(patch, "control distill", 3, kill)
+        with pytest.raises(Killed):
+            convert(convert_config(*paths, tmp_path / "out", control=True), console=quiet())
+    with monkeypatch.context() as patch:
+        at_step(patch, "distill", 0, kill)
+        config = convert_config(*paths, tmp_path / "out", control=True, resume=True)
+        resumed = convert(config, console=quiet())
+    assert resumed["stages"]["control"] == expected["stages"]["control"]
+    assert weights(tmp_path / "out") == weights(folder / "complete")
 
 
 def test_a_finished_run_resumes_to_itself(folder: Path) -> None:
