@@ -95,7 +95,7 @@ class Run:
         for record in self.study.records:
             if record.label and record.id == self._conditions(record.label).id:
                 self.state[record.label] = _payload(record)
-        self.doing = "while it started"
+        self.doing = "between two stages"
         self._spoke = time.monotonic()
         self._is_prepared = False
         for stage in TRAINERS:
